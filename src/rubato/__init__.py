@@ -1,0 +1,1 @@
+"""Rubato: serve language models to stated service-level objectives."""

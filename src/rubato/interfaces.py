@@ -1,0 +1,163 @@
+"""The seams: what a policy sees, and the Protocols that policies, latency models, engines and hosts fulfil.
+
+A policy decides and owns no request, queue or KV. It reads a `View`, whose sequences are the replica's own objects
+seen through the read-only `SeqView`; mutating one is a type error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from rubato.types import Batch, Event, Limits, Plan, Request, Sample, Shape, StepResult
+
+
+class SeqView(Protocol):
+    """One request being served, as its replica sees it. Times in seconds of the replica's clock, lengths in tokens."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def request(self) -> Request: ...
+    @property
+    def stage(self) -> int: ...  # index into request.stages
+    @property
+    def stage_start(self) -> float: ...
+    @property
+    def first_token_at(self) -> float | None: ...  # of this stage
+    @property
+    def output(self) -> int: ...  # tokens out in this stage
+    @property
+    def length(self) -> int: ...  # prompt + output so far, all stages
+    @property
+    def cached(self) -> int: ...  # of which in KV
+    @property
+    def pending(self) -> int: ...  # length - cached: 1 = decode, more = prefill
+    @property
+    def blocks(self) -> int: ...  # KV blocks held
+    @property
+    def best_effort(self) -> bool: ...  # as served now: asked for, or demoted
+    @property
+    def demoted(self) -> bool: ...  # best effort though it asked for more
+    @property
+    def missed(self) -> bool: ...  # some token was already late (deadline SLO, or e2e)
+    @property
+    def due(self) -> float: ...  # when the next token must be out; inf = no promise
+    @property
+    def predicted(self) -> float | None: ...  # remaining output tokens, None = no predictor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One replica, just before a step. `waiting` holds no KV (in order of arrival, preempted ones at their arrival's
+    place); `running` holds KV (in order of start). kv_free and kv_total count blocks of `limits.block` tokens."""
+
+    id: str
+    now: float
+    waiting: Sequence[SeqView]
+    running: Sequence[SeqView]
+    kv_free: int
+    kv_total: int
+    limits: Limits
+    latency: LatencyModel
+    supports: frozenset[str] = frozenset()
+    busy_until: float = 0.0  # when the step in flight is predicted to end; <= now when idle
+
+
+class LatencyModel(Protocol):
+    """Step time from batch shape (SYSTEMS: §0, latency models)."""
+
+    def step_time(self, shape: Shape) -> float:
+        """Seconds that a batch of this shape takes; 0 < finite, non-decreasing in every feature."""
+        ...
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
+        ...
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Fit from scratch. Raises ValueError, saying what is lacking, when the samples cannot determine the model."""
+        ...
+
+    def update(self, sample: Sample) -> None:
+        """Learn from one more step, at a bounded cost."""
+        ...
+
+
+class LengthPredictor(Protocol):
+    """How many output tokens a request will have; what a scheduler may know (never the truth, unless an oracle)."""
+
+    def remaining(self, request: Request, output: int) -> float | None: ...
+    def learn(self, request: Request, output: int) -> None: ...
+
+
+class Scheduler(Protocol):
+    """Decides each step of one replica. `needs` is matched with `View.supports` at start."""
+
+    needs: ClassVar[frozenset[str]]
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+    def plan(self, view: View) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """place: request id -> replica id. reject: request id -> reason. What is in neither is still held."""
+
+    place: Mapping[str, str]
+    reject: Mapping[str, str]
+
+
+class Router(Protocol):
+    """Places held requests on replicas."""
+
+    needs: ClassVar[frozenset[str]]
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch: ...
+
+
+class Engine(Protocol):
+    """Runs batches. It keeps each sequence's token ids, sampling state and text; the replica keeps counts and KV
+    blocks. Block ids in a batch are indices into the engine's own KV memory, [0, limits.kv_blocks)."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def supports(self) -> frozenset[str]: ...
+
+    async def start(self) -> None:
+        """Load weights, preallocate KV, warm up. After a failed step it is called again and must begin afresh."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """A sequence that batches will soon mention. Raises ValueError when it can never be run."""
+        ...
+
+    async def execute(self, batch: Batch) -> StepResult:
+        """Run one batch, off the event loop. Every `sample` entry is in the result; its KV is written by then."""
+        ...
+
+    def forget(self, seqs: Iterable[str]) -> None:
+        """These have ended; never while a batch that mentions them runs."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Host(Protocol):
+    """One replica wherever it runs. Events come out through the callback given at construction, in order, and every
+    request submitted ends in exactly one `Finished`."""
+
+    @property
+    def id(self) -> str: ...
+    async def start(self) -> None: ...
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, id: str, reason: str) -> None: ...
+    def view(self) -> View: ...
+    async def drain(self) -> None:
+        """Return once nothing is waiting or running."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Step-time models behind one interface (`rubato.interfaces.LatencyModel`)."""

@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI's API with SLOs."""

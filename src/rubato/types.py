@@ -1,0 +1,328 @@
+"""The values that everything else is said in: frozen, free of I/O, times in seconds, lengths in tokens.
+
+Three groups: what a client asks for (`SLO`, `Stage`, `Sampling`, `Request`), what a policy decides and an engine
+does (`Work`, `Plan`, `Batch`, `StepResult`), and what happened (`Event` and its kinds, `Verdict`). Every metric and
+every log line is a fold over the events; nothing else is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# --------------------------------------------------------------------------- what a client asks for
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What one stage of a request is promised, in seconds; None = not promised, all None = best effort.
+
+    ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
+    e2e: last token within this of the request's arrival.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot", "e2e"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ValueError(f"slo.{name} is {value!r} s: give a positive, finite number of seconds, or none")
+
+    @property
+    def best_effort(self) -> bool:
+        return self.ttft is None and self.tpot is None and self.e2e is None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A prefill of `prompt` tokens (0 in a decode-only stage) and then a decode, with SLOs of their own.
+
+    ends: "eos" (end of text, a stop string or max_tokens) or a literal such as "</think>" after which the next stage
+    begins. `token_ids` are the prompt's ids where an engine needs them; simulation leaves them empty.
+    """
+
+    prompt: int
+    slo: SLO = SLO()
+    ends: str = "eos"
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prompt < 0:
+            raise ValueError(f"stage.prompt is {self.prompt}: give the number of prompt tokens, 0 or more")
+        if self.token_ids and len(self.token_ids) != self.prompt:
+            raise ValueError(f"stage.prompt says {self.prompt} tokens but token_ids holds {len(self.token_ids)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How output tokens are chosen and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
+
+    ignore_eos: go on to max_tokens whatever the model says (vLLM's field: fixed lengths for benchmarks).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+OnDecline = Literal["best_effort", "refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as offered. `arrival` is in the clock's seconds; on_decline: what a client wants when its SLO
+    cannot be met: to be served late as best effort, or to be refused at once."""
+
+    id: str
+    stages: tuple[Stage, ...]
+    arrival: float
+    tier: str = "default"
+    tenant: str = "default"
+    app: str = ""
+    sampling: Sampling = Sampling()
+    on_decline: OnDecline = "best_effort"
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0].prompt < 1:
+            raise ValueError(f"request {self.id!r} has no prompt: its first stage needs at least one token")
+        if self.sampling.max_tokens < 1:
+            raise ValueError(f"request {self.id!r} has max_tokens {self.sampling.max_tokens}: give 1 or more")
+
+    @property
+    def best_effort(self) -> bool:
+        return all(stage.slo.best_effort for stage in self.stages)
+
+
+# --------------------------------------------------------------------------- what a step is made of
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
+
+    max_seqs: int  # sequences in one batch
+    max_tokens: int  # tokens in one batch
+    max_length: int  # prompt + output of one sequence (the model's context)
+    kv_blocks: int  # blocks of KV memory
+    block: int  # tokens a block holds
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The features of a batch that its step time depends on; adding two shapes joins two batches.
+
+    Each entry runs `c` tokens on top of `k` tokens already cached.
+    tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  chunk_context = Σ c·k and chunk_sq = Σ c², both
+    over entries with c > 1 only (prefill attention; the attention of a decode is in kv);  spec_steps = draft steps.
+    """
+
+    tokens: int = 0
+    seqs: int = 0
+    kv: int = 0
+    chunk_context: int = 0
+    chunk_sq: int = 0
+    spec_steps: int = 0
+
+    def plus(self, tokens: int, cached: int) -> Shape:
+        """This batch with one more entry of `tokens` tokens on top of `cached`."""
+        many = tokens > 1
+        return Shape(
+            self.tokens + tokens,
+            self.seqs + 1,
+            self.kv + cached + tokens,
+            self.chunk_context + (tokens * cached if many else 0),
+            self.chunk_sq + (tokens * tokens if many else 0),
+            self.spec_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured step: what ran and the seconds it took."""
+
+    shape: Shape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Run `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill)."""
+
+    seq: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, decided by a Scheduler. Applied in this order: drop, preempt, demote, promote, work.
+
+    drop: seq -> reason, refuses a request for good (only one that asked for `on_decline="refuse"`, or cannot ever fit).
+    preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
+    demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
+    """
+
+    work: tuple[Work, ...] = ()
+    preempt: tuple[str, ...] = ()
+    demote: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    drop: Mapping[str, str] = field(default_factory=dict)
+    wake_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position).
+
+    sample: the last pending token is among them, so a new token comes out.
+    """
+
+    seq: str
+    start: int
+    count: int
+    blocks: tuple[int, ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        tokens = kv = context = square = 0
+        for e in self.entries:
+            tokens += e.count
+            kv += e.start + e.count
+            if e.count > 1:
+                context += e.count * e.start
+                square += e.count * e.count
+        return Shape(tokens, len(self.entries), kv, context, square)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What one sequence got out of a step: `tokens` new tokens, their ids where there is a model, and the text that is
+    final by now (never half a character, never the beginning of a stop string).
+
+    finish: "stop" (eos or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
+    """
+
+    tokens: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    stage_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per sequence that sampled, what came out. `seconds`: the engine's own measure of the step, in its clock."""
+
+    emitted: Mapping[str, Emitted]
+    seconds: float
+
+
+# --------------------------------------------------------------------------- what happened
+
+Outcome = Literal["completed", "refused", "failed", "cancelled"]
+Cause = Literal["queue", "prefill interference", "decode interference", "preemption", "refused", "failed", "client"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement of one finished request (`slo.judge`). Measured times in seconds, None where there is none.
+
+    met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, else None.
+    ttft is measured from arrival, tpot is the mean (last - first)/(n - 1), both of the whole request.
+    margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
+    """
+
+    met: bool
+    rule: str
+    cause: Cause | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened to request `id` at time `at`."""
+
+    at: float
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offered(Event):
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Event):
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """The first work of this sequence since it waited. `resumed`: after a preemption."""
+
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Event):
+    tokens: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """The one last event of every request, whatever became of it.
+
+    reason: "stop" | "length" for completed; the reject reason, the error or the client's act otherwise.
+    best_effort: the tier actually served was best effort when it ended. output: tokens out in all.
+    """
+
+    outcome: Outcome
+    reason: str
+    verdict: Verdict
+    output: int = 0
+    best_effort: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped(Event):
+    """A replica (`id`) ran a batch of `shape` in `seconds`, plan and commit excluded."""
+
+    shape: Shape
+    seconds: float
