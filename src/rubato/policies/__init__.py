@@ -1,1 +1,104 @@
-"""Scheduling and routing policies, one file each; a module's name is the policy's name."""
+"""Scheduling and routing policies, one file each; a module's name is the policy's name.
+
+A policy module defines a dataclass `Scheduler` (and/or `Router`) whose fields are its settings, and `SOURCE`, where it
+comes from. `load` and `load_router` also take a dotted module of anyone's (`my_pkg.my_policy`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, cast
+
+from rubato.interfaces import Router, Scheduler
+
+
+class PolicyError(ValueError):
+    """An unknown policy or setting; the message names the nearest known one."""
+
+
+def names() -> list[str]:
+    """Every packaged policy, sorted."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+
+def load(name: str, settings: Mapping[str, object] | None = None) -> Scheduler:
+    """The Scheduler of a policy module, built with these settings. Raises PolicyError."""
+    return cast(Scheduler, _build(name, "Scheduler", settings or {}))
+
+
+def load_router(name: str, settings: Mapping[str, object] | None = None) -> Router:
+    """The Router of a policy module, built with these settings. Raises PolicyError."""
+    return cast(Router, _build(name, "Router", settings or {}))
+
+
+def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
+    """(name, "scheduler" | "router", first line of its docstring, source, settings with defaults) of each policy."""
+    for name in names():
+        module = _module(name)
+        for kind in ("Scheduler", "Router"):
+            cls = getattr(module, kind, None)
+            if cls is not None and cls.__module__ == module.__name__:
+                about = (module.__doc__ or "").strip().split("\n")[0]
+                yield name, kind.lower(), about, str(module.SOURCE), _settings(cls)
+
+
+def _module(name: str) -> ModuleType:
+    if name in names():
+        return importlib.import_module(f"{__name__}.{name}")
+    if "." in name and importlib.util.find_spec(name.split(".")[0]) is not None:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise PolicyError(f"policy module {name!r} cannot be imported: {error}") from error
+    raise PolicyError(f"unknown policy {name!r}{nearest(name, names())}; `rubato policies` lists them")
+
+
+def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
+    module = _module(name)
+    cls = getattr(module, kind, None)
+    if cls is None:
+        has = [k for k in ("Scheduler", "Router") if hasattr(module, k)]
+        raise PolicyError(f"policy {name!r} has no {kind}; it defines {' and '.join(has) or 'neither'}")
+    known = _settings(cls)
+    for key, value in settings.items():
+        if key not in known:
+            raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
+        if known[key] is not None and not _same_kind(value, known[key]):
+            raise PolicyError(
+                f"policy {name!r}: setting {key} is {value!r}; give a {type(known[key]).__name__}, like {known[key]!r}"
+            )
+    try:
+        return cls(**settings)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"policy {name!r}: {error}") from error
+
+
+def _settings(cls: Any) -> dict[str, object]:
+    """The fields of a policy's dataclass that can be set, with their defaults."""
+    return {
+        f.name: f.default if f.default is not dataclasses.MISSING else None
+        for f in dataclasses.fields(cls)
+        if f.init and not f.name.startswith("_")
+    }
+
+
+def _same_kind(value: object, default: object) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """ "; did you mean 'x'?" or the known ones, for the end of an error."""
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f": known are {', '.join(known)}" if known else ": it has none"

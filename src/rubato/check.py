@@ -1,0 +1,84 @@
+"""Is a plan possible? A pure function, for every place that carries out plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rubato.interfaces import SeqView, View
+from rubato.kv import blocks_for
+from rubato.types import Plan
+
+
+class PlanError(Exception):
+    """A policy asked for something impossible. The message names policy, request and numbers."""
+
+
+def check(plan: Plan, view: View, policy: str) -> None:
+    """Raise PlanError unless `plan` can be carried out on `view`: known sequences, each named once, no more tokens than
+    are pending, the engine's limits kept, enough KV, and no standing still while there is work."""
+    known = {s.id: s for s in view.waiting} | {s.id: s for s in view.running}
+    for problem in _problems(plan, view, known):
+        raise PlanError(f"policy {policy!r}, replica {view.id!r}, t={view.now:.6f}: {problem}")
+
+
+def _problems(plan: Plan, view: View, known: Mapping[str, SeqView]) -> Iterable[str]:
+    """Sentences, the first of which is reported. Later ones may rely on earlier ones having found nothing."""
+    yield from _named(plan, known)
+    running = {s.id for s in view.running}
+    for id in plan.preempt:
+        if id not in running:
+            yield f"preempt names {id!r}, which holds no KV"
+    for id in plan.drop:
+        if known[id].request.on_decline != "refuse":
+            yield f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it"
+    for id in plan.demote:
+        if known[id].best_effort:
+            yield f"demote names {id!r}, which is best effort already"
+    for id in plan.promote:
+        if not known[id].demoted:
+            yield f"promote names {id!r}, which was not demoted"
+    yield from _work(plan, view, known, running)
+    decided = plan.work or plan.preempt or plan.demote or plan.promote or plan.drop
+    if known and not decided and plan.wake_at is None:
+        yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
+    if plan.wake_at is not None and not decided and plan.wake_at <= view.now:
+        yield f"nothing planned and wake_at {plan.wake_at:.6f} is not in the future: it would spin"
+
+
+def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
+    groups: dict[str, Iterable[str]] = {
+        "work": [w.seq for w in plan.work],
+        "preempt": plan.preempt,
+        "demote": plan.demote,
+        "promote": plan.promote,
+        "drop": plan.drop,
+    }
+    for group, ids in groups.items():
+        seen: set[str] = set()
+        for id in ids:
+            if id not in known:
+                yield f"{group} names {id!r}, which is neither waiting nor running here"
+            if id in seen:
+                yield f"{group} names {id!r} twice"
+            seen.add(id)
+
+
+def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: set[str]) -> Iterable[str]:
+    limits = view.limits
+    gone = set(plan.preempt) | set(plan.drop)
+    free = view.kv_free + sum(known[id].blocks for id in gone)
+    tokens = need = 0
+    for work in plan.work:
+        seq = known[work.seq]
+        if work.seq in gone:
+            yield f"work names {work.seq!r}, which the same plan preempts or drops"
+        if not 1 <= work.tokens <= seq.pending:
+            yield f"work gives {work.seq!r} {work.tokens} tokens, and it has {seq.pending} pending"
+        tokens += work.tokens
+        need += max(0, blocks_for(seq.cached + work.tokens, limits.block) - seq.blocks)
+    if tokens > limits.max_tokens:
+        yield f"{tokens} tokens in a batch, the engine takes {limits.max_tokens}"
+    if len(plan.work) > limits.max_seqs:
+        yield f"{len(plan.work)} sequences in a batch, the engine takes {limits.max_seqs}"
+    if need > free:
+        yield f"{need} new KV blocks needed, {free} of {view.kv_total} free after the plan's own preemptions"

@@ -1,0 +1,158 @@
+"""Time: the only module that reads or makes it. One loop, two clocks.
+
+`WallClock` is real time. `run_virtual` runs a coroutine on an event loop whose time jumps to the next timer instead of
+waiting, so that worker, cluster and server code is the same in simulation. asyncio pops timers that are due at the same
+moment in heap order; here the order is defined: by rank, then first scheduled first.
+Simultaneous events happen as step completions, then arrivals and cancellations, then plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import selectors
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Protocol, TypeVar
+
+COMPLETION, ARRIVAL, PLAN = 0, 1, 2
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Seconds, ascending. Ranks order what is due at the same instant."""
+
+    def now(self) -> float: ...
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle: ...
+    async def sleep_until(self, when: float, rank: int) -> None: ...
+    async def settle(self) -> None:
+        """Let everything else that is due at this instant happen first."""
+        ...
+
+
+class WallClock:
+    """Real time: the event loop's own monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_at(when, callback)
+
+    async def sleep_until(self, when: float, rank: int) -> None:
+        await asyncio.sleep(max(0.0, when - self.now()))
+
+    async def settle(self) -> None:
+        await asyncio.sleep(0)
+
+
+class VirtualClock:
+    """The time of the running `VirtualLoop`; starts at 0."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualLoop):
+            raise RuntimeError("VirtualClock works inside clock.run_virtual only; use WallClock here")
+        return loop.call_ranked(when, rank, callback)
+
+    async def sleep_until(self, when: float, rank: int) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        handle = self.call_at(when, rank, lambda: None if done.done() else done.set_result(None))
+        try:
+            await done
+        finally:
+            handle.cancel()
+
+    async def settle(self) -> None:
+        await self.sleep_until(self.now(), PLAN)
+
+
+class _RankedTimer(asyncio.TimerHandle):
+    """A timer that compares by (when, rank, order of scheduling): a total order, unlike asyncio's."""
+
+    __slots__ = ("key",)
+
+    def __init__(
+        self, when: float, rank: int, order: int, callback: Callable[..., object], args: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop, context: Context | None,
+    ) -> None:  # fmt: skip
+        super().__init__(when, callback, args, loop, context)
+        self.key = (when, rank, order)
+
+    def __lt__(self, other: object) -> bool:
+        return self.key < other.key if isinstance(other, _RankedTimer) else NotImplemented
+
+
+class _Jump(selectors.SelectSelector):
+    """A selector that never waits: asked to wait, it moves its loop's time to the next timer."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError(
+                "virtual time stands still: every task waits for an event that nothing scheduled will bring about"
+            )
+        if timeout > 0:
+            self.loop.jump()
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """asyncio's loop with virtual time. Threads and sockets do not belong on it."""
+
+    def __init__(self) -> None:
+        selector = _Jump()
+        self._virtual = 0.0
+        self._order = itertools.count()
+        super().__init__(selector)
+        selector.loop = self
+        self._clock_resolution = math.ulp(0.0)
+
+    def time(self) -> float:
+        return self._virtual
+
+    def jump(self) -> None:
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        self._virtual = max(self._virtual, scheduled[0].when())
+        # asyncio runs what is due before time + resolution: the next float, so that only the present is due.
+        self._clock_resolution = math.ulp(self._virtual)
+
+    def call_ranked(
+        self, when: float, rank: int, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = _RankedTimer(max(when, self._virtual), rank, next(self._order), callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_ranked(when, ARRIVAL, callback, *args, context=context)
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end on a fresh virtual loop that starts at time 0.
+
+    Raises RuntimeError when virtual time stands still: everything waits and no timer is left.
+    """
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        try:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            loop.close()

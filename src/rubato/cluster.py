@@ -1,0 +1,206 @@
+"""A fleet as one: placing, cancelling, counting, refusing. Every request offered ends in exactly one Finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rubato.clock import Clock
+from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, Router
+from rubato.policies import load, load_router
+from rubato.slo import judge
+from rubato.types import Event, Finished, Offered, Placed, Request
+from rubato.worker import LocalHost
+
+RECENT = 64  # completions that the estimate of Retry-After looks back on
+
+Listener = Callable[[Event], None]
+
+
+class Cluster:
+    """Local hosts behind a router.
+
+    The hosts are built by `make_hosts`, which is given where to send events and where to report a dead host.
+    max_in_flight: requests beyond it are refused as saturated (None: no bound).
+    """
+
+    def __init__(
+        self,
+        make_hosts: Callable[[Listener, Callable[[BaseException], None]], Sequence[Host]],
+        router: Router,
+        clock: Clock,
+        *,
+        max_in_flight: int | None = None,
+        rule: str = "deadline",
+    ) -> None:
+        if max_in_flight is not None and max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
+        self.hosts = {host.id: host for host in make_hosts(self._emit, self._died)}
+        self.clock = clock
+        self.offered = 0
+        self.finished = 0
+        self.dead = asyncio.Event()
+        self.error: BaseException | None = None
+        self._router = router
+        self._max_in_flight = max_in_flight
+        self._rule = rule
+        self._held: dict[str, Request] = {}
+        self._placed: dict[str, str] = {}
+        self._listeners: list[Listener] = []
+        self._own: dict[str, Listener] = {}
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._draining = False
+        self._placing = False
+        self._empty = asyncio.Event()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._held) + len(self._placed)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(host.start() for host in self.hosts.values()))
+
+    def listen(self, listener: Listener) -> None:
+        """Every event from now on, in order, on the event loop."""
+        self._listeners.append(listener)
+
+    def offer(self, request: Request, listener: Listener | None = None) -> None:
+        """Take a request; `listener` gets its events. Raises ValueError for an id that is in flight already."""
+        if request.id in self._held or request.id in self._placed:
+            raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
+        full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight
+        self.offered += 1
+        self._held[request.id] = request
+        if listener is not None:
+            self._own[request.id] = listener
+        now = self.clock.now()
+        self._emit(Offered(now, request.id, request))
+        if self._draining:
+            self._refuse(request, "rejected-shutting-down")
+        elif full:
+            self._refuse(request, "rejected-saturated")
+        else:
+            self._place()
+
+    def cancel(self, id: str, reason: str = "client disconnected") -> None:
+        """End a request early; an id that is not in flight is ignored (it has just finished)."""
+        if id in self._held:
+            request = self._held[id]
+            verdict = judge(request, [], "cancelled", self._rule)
+            self._emit(Finished(self.clock.now(), id, "cancelled", reason, verdict))
+        elif id in self._placed:
+            self.hosts[self._placed[id]].cancel(id, reason)
+
+    def retry_after(self) -> float:
+        """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
+        if len(self._recent) < 2 or self._recent[-1] <= self._recent[0]:
+            return 1.0
+        rate = (len(self._recent) - 1) / (self._recent[-1] - self._recent[0])
+        return max(1.0, self.in_flight / 2 / rate)
+
+    async def drain(self) -> None:
+        """Refuse what comes from now on; return when nothing is in flight."""
+        self._draining = True
+        while self.in_flight:
+            self._empty.clear()
+            await self._empty.wait()
+
+    async def close(self) -> None:
+        """Stop at once: whatever is in flight ends as failed."""
+        self._draining = True
+        for host in self.hosts.values():
+            await host.close()
+        for id in list(self._held):
+            self.cancel(id, "the server closed")
+
+    # ----------------------------------------------------------------- parts
+
+    def _place(self) -> None:
+        """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
+        if self._placing:
+            return
+        self._placing = True
+        try:
+            while self._held and self._place_once():
+                pass
+        finally:
+            self._placing = False
+
+    def _place_once(self) -> bool:
+        now = self.clock.now()
+        views = [host.view() for host in self.hosts.values()]
+        dispatch = self._router.place(list(self._held.values()), views, now)
+        for id, reason in dispatch.reject.items():
+            self._refuse(self._held[id], reason)
+        for id, replica in dispatch.place.items():
+            request = self._held.pop(id)
+            self._placed[id] = replica
+            self._emit(Placed(now, id, replica))
+            self.hosts[replica].submit(request)
+        return bool(dispatch.reject or dispatch.place)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        verdict = judge(request, [], "refused", self._rule)
+        self._emit(Finished(self.clock.now(), request.id, "refused", reason, verdict))
+
+    def _emit(self, event: Event) -> None:
+        last = isinstance(event, Finished)
+        if isinstance(event, Finished):
+            self._held.pop(event.id, None)
+            self._placed.pop(event.id, None)
+            self.finished += 1
+            if event.outcome == "completed":
+                self._recent.append(event.at)
+        own = self._own.pop(event.id, None) if last else self._own.get(event.id)
+        if own is not None:
+            own(event)
+        for listener in self._listeners:
+            listener(event)
+        self._router.observe((event,))
+        if last:
+            if not self.in_flight:
+                self._empty.set()
+            self._place()
+
+    def _died(self, error: BaseException) -> None:
+        self.error = error
+        self.dead.set()
+
+
+def local_cluster(
+    engines: Sequence[Engine],
+    latencies: Sequence[LatencyModel],
+    clock: Clock,
+    *,
+    policy: str,
+    settings: Mapping[str, object] | None = None,
+    router: str = "least_loaded",
+    router_settings: Mapping[str, object] | None = None,
+    lengths: LengthPredictor | None = None,
+    max_in_flight: int | None = None,
+    rule: str = "deadline",
+) -> Cluster:
+    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
+
+    Raises PolicyError for an unknown policy, router or setting, ValueError for an engine that lacks what a policy needs.
+    """
+
+    def hosts(emit: Listener, dead: Callable[[BaseException], None]) -> list[Host]:
+        return [
+            LocalHost(
+                f"r{i}",
+                engine,
+                load(policy, settings),
+                latency,
+                clock,
+                emit=emit,
+                dead=dead,
+                policy=policy,
+                lengths=lengths,
+                rule=rule,
+            )
+            for i, (engine, latency) in enumerate(zip(engines, latencies, strict=True))
+        ]
+
+    return Cluster(hosts, load_router(router, router_settings), clock, max_in_flight=max_in_flight, rule=rule)

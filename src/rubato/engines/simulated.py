@@ -1,0 +1,111 @@
+"""An engine that takes the time a latency model says and emits as many tokens as a table of true lengths says.
+
+On the virtual clock it is the simulator; on the wall clock it stands in for a model in tests and dry runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rubato.clock import COMPLETION, Clock
+from rubato.interfaces import LatencyModel
+from rubato.types import Batch, Emitted, Limits, Request, StepResult
+
+WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
+
+
+class ByteText:
+    """A tokenizer for a model that is not there: a token is one byte of UTF-8."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i % 256 for i in ids).decode(errors="replace")
+
+
+@dataclass(slots=True)
+class _Progress:
+    request: Request
+    stage: int = 0
+    output: int = 0  # of this stage
+    total: int = 0
+
+
+class Engine:
+    """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
+
+    lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
+    to its max_tokens. A request never goes beyond its max_tokens.
+    """
+
+    supports = frozenset({"chunked", "preempt", "mixed"})
+    model_name = "simulated"
+    text = ByteText()
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        limits: Limits,
+        clock: Clock,
+        *,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if not 0.0 <= noise < 1.0:
+            raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
+        self._latency = latency
+        self._limits = limits
+        self._clock = clock
+        self._lengths = lengths or {}
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
+        self._seqs: dict[str, _Progress] = {}
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    async def start(self) -> None:
+        self._seqs.clear()
+
+    def add(self, request: Request) -> None:
+        self._seqs[request.id] = _Progress(request)
+
+    async def execute(self, batch: Batch) -> StepResult:
+        seconds = self._latency.step_time(batch.shape)
+        if self._noise:
+            seconds *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
+        await self._clock.sleep_until(self._clock.now() + seconds, COMPLETION)
+        return StepResult({e.seq: self._emit(self._seqs[e.seq]) for e in batch.entries if e.sample}, seconds)
+
+    def forget(self, seqs: Iterable[str]) -> None:
+        for id in seqs:
+            self._seqs.pop(id, None)
+
+    async def close(self) -> None:
+        self._seqs.clear()
+
+    def _emit(self, seq: _Progress) -> Emitted:
+        seq.output += 1
+        seq.total += 1
+        request = seq.request
+        text = WORDS[seq.total % len(WORDS)]
+        token = (seq.total % 256,)
+        lengths = self._lengths.get(request.id)
+        if seq.total >= request.sampling.max_tokens:
+            return Emitted(1, text, token, finish="length")
+        if lengths is None or seq.output < lengths[seq.stage]:
+            return Emitted(1, text, token)
+        if seq.stage + 1 == len(request.stages):
+            return Emitted(1, text, token, finish="stop")
+        seq.stage += 1
+        seq.output = 0
+        return Emitted(1, text, token, stage_done=True)

@@ -1,0 +1,277 @@
+"""Earliest deadline first, down to the step: chunks sized so that no due token is late, hopeless requests step aside.
+
+Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
+that is due. Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all
+have their first token in time, the costliest are set aside, one by one, until the rest can (Moore and Hodgson's rule,
+which leaves the fewest late), with a cost that falls with its tier's attainment so that no tier is given up for good.
+What is set aside, and what has missed a token already, is served as best effort from what is left of each step, comes
+back if it could still be in time after all, and its oldest gets a turn now and then whatever is due: nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from rubato.interfaces import SeqView, View
+from rubato.kv import blocks_for
+from rubato.policies._packing import Packing
+from rubato.types import Event, Finished, Plan, Shape
+
+SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
+PROBE = 256  # tokens of prefill whose marginal time stands for all
+RECENT = 64  # requests that the tightest TTFT is remembered over
+
+
+@dataclass
+class Scheduler:
+    """safety: predicted times count this much more. reserve: seconds kept before each deadline, for delivery.
+    longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time.
+    every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
+    fairness: 0 = fewest misses; above, misses are spread over the tiers.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    safety: float = 0.1
+    reserve: float = 0.01
+    longest: float = 0.3
+    every: int = 16
+    least: int = 16
+    fairness: float = 1.0
+    _turn: int = field(default=0, init=False)
+    _tiers: dict[str, str] = field(default_factory=dict, init=False)
+    _attained: dict[str, float] = field(default_factory=dict, init=False)
+    _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+
+    def __post_init__(self) -> None:
+        if self.safety < 0 or self.reserve < 0 or self.fairness < 0 or self.longest <= 0:
+            raise ValueError(
+                f"safety {self.safety}, reserve {self.reserve}, fairness {self.fairness} must be 0 or more, "
+                f"longest {self.longest} above 0"
+            )
+        if self.every < 2 or self.least < 1:
+            raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished) and event.id in self._tiers:
+                tier = self._tiers.pop(event.id)
+                self._attained[tier] = 0.9 * self._attained.get(tier, 1.0) + 0.1 * event.verdict.met
+
+    def plan(self, view: View) -> Plan:
+        here = [*view.running, *view.waiting]
+        self._meet(here)
+        aside = self._aside(view, here)
+        strict = [s for s in here if s.id not in aside]
+        declined = [s for s in here if s.id in aside and not s.best_effort]
+        drop = {s.id: "rejected-slo-infeasible" for s in declined if self._refusable(s)}
+        rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
+        packing = Packing(view)
+        self._give_turn(packing, rest, strict)
+        bound = self._decodes(packing, strict, rest)
+        self._prefills(packing, strict, rest, bound)
+        self._leftover(packing, rest, bound)
+        if not packing.work and (strict or rest):
+            first = min(strict, key=_due) if strict else rest[0]
+            self._force(packing, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
+        return packing.plan(
+            demote=[s.id for s in declined if s.id not in drop],
+            promote=[s.id for s in strict if s.demoted],
+            drop=drop,
+        )
+
+    # ----------------------------------------------------------------- who is tried
+
+    def _meet(self, here: Iterable[SeqView]) -> None:
+        for seq in here:
+            if seq.id not in self._tiers:
+                self._tiers[seq.id] = seq.request.tier
+                ttft = seq.request.stages[0].slo.ttft
+                if ttft is not None:
+                    self._ttfts.append(ttft)
+
+    def _aside(self, view: View, here: Sequence[SeqView]) -> set[str]:
+        """Ids of those not to be tried now: best effort by wish, late already, or set aside for the others' sake."""
+        aside = set()
+        decodes = Shape()
+        spare = inf  # the tightest decode's time to spare
+        tpot = inf
+        jobs = []
+        for seq in here:
+            if seq.request.best_effort or seq.missed or seq.due < view.now:
+                aside.add(seq.id)
+            elif seq.pending == 1:
+                decodes = decodes.plus(1, seq.cached)
+                spare = min(spare, seq.due - view.now - self.reserve)
+                tpot = min(tpot, _tpot(seq))
+            else:
+                jobs.append(seq)
+        rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety)
+        fresh = sorted((s for s in jobs if not s.demoted), key=_due)
+        kept = self._schedulable(fresh, rate, view.now)
+        aside.update(s.id for s in fresh if s not in kept)
+        # Set-aside ones come back when they fit beside all that are kept, by a margin, cheapest first.
+        for seq in sorted((s for s in jobs if s.demoted), key=lambda s: s.pending):
+            trial = sorted([*kept, seq], key=_due)
+            if rate.seconds(int(seq.pending * 1.2)) <= seq.due - view.now and self._all_in_time(trial, rate, view.now):
+                kept = trial
+            else:
+                aside.add(seq.id)
+        return aside
+
+    def _schedulable(self, jobs: Sequence[SeqView], rate: _Rate, now: float) -> list[SeqView]:
+        """Moore-Hodgson: go through the jobs by deadline; whenever one is late, set aside the costliest so far."""
+        kept: list[SeqView] = []
+        tokens = 0
+        for seq in jobs:
+            kept.append(seq)
+            tokens += seq.pending
+            while kept and now + rate.seconds(tokens) > seq.due - self.reserve:
+                costliest = max(kept, key=self._cost)
+                kept.remove(costliest)
+                tokens -= costliest.pending
+        return kept
+
+    def _all_in_time(self, jobs: Iterable[SeqView], rate: _Rate, now: float) -> bool:
+        tokens = 0
+        for seq in jobs:
+            tokens += seq.pending
+            if now + rate.seconds(tokens) > seq.due - self.reserve:
+                return False
+        return True
+
+    def _cost(self, seq: SeqView) -> float:
+        attained = max(0.05, self._attained.get(seq.request.tier, 1.0))
+        return float(seq.pending * attained**self.fairness)
+
+    def _refusable(self, seq: SeqView) -> bool:
+        return seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt
+
+    # ----------------------------------------------------------------- what they get
+
+    def _decodes(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView]) -> float:
+        """Every strict decode, tightest first; returns the seconds this step may take."""
+        view = packing.view
+        bound = self.longest * min(self._ttfts, default=inf)
+        order = sorted((s for s in strict if s.pending == 1), key=_due)
+        for seq in order:
+            if packing.lacks_kv(seq, 1):
+                self._make_room(packing, seq, 1, [*_younger(rest), *order[::-1]])
+            if seq in packing.preempted or packing.room(seq) == 0:
+                continue
+            packing.add(seq, 1)
+            bound = min(bound, seq.due - view.now - self.reserve)
+        return bound / (1.0 + self.safety)
+
+    def _prefills(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float) -> None:
+        view = packing.view
+        active = [s for s in strict if s.cached]
+        for seq in sorted((s for s in strict if s.pending > 1), key=_due):
+            if seq in packing.preempted:
+                continue
+            if not seq.cached:
+                if not self._sustainable(view, active, seq):
+                    continue
+                need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
+                if packing.lacks_kv(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
+                    continue
+                active.append(seq)
+            self._chunk(packing, seq, bound)
+
+    def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
+        """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""
+        for at, seq in enumerate(rest):
+            if seq in packing.preempted or seq.id in packing.work:
+                continue
+            if seq.cached:
+                if packing.lacks_kv(seq, 1):
+                    self._make_room(packing, seq, 1, rest[:at:-1])
+                self._chunk(packing, seq, bound)
+            elif not packing.lacks_kv(seq, seq.pending + packing.view.limits.block * (len(packing.work) + 1)):
+                self._chunk(packing, seq, bound)
+
+    def _give_turn(self, packing: Packing, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:
+        """One step in `every`: the oldest set aside gets some tokens first, and the KV for them from whomever."""
+        self._turn += 1
+        if rest and self._turn >= self.every:
+            self._turn = 0
+            victims = [*_younger(rest), *sorted(strict, key=_due, reverse=True)]
+            self._force(packing, rest[0], victims, self.least)
+
+    def _force(self, packing: Packing, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
+        tokens = min(seq.pending, most)
+        self._make_room(packing, seq, tokens, victims)
+        tokens = min(tokens, packing.room(seq))
+        if tokens:
+            packing.add(seq, tokens)
+
+    def _chunk(self, packing: Packing, seq: SeqView, bound: float) -> None:
+        most = packing.room(seq)
+        if most:
+            tokens = most
+            if bound < inf:
+                tokens = packing.view.latency.largest_chunk(bound, packing.shape, seq.cached, most)
+            if tokens:
+                packing.add(seq, tokens)
+
+    def _make_room(self, packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+        """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
+        able = [v for v in victims if v.blocks and v is not seq and v not in packing.preempted]
+        lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
+        if lacking > sum(v.blocks for v in able):
+            return False
+        for victim in able:
+            if not packing.lacks_kv(seq, tokens):
+                break
+            packing.preempt(victim)
+        return True
+
+    def _sustainable(self, view: View, active: Sequence[SeqView], more: SeqView) -> bool:
+        """Could all of them decode together within the tightest TPOT? (The first always may.)"""
+        together = [*active, more]
+        tpot = min(map(_tpot, together))
+        shape = Shape(len(together), len(together), sum(s.length for s in together))
+        return not active or view.latency.step_time(shape) * (1.0 + self.safety) <= tpot
+
+
+class _Rate:
+    """How fast prefill can go beside the decodes: at full speed while they have time to spare, then at what each TPOT
+    leaves after a token for everyone."""
+
+    def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
+        latency = view.latency
+        alone = latency.step_time(decodes) * safety if decodes.seqs else 0.0
+        self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - alone) / PROBE
+        self._sprint = max(0.0, spare - alone)
+        self._steady = self._token
+        if decodes.seqs and tpot < inf:
+            share = max(0.02, 1.0 - alone / tpot)
+            self._steady = self._token / share
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds until `tokens` tokens of prefill are done."""
+        sprint = tokens * self._token
+        if sprint > self._sprint:
+            sprint = self._sprint + (sprint - self._sprint) / self._token * self._steady
+        return sprint
+
+
+def _due(seq: SeqView) -> tuple[float, float, str]:
+    return (seq.due, seq.request.arrival, seq.id)
+
+
+def _younger(rest: Sequence[SeqView]) -> Sequence[SeqView]:
+    """Those set aside that may lose their KV, latest first: all but the oldest, whose turns would else be in vain."""
+    return rest[:0:-1]
+
+
+def _arrival(seq: SeqView) -> tuple[float, str]:
+    return (seq.request.arrival, seq.id)
+
+
+def _tpot(seq: SeqView) -> float:
+    tpot = seq.request.stages[seq.stage].slo.tpot
+    return inf if tpot is None else tpot

@@ -1,0 +1,28 @@
+"""Each request to the next replica in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rubato.interfaces import Dispatch, View
+from rubato.types import Event, Request
+
+SOURCE = "the usual default of load balancers"
+
+
+@dataclass
+class Router:
+    needs: ClassVar[frozenset[str]] = frozenset()
+    _turn: int = field(default=0, init=False)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+        place = {}
+        for request in held:
+            place[request.id] = fleet[self._turn % len(fleet)].id
+            self._turn += 1
+        return Dispatch(place, {})

@@ -1,0 +1,56 @@
+"""Sarathi-Serve: chunked prefill under a token budget, the largest that keeps the tightest TPOT; decodes first.
+
+Without `budget` it tunes itself: each step takes as many tokens as the latency model says finish within the tightest
+TPOT of the requests here. The paper profiles one static number for the deployment; deriving it from the batch at hand
+never allows less where a static one would keep the TPOT, so this baseline is the stronger of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rubato.interfaces import View
+from rubato.policies._packing import Packing, admit_in_order, run_in_order
+from rubato.types import Event, Plan, Shape
+
+SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
+
+
+@dataclass
+class Scheduler:
+    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `least` of prefill."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 0
+    least: int = 32
+
+    def __post_init__(self) -> None:
+        if self.budget < 0 or self.least < 1:
+            raise ValueError(f"budget {self.budget}, least {self.least}: give >= 0 (0 = tuned) and >= 1 tokens")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        packing = Packing(view, self.budget or self._tuned(view))
+        decodes = [s for s in view.running if s.pending == 1]
+        prefills = [s for s in view.running if s.pending > 1]
+        run_in_order(packing, [*decodes, *prefills])
+        admit_in_order(packing, view.waiting)
+        return packing.plan()
+
+    def _tuned(self, view: View) -> int:
+        here = [*view.running, *view.waiting]
+        tpots = [t for s in here if (t := s.request.stages[s.stage].slo.tpot) is not None]
+        if not tpots:
+            return view.limits.max_tokens
+        decodes = Shape()
+        for seq in view.running:
+            if seq.pending == 1:
+                decodes = decodes.plus(1, seq.cached)
+        first = next((s for s in here if s.pending > 1), None)
+        cached = first.cached if first else 0
+        chunk = view.latency.largest_chunk(min(tpots), decodes, cached, view.limits.max_tokens)
+        return decodes.tokens + max(self.least, chunk)

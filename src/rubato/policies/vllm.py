@@ -1,0 +1,39 @@
+"""vLLM today (V1): chunked prefill, running requests first, one large fixed token budget, first come first served.
+
+Reproduced: the step is filled with the running requests in order of start (a decode is one token, a prefill what is
+left of the budget), then with waiting ones in order of arrival; KV that lacks is taken from the request started last.
+Not reproduced: prefix caching, and the reservation of a whole prompt's KV before its first chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rubato.interfaces import View
+from rubato.policies._packing import Packing, admit_in_order, run_in_order
+from rubato.types import Event, Plan
+
+SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
+
+
+@dataclass
+class Scheduler:
+    """budget: max_num_batched_tokens."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget is {self.budget}: give at least 1 token per step")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        packing = Packing(view, self.budget)
+        run_in_order(packing, view.running)
+        admit_in_order(packing, view.waiting)
+        return packing.plan()

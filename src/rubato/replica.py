@@ -1,0 +1,361 @@
+"""The state of one replica, and the only code that changes it: no I/O, no clock.
+
+A life in five calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `apply` checks the
+policy's plan and makes it a batch; `commit` books what the engine returned; `cancel` and `fail` end requests early.
+Each returns the events it caused. There is no prefill phase and no decode phase: a sequence has `length` tokens of
+which `cached` are in KV, and the difference is pending.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from math import inf
+
+from rubato.check import check
+from rubato.interfaces import LatencyModel, LengthPredictor, View
+from rubato.kv import KVBlocks, blocks_for
+from rubato.slo import TOLERANCE, Deadlines, StageTimes, deadlines, judge
+from rubato.types import (
+    Batch,
+    Cause,
+    Demoted,
+    Emitted,
+    Entry,
+    Event,
+    Finished,
+    Limits,
+    Outcome,
+    Plan,
+    Preempted,
+    Promoted,
+    Request,
+    Shape,
+    Started,
+    StepResult,
+    Tokens,
+)
+
+NO_DEADLINES = Deadlines()
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One request being served (a `SeqView` to policies)."""
+
+    request: Request
+    order: int  # of submission: breaks ties of arrival
+    stage_start: float
+    since: float  # waiting since; attributes the wait when it starts
+    length: int
+    stage: int = 0
+    first_token_at: float | None = None
+    output: int = 0
+    cached: int = 0
+    demoted: bool = False
+    missed: bool = False
+    started: bool = False
+    ended: bool = False  # finished while its batch was in flight: KV goes back at commit
+    block_ids: list[int] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=lambda: [[]])
+    starts: list[float] = field(default_factory=list)
+    lost: dict[Cause, float] = field(default_factory=dict)
+    deadlines: Deadlines = NO_DEADLINES
+    due: float = inf
+    lengths: LengthPredictor | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.cached
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def best_effort(self) -> bool:
+        return self.demoted or self.request.best_effort
+
+    @property
+    def predicted(self) -> float | None:
+        return self.lengths.remaining(self.request, self.total_output) if self.lengths else None
+
+    @property
+    def total_output(self) -> int:
+        return sum(map(len, self.times))
+
+    @property
+    def key(self) -> tuple[float, int]:
+        return (self.request.arrival, self.order)
+
+    def lose(self, cause: Cause, seconds: float) -> None:
+        """Book time lost, until the first miss: what comes after did not cause it."""
+        if not self.missed and seconds > 0.0:
+            self.lost[cause] = self.lost.get(cause, 0.0) + seconds
+
+    def renew_due(self, continues: float | None = None) -> None:
+        stage = self.request.stages[self.stage]
+        self.deadlines = deadlines(stage.slo, self.request.arrival, self.stage_start, self.first_token_at, continues)
+        self.due = self.deadlines.token(self.output)
+
+
+class Replica:
+    """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference."""
+
+    def __init__(
+        self,
+        id: str,
+        limits: Limits,
+        latency: LatencyModel,
+        *,
+        supports: frozenset[str] = frozenset(),
+        lengths: LengthPredictor | None = None,
+        rule: str = "deadline",
+    ) -> None:
+        self.id = id
+        self.limits = limits
+        self.latency = latency
+        self.supports = supports
+        self.kv = KVBlocks(limits.kv_blocks, limits.block)
+        self.waiting: list[Seq] = []
+        self.running: dict[str, Seq] = {}
+        self.in_flight: Batch | None = None
+        self.busy_until = 0.0
+        self._seqs: dict[str, Seq] = {}
+        self._order = 0
+        self._lengths = lengths
+        self._rule = rule
+        self._gone: list[str] = []
+
+    # ----------------------------------------------------------------- coming and going
+
+    def submit(self, request: Request, now: float) -> list[Event]:
+        """Queue a request. One that could never be run is refused at once, with a reason that says why."""
+        if request.id in self._seqs:
+            raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
+        self._order += 1
+        seq = Seq(request, self._order, request.arrival, now, request.stages[0].prompt, lengths=self._lengths)
+        seq.starts.append(request.arrival)
+        seq.renew_due()
+        most = sum(stage.prompt for stage in request.stages) + request.sampling.max_tokens
+        if most > self.limits.max_length:
+            return [self._finished(seq, now, "refused", "rejected-too-long")]
+        if blocks_for(most, self.limits.block) > self.kv.total:
+            return [self._finished(seq, now, "refused", "rejected-exceeds-kv")]
+        self._seqs[request.id] = seq
+        insort(self.waiting, seq, key=lambda s: s.key)
+        return []
+
+    def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:
+        """End a request now. KV that the batch in flight uses goes back at its commit. Unknown id: nothing."""
+        seq = self._seqs.get(id)
+        if seq is None or seq.ended:
+            return []
+        return [self._end(seq, now, outcome, reason)]
+
+    def fail(self, now: float, reason: str) -> list[Event]:
+        """The engine broke: every request here ends as failed, all KV is free."""
+        self.in_flight = None
+        self.busy_until = now
+        events: list[Event] = []
+        for seq in list(self._seqs.values()):
+            if seq.ended:
+                self._release(seq)
+            else:
+                events.append(self._end(seq, now, "failed", reason))
+        return events
+
+    def gone(self) -> list[str]:
+        """Ids that ended since the last call and that no batch mentions any more."""
+        ids, self._gone = self._gone, []
+        return ids
+
+    @property
+    def empty(self) -> bool:
+        return not self._seqs
+
+    # ----------------------------------------------------------------- one step
+
+    def view(self, now: float) -> View:
+        return View(
+            id=self.id,
+            now=now,
+            waiting=self.waiting,
+            running=[s for s in self.running.values() if not s.ended],
+            kv_free=self.kv.free,
+            kv_total=self.kv.total,
+            limits=self.limits,
+            latency=self.latency,
+            supports=self.supports,
+            busy_until=self.busy_until,
+        )
+
+    def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
+        """Carry out a plan up to the engine's part. Raises PlanError, with nothing changed, for an impossible one."""
+        if self.in_flight is not None:
+            raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
+        check(plan, self.view(now), policy)
+        events: list[Event] = []
+        for id, reason in plan.drop.items():
+            events.append(self._end(self._seqs[id], now, "refused", reason))
+        for id in plan.preempt:
+            events.append(self._preempt(self._seqs[id], now))
+        for id in plan.demote:
+            self._seqs[id].demoted = True
+            events.append(Demoted(now, id))
+        for id in plan.promote:
+            self._seqs[id].demoted = False
+            events.append(Promoted(now, id))
+        entries = [self._entry(self._seqs[work.seq], work.tokens, now, events) for work in plan.work]
+        batch = Batch(tuple(entries))
+        if entries:
+            self.in_flight = batch
+            self.busy_until = now + self.latency.step_time(batch.shape)
+        return batch, events
+
+    def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
+        """Book a finished batch: KV written, tokens out, stages and requests ended."""
+        if batch is not self.in_flight:
+            raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
+        self.in_flight = None
+        self.busy_until = now
+        self._blame(batch, result.seconds)
+        events: list[Event] = []
+        for entry in batch.entries:
+            seq = self._seqs[entry.seq]
+            if seq.ended:
+                self._release(seq)
+                continue
+            seq.cached += entry.count
+            if entry.sample:
+                self._emit(seq, result.emitted[entry.seq], now, events)
+        return events
+
+    # ----------------------------------------------------------------- parts
+
+    def _entry(self, seq: Seq, tokens: int, now: float, events: list[Event]) -> Entry:
+        if seq.id not in self.running:
+            self.waiting.remove(seq)
+            self.running[seq.id] = seq
+            seq.lose("preemption" if seq.started else "queue", now - seq.since)
+            events.append(Started(now, seq.id, resumed=seq.started))
+            seq.started = True
+        self.kv.grow(seq.block_ids, seq.cached + tokens)
+        return Entry(seq.id, seq.cached, tokens, tuple(seq.block_ids), sample=tokens == seq.pending)
+
+    def _preempt(self, seq: Seq, now: float) -> Event:
+        del self.running[seq.id]
+        self.kv.release(seq.block_ids)
+        seq.cached = 0
+        seq.since = now
+        insort(self.waiting, seq, key=lambda s: s.key)
+        return Preempted(now, seq.id)
+
+    def _emit(self, seq: Seq, out: Emitted, now: float, events: list[Event]) -> None:
+        if out.tokens:
+            if seq.first_token_at is None:
+                seq.first_token_at = now
+                seq.deadlines = deadlines_of(seq)
+            if now > seq.deadlines.token(seq.output) + TOLERANCE:
+                seq.missed = True
+            seq.times[-1].extend([now] * out.tokens)
+            seq.output += out.tokens
+            seq.length += out.tokens
+            seq.due = seq.deadlines.token(seq.output)
+        if out.tokens or out.text:
+            events.append(Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage))
+        if out.finish is not None:
+            events.append(self._end(seq, now, "completed", out.finish))
+        elif out.stage_done and seq.stage + 1 < len(seq.request.stages):
+            self._next_stage(seq, now)
+
+    def _next_stage(self, seq: Seq, now: float) -> None:
+        last_due = seq.deadlines.token(seq.output - 1)
+        continues = last_due if last_due < inf else now
+        seq.stage += 1
+        stage = seq.request.stages[seq.stage]
+        seq.stage_start = now
+        seq.starts.append(now)
+        seq.times.append([])
+        seq.output = 0
+        seq.first_token_at = None
+        seq.length += stage.prompt
+        seq.renew_due(continues if stage.prompt == 0 else None)
+
+    def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
+        seq.ended = True
+        busy = self.in_flight is not None and any(e.seq == seq.id for e in self.in_flight.entries)
+        event = self._finished(seq, now, outcome, reason)
+        if outcome == "completed" and self._lengths is not None:
+            self._lengths.learn(seq.request, event.output)
+        if seq.id not in self.running:
+            self.waiting.remove(seq)
+        if not busy:
+            self._release(seq)
+        return event
+
+    def _release(self, seq: Seq) -> None:
+        self.running.pop(seq.id, None)
+        self.kv.release(seq.block_ids)
+        del self._seqs[seq.id]
+        self._gone.append(seq.id)
+
+    def _finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
+        stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times, strict=True)]
+        verdict = judge(seq.request, stages, outcome, self._rule, seq.lost)
+        return Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
+
+    def _blame(self, batch: Batch, seconds: float) -> None:
+        """Attribute the step's time, for every running sequence, to what it would not have taken alone.
+
+        Shares come from the latency model: whole batch, the batch's decodes, this entry by itself.
+        """
+        whole = batch.shape
+        predicted = self.latency.step_time(whole)
+        scale = seconds / predicted if predicted > 0.0 else 0.0
+        decodes = Shape()
+        for entry in batch.entries:
+            if entry.count == 1:
+                decodes = decodes.plus(1, entry.start)
+        with_decodes = self.latency.step_time(decodes) if decodes.seqs else 0.0
+        one = self.latency.step_time(Shape().plus(1, decodes.kv // decodes.seqs)) if decodes.seqs else 0.0
+        for entry in batch.entries:
+            seq = self._seqs[entry.seq]
+            if entry.count == 1:
+                by_prefill, by_decode = predicted - with_decodes, with_decodes - one
+            else:
+                beside = self.latency.step_time(decodes.plus(entry.count, entry.start))
+                alone = self.latency.step_time(Shape().plus(entry.count, entry.start))
+                by_prefill, by_decode = predicted - beside, beside - alone
+                if seq.total_output:  # its prefill is the price of a preemption
+                    seq.lose("preemption", alone * scale)
+            seq.lose("prefill interference", by_prefill * scale)
+            seq.lose("decode interference", by_decode * scale)
+        in_batch = {entry.seq for entry in batch.entries}
+        idle: Cause = "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
+        for seq in self.running.values():
+            if seq.id not in in_batch:
+                seq.lose(idle, seconds)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless KV is conserved and the queues agree with each other."""
+        held = [b for s in self._seqs.values() for b in s.block_ids]
+        assert len(set(held)) == len(held), "a KV block is held twice"
+        assert len(held) + self.kv.free == self.kv.total, "a KV block is lost"
+        ids = [s.id for s in self.waiting] + list(self.running)
+        assert sorted(ids) == sorted(self._seqs), "waiting and running are not a partition"
+        for seq in self._seqs.values():
+            assert blocks_for(seq.cached, self.limits.block) <= seq.blocks or seq.ended, "KV cached beyond its blocks"
+            assert seq.cached <= seq.length, "more cached than there is"
+
+
+def deadlines_of(seq: Seq) -> Deadlines:
+    """The deadlines of the current stage, now that its first token is out (a TPOT without TTFT runs from it)."""
+    if seq.deadlines.first < inf:
+        return seq.deadlines
+    stage = seq.request.stages[seq.stage]
+    return deadlines(stage.slo, seq.request.arrival, seq.stage_start, seq.first_token_at, None)

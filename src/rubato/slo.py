@@ -1,0 +1,145 @@
+"""Deadlines and verdicts: when the next token is due, and whether a finished request was attained.
+
+The rules differ in how TPOT is judged; TTFT and e2e are the same in all:
+
+- ``deadline`` (our default, PolyServe's DSLO): output token i (from 0) is out by ``start + ttft + i * tpot``.
+- ``mean`` (AdaServe, Ascendra, SA): ``(last - first) / (n - 1) <= tpot``.
+- ``windowed`` (SLOs-Serve): consecutive disjoint windows of 10 output tokens after the first, timed from the token
+  before, each within ``10 * tpot``; a tail of k tokens within ``k * tpot``.
+
+A decode-only stage has no TTFT: its deadlines go on from the previous stage's last deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, get_args
+
+from rubato.types import SLO, Cause, Outcome, Request, Verdict
+
+Rule = Literal["deadline", "mean", "windowed"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+WINDOW = 10  # tokens, SLOs-Serve's windowed TPOT
+TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When each token of one stage is due: token i (from 0) at ``first + i * tpot``, and never after `end`."""
+
+    first: float = inf
+    tpot: float = inf
+    end: float = inf
+
+    def token(self, i: int) -> float:
+        """Due time of output token i (from 0) of the stage; inf = no promise."""
+        if i == 0:
+            return min(self.first, self.end)
+        return min(self.first + i * self.tpot, self.end)
+
+
+def deadlines(
+    slo: SLO, arrival: float, start: float, first_token_at: float | None, continues: float | None
+) -> Deadlines:
+    """The deadlines of a stage that started at `start`.
+
+    With a TPOT and no TTFT they run from the first token, once it is out. `continues`: for a decode-only stage, the
+    previous stage's last deadline (or, if it had none, its last token's time).
+    """
+    end = inf if slo.e2e is None else arrival + slo.e2e
+    tpot = inf if slo.tpot is None else slo.tpot
+    if continues is not None and slo.ttft is None:
+        first = continues + tpot
+    elif slo.ttft is not None:
+        first = start + slo.ttft
+    elif slo.tpot is not None and first_token_at is not None:
+        first = first_token_at
+    else:
+        first = inf
+    return Deadlines(first, tpot, end)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What happened in one stage: when it started, and the time of each of its output tokens, ascending."""
+
+    start: float
+    tokens: Sequence[float]
+
+
+def judge(
+    request: Request,
+    stages: Sequence[StageTimes],
+    outcome: Outcome = "completed",
+    rule: str = "deadline",
+    lost: Mapping[Cause, float] | None = None,
+) -> Verdict:
+    """Was this request attained? `stages` may be fewer than the request has, when it ended early.
+
+    lost: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
+    Raises ValueError for an unknown rule.
+    """
+    if rule not in RULES:
+        raise ValueError(f"unknown judging rule {rule!r}: choose one of {', '.join(RULES)}")
+    margin = _margin(request, stages, rule)
+    completed = outcome == "completed"
+    met = completed and (margin is None or margin >= -TOLERANCE)
+    cause: Cause | None = None
+    if outcome == "refused" or outcome == "failed":
+        cause = outcome
+    elif outcome == "cancelled":
+        cause = "client"
+    elif not met and lost:
+        cause = max(lost.items(), key=lambda item: item[1])[0]
+    times = [t for stage in stages for t in stage.tokens]
+    n = len(times)
+    return Verdict(
+        met=met,
+        rule=rule,
+        cause=cause,
+        ttft=times[0] - request.arrival if times else None,
+        tpot=(times[-1] - times[0]) / (n - 1) if n > 1 else None,
+        e2e=times[-1] - request.arrival if times and completed else None,
+        margin=margin,
+    )
+
+
+def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float | None:
+    """Seconds to spare at the tightest point of all SLOs; None when nothing was promised or nothing came out."""
+    spare = inf
+    continues: float | None = None
+    for stage, times in zip(request.stages, stages, strict=False):
+        if not times.tokens:
+            break
+        of_stage = deadlines(
+            stage.slo,
+            request.arrival,
+            times.start,
+            times.tokens[0],
+            continues if stage.prompt == 0 else None,
+        )
+        spare = min(spare, of_stage.end - times.tokens[-1])
+        if rule == "deadline":
+            spare = min(spare, min(of_stage.token(i) - t for i, t in enumerate(times.tokens)))
+        else:
+            spare = min(spare, of_stage.first - times.tokens[0])
+            if stage.slo.tpot is not None:
+                spare = min(spare, _tpot_margin(times.tokens, stage.slo.tpot, rule))
+        last_due = of_stage.token(len(times.tokens) - 1)
+        continues = last_due if last_due < inf else times.tokens[-1]
+    return spare if spare < inf else None
+
+
+def _tpot_margin(tokens: Sequence[float], tpot: float, rule: str) -> float:
+    n = len(tokens)
+    if n < 2:
+        return inf
+    if rule == "mean":
+        return (n - 1) * tpot - (tokens[-1] - tokens[0])
+    spare = inf
+    for begin in range(0, n - 1, WINDOW):
+        end = min(begin + WINDOW, n - 1)
+        spare = min(spare, (end - begin) * tpot - (tokens[end] - tokens[begin]))
+    return spare

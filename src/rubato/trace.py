@@ -1,0 +1,79 @@
+"""The event log: one JSON object a line, written alike by production and simulation, readable back as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from rubato.types import (
+    Demoted,
+    Event,
+    Finished,
+    Offered,
+    Placed,
+    Preempted,
+    Promoted,
+    Started,
+    Stepped,
+    Tokens,
+)
+
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind)
+    for kind in (Offered, Placed, Started, Tokens, Preempted, Demoted, Promoted, Finished, Stepped)
+}
+
+
+def encode(event: Event) -> bytes:
+    """One line, newline included."""
+    return b'{"kind":"%s",' % type(event).__name__.encode() + orjson.dumps(event)[1:] + b"\n"
+
+
+def without_content(event: Event) -> Event:
+    """The event without what was said: no text, no token ids."""
+    if isinstance(event, Tokens):
+        return replace(event, text="", token_ids=())
+    if isinstance(event, Offered):
+        stages = tuple(replace(stage, token_ids=()) for stage in event.request.stages)
+        return replace(event, request=replace(event.request, stages=stages))
+    return event
+
+
+class TraceWriter:
+    """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for."""
+
+    def __init__(self, path: str | Path, *, content: bool = False) -> None:
+        self._file = Path(path).open("wb")  # noqa: SIM115 - the writer is the context manager
+        self._content = content
+
+    def __call__(self, event: Event) -> None:
+        self._file.write(encode(event if self._content else without_content(event)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read(path: str | Path) -> Iterator[Event]:
+    """The events of a log, in order. Raises ValueError naming file, line and field of what cannot be read."""
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = orjson.loads(line)
+                yield _KINDS[row.pop("kind")].validate_python(row)
+            except (orjson.JSONDecodeError, KeyError, AttributeError, ValidationError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: not an event ({error}); expected a JSON object with a kind among "
+                    f"{', '.join(_KINDS)} and that event's fields"
+                ) from error

@@ -1,0 +1,213 @@
+"""One replica in this process: the loop that plans, executes, commits, and tells what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from rubato.clock import PLAN, Clock
+from rubato.interfaces import Engine, LatencyModel, LengthPredictor, Scheduler, View
+from rubato.replica import Replica
+from rubato.types import Batch, Event, Plan, Request, Sample, Stepped, StepResult
+
+log = logging.getLogger(__name__)
+
+FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
+
+
+class LocalHost:
+    """Replica + Scheduler + Engine in this process (`Host`).
+
+    emit: called with each event, in order, on the event loop. dead: called once with the error when the engine is
+    beyond recovery; by then every request has ended.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        engine: Engine,
+        scheduler: Scheduler,
+        latency: LatencyModel,
+        clock: Clock,
+        *,
+        emit: Callable[[Event], None],
+        dead: Callable[[BaseException], None],
+        policy: str,
+        lengths: LengthPredictor | None = None,
+        rule: str = "deadline",
+    ) -> None:
+        missing = scheduler.needs - engine.supports
+        if missing:
+            raise ValueError(
+                f"policy {policy!r} needs {', '.join(sorted(missing))}, which engine {type(engine).__module__} lacks "
+                f"(it supports {', '.join(sorted(engine.supports)) or 'nothing extra'}): choose another of the two"
+            )
+        self.id = id
+        self.engine = engine
+        self.scheduler = scheduler
+        self.latency = latency
+        self.clock = clock
+        self.policy = policy
+        self.replica: Replica | None = None
+        self.error: BaseException | None = None
+        self._lengths = lengths
+        self._rule = rule
+        self._emit = emit
+        self._dead = dead
+        self._outbox: list[Event] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._failures = 0
+        self._restarting = False
+        self._task: asyncio.Task[None] | None = None
+
+    # ----------------------------------------------------------------- Host
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self.replica = Replica(
+            self.id,
+            self.engine.limits,
+            self.latency,
+            supports=self.engine.supports,
+            lengths=self._lengths,
+            rule=self._rule,
+        )
+        self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it ends in exactly one Finished, also when the engine will not take it."""
+        replica = self._started()
+        now = self.clock.now()
+        events = replica.submit(request, now)
+        if not events and self.error is not None:
+            events = replica.cancel(request.id, now, f"replica {self.id} is dead: {self.error}", "failed")
+        elif not events and not self._restarting:
+            events = self._add(replica, request)
+        self._tell(events)
+
+    def cancel(self, id: str, reason: str) -> None:
+        self._tell(self._started().cancel(id, self.clock.now(), reason))
+
+    def view(self) -> View:
+        return self._started().view(self.clock.now())
+
+    async def drain(self) -> None:
+        while not self._started().empty and self.error is None:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.replica is not None:
+            self._outbox += self.replica.fail(self.clock.now(), "the server closed")
+            self._flush()
+        await self.engine.close()
+
+    # ----------------------------------------------------------------- the loop
+
+    async def _run(self, replica: Replica) -> None:
+        while self.error is None:
+            try:
+                await self._step(replica)
+            except Exception as error:  # whatever a policy or an engine may raise: told to every client, never hidden
+                await self._recover(replica, error)
+
+    async def _step(self, replica: Replica) -> None:
+        await self.clock.settle()
+        self._forget(replica)
+        plan = Plan() if replica.empty else self.scheduler.plan(replica.view(self.clock.now()))
+        batch, events = (Batch(), []) if replica.empty else replica.apply(plan, self.clock.now(), self.policy)
+        self._outbox += events
+        if not batch.entries:
+            self._flush()
+            if not events:
+                await self._wait(plan.wake_at)
+            return
+        running = asyncio.ensure_future(self.engine.execute(batch))
+        await asyncio.sleep(0)  # the engine starts before clients are written to
+        self._flush()
+        self._outbox += self._commit(replica, batch, await running)
+        self._failures = 0
+
+    def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> list[Event]:
+        now = self.clock.now()
+        events = replica.commit(batch, result, now)
+        self.latency.update(Sample(batch.shape, result.seconds))
+        return [Stepped(now, self.id, batch.shape, result.seconds), *events]
+
+    async def _wait(self, until: float | None) -> None:
+        """Until something is submitted or cancelled, or `until` comes."""
+        if self._started().empty:
+            self._idle.set()
+        timer = None if until is None else self.clock.call_at(until, PLAN, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._wake.clear()
+
+    async def _recover(self, replica: Replica, error: Exception) -> None:
+        """Every request here fails with the error; the engine begins afresh, or the host is dead."""
+        log.error("replica %s: step failed", self.id, exc_info=error)
+        self._failures += 1
+        try:
+            self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
+            self._flush()
+            if self._failures >= FAILURES:
+                raise RuntimeError(f"{self._failures} steps in a row failed; the last: {error}") from error
+            await self._restart(replica)
+        except Exception as fatal:  # beyond recovery: reported through `dead`, which ends the process
+            self.error = fatal
+            self._outbox += replica.fail(self.clock.now(), f"replica {self.id} is dead: {fatal}")
+            self._flush()
+            self._idle.set()
+            self._dead(fatal)
+
+    async def _restart(self, replica: Replica) -> None:
+        """A fresh engine that knows what was submitted meanwhile, and nothing else."""
+        self._restarting = True
+        try:
+            await self.engine.start()
+        finally:
+            self._restarting = False
+        replica.gone()
+        for seq in list(replica.waiting):
+            self._outbox += self._add(replica, seq.request)
+
+    # ----------------------------------------------------------------- parts
+
+    def _add(self, replica: Replica, request: Request) -> list[Event]:
+        try:
+            self.engine.add(request)
+        except ValueError as error:
+            return replica.cancel(request.id, self.clock.now(), f"rejected-invalid: {error}", "refused")
+        return []
+
+    def _forget(self, replica: Replica) -> None:
+        ids = replica.gone()
+        if ids:
+            self.engine.forget(ids)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Publish what a call from outside caused, after what was still to be told, and wake the loop."""
+        self._outbox += events
+        if events:
+            self._flush()
+        self._wake.set()
+
+    def _flush(self) -> None:
+        events, self._outbox = self._outbox, []
+        for event in events:
+            self._emit(event)
+        if events:
+            self.scheduler.observe(events)
+
+    def _started(self) -> Replica:
+        if self.replica is None:
+            raise RuntimeError(f"host {self.id!r} is not started: await start() first")
+        return self.replica

@@ -1,0 +1,84 @@
+"""Plain stand-ins that tests share: a latency model of one line, a request, a sequence, a view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from rubato.interfaces import View
+from rubato.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage
+
+
+@dataclass
+class Linear:
+    """fixed + per_token * tokens + per_kv * kv seconds."""
+
+    fixed: float = 0.01
+    per_token: float = 0.001
+    per_kv: float = 0.0
+
+    def step_time(self, shape: Shape) -> float:
+        return self.fixed + self.per_token * shape.tokens + self.per_kv * shape.kv
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        fits = [c for c in range(1, most + 1) if self.step_time(base.plus(c, cached)) <= seconds]
+        return max(fits, default=0)
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        raise ValueError("this model is what it is")
+
+    def update(self, sample: Sample) -> None:
+        pass
+
+
+def request(
+    id: str = "a", prompt: int = 10, *, ttft: float | None = None, tpot: float | None = None, e2e: float | None = None,
+    arrival: float = 0.0, tier: str = "default", refuse: bool = False, most: int = 16,
+) -> Request:  # fmt: skip
+    return Request(
+        id,
+        (Stage(prompt, SLO(ttft, tpot, e2e)),),
+        arrival,
+        tier=tier,
+        sampling=Sampling(max_tokens=most),
+        on_decline="refuse" if refuse else "best_effort",
+    )
+
+
+@dataclass(eq=False)
+class Seq:
+    """A hand-made SeqView."""
+
+    request: Request
+    length: int = 10
+    cached: int = 0
+    blocks: int = 0
+    output: int = 0
+    due: float = inf
+    stage: int = 0
+    stage_start: float = 0.0
+    first_token_at: float | None = None
+    demoted: bool = False
+    missed: bool = False
+    predicted: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.cached
+
+    @property
+    def best_effort(self) -> bool:
+        return self.demoted or self.request.best_effort
+
+
+def view(
+    waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), *, now: float = 0.0, kv_free: int = 1000,
+    kv_total: int = 1000, limits: Limits | None = None, latency: Linear | None = None,
+) -> View:  # fmt: skip
+    limits = limits or Limits(max_seqs=64, max_tokens=2048, max_length=4096, kv_blocks=kv_total, block=16)
+    return View("r0", now, waiting, running, kv_free, kv_total, limits, latency or Linear())

@@ -1,0 +1,209 @@
+"""What every policy must keep, whatever the load: KV barely above the largest request, arrivals and sizes that tie.
+
+The runs go through the production cluster, worker and replica, so every plan is checked; a bad one fails its requests,
+which the first property sees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.cluster import Cluster
+from rubato.interfaces import View
+from rubato.kv import blocks_for
+from rubato.policies import describe, load
+from rubato.simulate import Setup, simulate
+from rubato.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
+from tests.doubles import Linear
+
+SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
+ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})
+
+
+@dataclass(frozen=True)
+class Load:
+    requests: tuple[Request, ...]
+    truth: dict[str, tuple[int, ...]]
+    limits: Limits
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    """Few distinct times and sizes (ties), KV of 1 to 2 times the largest request (scarcity)."""
+    slos = st.sampled_from(
+        [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
+    )
+    requests = []
+    truth: dict[str, tuple[int, ...]] = {}
+    for i in range(draw(st.integers(1, 12))):
+        output = draw(st.sampled_from([1, 2, 5, 20]))
+        thinking = draw(st.booleans())
+        stages = [Stage(draw(st.sampled_from([1, 7, 16, 17, 60])), draw(slos), "</think>" if thinking else "eos")]
+        truth[f"q{i}"] = (output,)
+        if thinking:
+            stages.append(Stage(0, draw(slos)))
+            truth[f"q{i}"] = (output, 3)
+        requests.append(
+            Request(
+                f"q{i}",
+                tuple(stages),
+                arrival=draw(st.sampled_from([0.0, 0.0, 0.1, 0.111, 0.5])),
+                tier=draw(st.sampled_from(["a", "b"])),
+                sampling=Sampling(max_tokens=sum(truth[f"q{i}"])),
+                on_decline=draw(st.sampled_from(["best_effort", "refuse"])),
+            )
+        )
+    block = draw(st.sampled_from([1, 4, 16]))
+    largest = max(blocks_for(sum(s.prompt for s in r.stages) + r.sampling.max_tokens, block) for r in requests)
+    limits = Limits(
+        max_seqs=draw(st.sampled_from([1, 2, 64])),
+        max_tokens=draw(st.sampled_from([8, 64, 2048])),
+        max_length=200,
+        kv_blocks=largest + draw(st.integers(0, largest)),
+        block=block,
+    )
+    return Load(tuple(requests), truth, limits)
+
+
+def run(load: Load, policy: str, **changes: object) -> list[Event]:
+    """All events; integrity of every replica checked at each one, and the books of the cluster."""
+
+    def watch(cluster: Cluster, event: Event) -> None:
+        assert cluster.offered == cluster.finished + cluster.in_flight
+        if isinstance(event, Stepped):
+            for host in cluster.hosts.values():
+                host.replica.check_integrity()  # type: ignore[attr-defined]
+
+    setup = replace(Setup(Linear, load.limits, policy), **changes)  # type: ignore[arg-type]
+    return simulate(load.requests, load.truth, setup, watch=watch)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads())
+def test_every_request_ends_once_and_is_served_or_refused(policy: str, load: Load) -> None:
+    events = run(load, policy)
+    ends = Counter(e.id for e in events if isinstance(e, Finished))
+    assert ends == Counter(r.id for r in load.requests)
+    outputs = {e.id: e for e in events if isinstance(e, Finished)}
+    for request in load.requests:
+        end = outputs[request.id]
+        if end.outcome == "completed":
+            assert end.output == sum(load.truth[request.id])
+        else:
+            assert (end.outcome, request.on_decline) == ("refused", "refuse"), end
+    assert isinstance(events[-1], Finished | Stepped)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads())
+def test_work_is_bounded(policy: str, load: Load) -> None:
+    """No livelock: preemption may repeat work, but not without end."""
+    events = run(load, policy)
+    steps = sum(isinstance(e, Stepped) for e in events)
+    tokens = sum(r.stages[0].prompt + sum(load.truth[r.id]) for r in load.requests)
+    assert steps <= 40 * (tokens + len(load.requests))
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads())
+def test_same_seed_same_events(policy: str, load: Load) -> None:
+    assert run(load, policy, noise=0.2, seed=7) == run(load, policy, noise=0.2, seed=7)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads())
+def test_a_policy_does_not_change_what_it_sees(policy: str, load: Load) -> None:
+    scheduler = load_watching(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
+        run(load, policy)
+    assert scheduler.plans > 0 or not load.requests
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads(), every=st.integers(1, 9))
+def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
+    """A policy replaced by a new one of its kind, now and again, still serves everybody."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.cluster.load", lambda name, settings: Amnesiac(name, every))
+        events = run(load, policy)
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+    assert {e.outcome for e in events if isinstance(e, Finished)} <= {"completed", "refused"}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@given(load=loads(), replicas=st.integers(1, 3))
+def test_routers_place_everything(router: str, load: Load, replicas: int) -> None:
+    events = run(load, "vllm", router=router, replicas=replicas)
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) -> None:
+    """One best-effort request against 300 tight ones that fill the replica: it ends before the stream does."""
+    tight = [
+        Request(f"t{i}", (Stage(20, SLO(ttft=0.1, tpot=0.02)),), 0.05 * i, sampling=Sampling(max_tokens=8))
+        for i in range(300)
+    ]
+    best_effort = Request("patient", (Stage(40),), 0.01, sampling=Sampling(max_tokens=20))
+    requests = sorted([*tight, best_effort], key=lambda r: r.arrival)
+    limits = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=12, block=8)
+    events = simulate(requests, {}, Setup(Linear, limits, policy))
+    end = next(e for e in events if isinstance(e, Finished) and e.id == "patient")
+    last_arrival = max(e.at for e in events if isinstance(e, Offered))
+    assert end.outcome == "completed"
+    assert end.at < last_arrival
+
+
+def snapshot(view: View) -> list[tuple[object, ...]]:
+    return [
+        (s.id, s.stage, s.output, s.length, s.cached, s.blocks, s.demoted, s.missed, s.due)
+        for s in [*view.waiting, *view.running]
+    ]
+
+
+class Watching:
+    """A scheduler around a scheduler: nothing it is shown may be different afterwards."""
+
+    def __init__(self, policy: str) -> None:
+        self.inner = load(policy)
+        self.needs = self.inner.needs
+        self.plans = 0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.inner.observe(events)
+
+    def plan(self, view: View) -> Plan:
+        before = snapshot(view)
+        plan = self.inner.plan(view)
+        assert snapshot(view) == before
+        self.plans += 1
+        return plan
+
+
+def load_watching(policy: str) -> Watching:
+    return Watching(policy)
+
+
+class Amnesiac:
+    """Forgets everything each `every` plans."""
+
+    def __init__(self, policy: str, every: int) -> None:
+        self.policy, self.every, self.plans = policy, every, 0
+        self.inner = load(policy)
+        self.needs = self.inner.needs
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.inner.observe(events)
+
+    def plan(self, view: View) -> Plan:
+        self.plans += 1
+        if self.plans % self.every == 0:
+            self.inner = load(self.policy)
+        return self.inner.plan(view)
