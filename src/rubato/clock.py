@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import math
 import selectors
 import time
 from collections.abc import Callable, Coroutine
@@ -74,63 +73,40 @@ class VirtualClock:
         await self.sleep_until(self.now(), PLAN)
 
 
-class _RankedTimer(asyncio.TimerHandle):
-    """A timer that compares by (when, rank, order of scheduling): a total order, unlike asyncio's."""
-
-    __slots__ = ("key",)
-
-    def __init__(
-        self, when: float, rank: int, order: int, callback: Callable[..., object], args: tuple[Any, ...],
-        loop: asyncio.AbstractEventLoop, context: Context | None,
-    ) -> None:  # fmt: skip
-        super().__init__(when, callback, args, loop, context)
-        self.key = (when, rank, order)
-
-    def __lt__(self, other: object) -> bool:
-        return self.key < other.key if isinstance(other, _RankedTimer) else NotImplemented
-
-
 class _Jump(selectors.SelectSelector):
-    """A selector that never waits: asked to wait, it moves its loop's time to the next timer."""
+    """A selector that never waits: asked to wait for ever, since no task can go on, it fires the next timer."""
 
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError(
-                "virtual time stands still: every task waits for an event that nothing scheduled will bring about"
-            )
-        if timeout > 0:
-            self.loop.jump()
+            self.loop.fire_next()
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """asyncio's loop with virtual time. Threads and sockets do not belong on it."""
+    """asyncio's loop with timers of its own: the next one fires, and time moves to it, once every task is waiting.
+
+    One timer at a time: what it sets going runs to where it waits again before the next simultaneous one fires.
+    Threads and sockets do not belong on this loop.
+    """
 
     def __init__(self) -> None:
         selector = _Jump()
+        selector.loop = self
         self._virtual = 0.0
         self._order = itertools.count()
+        self._timers: list[tuple[float, int, int, asyncio.TimerHandle]] = []
         super().__init__(selector)
-        selector.loop = self
-        self._clock_resolution = math.ulp(0.0)
 
     def time(self) -> float:
         return self._virtual
 
-    def jump(self) -> None:
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        self._virtual = max(self._virtual, scheduled[0].when())
-        # asyncio runs what is due before time + resolution: the next float, so that only the present is due.
-        self._clock_resolution = math.ulp(self._virtual)
-
     def call_ranked(
         self, when: float, rank: int, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = _RankedTimer(max(when, self._virtual), rank, next(self._order), callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (max(when, self._virtual), rank, next(self._order), timer))
         return timer
 
     def call_at(  # type: ignore[override]
@@ -138,21 +114,44 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_ranked(when, ARRIVAL, callback, *args, context=context)
 
+    def fire_next(self) -> None:
+        while self._timers:
+            when, _, _, timer = heapq.heappop(self._timers)
+            if not timer.cancelled():
+                self._virtual = when
+                self.call_soon(timer._run)
+                return
+        raise RuntimeError(
+            "virtual time stands still: every task waits for an event that nothing scheduled will bring about"
+        )
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a fresh virtual loop that starts at time 0.
 
-    Raises RuntimeError when virtual time stands still: everything waits and no timer is left.
+    Raises RuntimeError when virtual time stands still: everything waits and no timer is left. An exception in a
+    callback, which asyncio would only log, ends the run and is raised.
     """
     loop = VirtualLoop()
+    errors: list[BaseException] = []
+    task = loop.create_task(main)
+
+    def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        errors.append(error if error is not None else RuntimeError(context["message"]))
+        task.cancel()
+
+    loop.set_exception_handler(failed)
     try:
-        return loop.run_until_complete(main)
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        if errors:
+            raise errors[0] from None
+        raise
     finally:
-        try:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left:
-                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        finally:
-            loop.close()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()

@@ -183,7 +183,7 @@ def local_cluster(
 ) -> Cluster:
     """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
 
-    Raises PolicyError for an unknown policy, router or setting, ValueError for an engine that lacks what a policy needs.
+    Raises PolicyError for an unknown policy, router or setting, ValueError for an engine that lacks what it needs.
     """
 
     def hosts(emit: Listener, dead: Callable[[BaseException], None]) -> list[Host]:

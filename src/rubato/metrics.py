@@ -1,30 +1,39 @@
-"""Metrics as folds over events: one `Record` per finished request, from live events or a log read back."""
+"""Metrics as folds over events: one `Timeline` per finished request, from live events or a log read back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rubato.types import Event, Finished, Offered, Request
+from rubato.types import Event, Finished, Offered, Request, Sample, Stepped, Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One request from offer to end. Times in seconds; `at` is its arrival."""
+@dataclass(slots=True)
+class Timeline:
+    """One request from offer to end: tokens[i] output tokens were out by times[i] (the clock's seconds)."""
 
     request: Request
-    end: Finished
-
-    @property
-    def at(self) -> float:
-        return self.request.arrival
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    end: Finished | None = None
 
 
-def records(events: Iterable[Event]) -> Iterator[Record]:
-    """Join offers and ends, in order of ending. What is still in flight at the end of the events is not among them."""
-    offered: dict[str, Request] = {}
+def timelines(events: Iterable[Event]) -> Iterator[Timeline]:
+    """Join what happened to each request, in order of ending; what is in flight when the events stop is left out."""
+    open_: dict[str, Timeline] = {}
     for event in events:
         if isinstance(event, Offered):
-            offered[event.id] = event.request
+            open_[event.id] = Timeline(event.request)
+        elif isinstance(event, Tokens):
+            line = open_[event.id]
+            line.times.append(event.at)
+            line.tokens.append(event.tokens + (line.tokens[-1] if line.tokens else 0))
         elif isinstance(event, Finished):
-            yield Record(offered.pop(event.id), event)
+            line = open_.pop(event.id)
+            line.end = event
+            yield line
+
+
+def steps(events: Iterable[Event]) -> list[Sample]:
+    """The steps of a log, as a latency model is fitted on them."""
+    return [Sample(e.shape, e.seconds) for e in events if isinstance(e, Stepped)]

@@ -1,15 +1,18 @@
-"""The production cluster on the virtual clock: requests in, events out."""
+"""The production cluster on the virtual clock: requests in, events out; or a workload in, results out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import Engine
 from rubato.interfaces import LatencyModel, LengthPredictor
+from rubato.metrics import Timeline, timelines
+from rubato.results import Record, Run
 from rubato.types import Event, Limits, Request
+from rubato.workload import Arrival, Workload
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,44 @@ async def _run(
     if cluster.error is not None:
         raise cluster.error
     return events
+
+
+def simulated_run(workload: Workload, setup: Setup, label: str | None = None) -> Run:
+    """A workload simulated, as the results of a bench are: records, judged by `setup.rule`."""
+    requests = list(workload.requests())
+    truth = {a.id: (a.output_tokens,) for a in workload.arrivals}
+    events = simulate(requests, truth, setup)
+    lines = {line.request.id: line for line in timelines(events)}
+    records = tuple(_record(arrival, lines[arrival.id]) for arrival in workload.arrivals)
+    settings = {
+        "simulated": True,
+        "policy": setup.policy,
+        "settings": dict(setup.settings),
+        "router": setup.router,
+        "replicas": setup.replicas,
+        "limits": asdict(setup.limits),
+        "noise": setup.noise,
+        "seed": setup.seed,
+    }
+    return Run(label or setup.policy, workload, records, setup.rule, settings=settings)
+
+
+def _record(arrival: Arrival, line: Timeline) -> Record:
+    end = line.end
+    if end is None:
+        raise RuntimeError(f"request {arrival.id!r} has no end")
+    return Record(
+        id=arrival.id,
+        tier=arrival.tier,
+        app=arrival.app,
+        at=arrival.at,
+        outcome=end.outcome,
+        verdict=end.verdict,
+        asked=arrival.output_tokens,
+        output=end.output,
+        times=tuple(line.times),
+        tokens=tuple(line.tokens),
+        reason="" if end.outcome == "completed" else end.reason,
+        prompt_tokens=arrival.prompt_tokens,
+        best_effort=end.best_effort,
+    )

@@ -124,7 +124,8 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
         if rule == "deadline":
             spare = min(spare, min(of_stage.token(i) - t for i, t in enumerate(times.tokens)))
         else:
-            spare = min(spare, of_stage.first - times.tokens[0])
+            if stage.slo.ttft is not None:
+                spare = min(spare, of_stage.first - times.tokens[0])
             if stage.slo.tpot is not None:
                 spare = min(spare, _tpot_margin(times.tokens, stage.slo.tpot, rule))
         last_due = of_stage.token(len(times.tokens) - 1)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rubato.types import (
     Demoted,
@@ -65,15 +65,20 @@ class TraceWriter:
         self.close()
 
 
+def decode(line: bytes) -> Event:
+    """The event of one line. Raises ValueError for a line that holds none."""
+    row = orjson.loads(line)
+    if not isinstance(row, dict) or row.get("kind") not in _KINDS:
+        raise ValueError(f"expected a JSON object with a kind among {', '.join(_KINDS)}")
+    return cast(Event, _KINDS[row.pop("kind")].validate_python(row))
+
+
 def read(path: str | Path) -> Iterator[Event]:
-    """The events of a log, in order. Raises ValueError naming file, line and field of what cannot be read."""
+    """The events of a log, in order. Raises ValueError naming file, line and what is wrong with it."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = orjson.loads(line)
-                yield _KINDS[row.pop("kind")].validate_python(row)
-            except (orjson.JSONDecodeError, KeyError, AttributeError, ValidationError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not an event ({error}); expected a JSON object with a kind among "
-                    f"{', '.join(_KINDS)} and that event's fields"
-                ) from error
+                event = decode(line)
+            except ValueError as error:  # of JSON and of pydantic too
+                raise ValueError(f"{path}, line {number}: not an event ({error})") from error
+            yield event

@@ -130,7 +130,8 @@ class LocalHost:
         running = asyncio.ensure_future(self.engine.execute(batch))
         await asyncio.sleep(0)  # the engine starts before clients are written to
         self._flush()
-        self._outbox += self._commit(replica, batch, await running)
+        result = await running
+        self._outbox += self._commit(replica, batch, result)  # the outbox of after the wait, not of before
         self._failures = 0
 
     def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> list[Event]:

@@ -1,0 +1,44 @@
+# PIP_ARGS is passed to pip, e.g. PIP_ARGS="--extra-index-url URL" for another PyTorch build (see README).
+PIP_ARGS ?=
+PYTHON ?= python3.11
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_ARGS
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test setup serve check format bench clean
+
+demo: setup  ## measure this machine, then three classes of requests, policy against policy
+	$(BIN)/rubato demo
+
+test: setup  ## the whole suite
+	$(BIN)/python -m pytest
+
+setup: $(STAMP)  ## installation alone; does nothing when it is done and pyproject.toml has not changed
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,dev]'
+	$(BIN)/python -m rubato.engines.torch.bundled
+	touch $@
+
+serve: setup  ## serve the bundled model on PORT until stopped
+	$(BIN)/rubato serve bundled --port $(PORT)
+
+check: setup  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## speed against vLLM's CPU build (builds its environment in .venv-vllm)
+	$(BIN)/python benchmarks/engine_vs_vllm.py --json results/engine_vs_vllm.json
+
+clean:
+	rm -rf $(VENV) .venv-vllm results build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,275 @@
+"""`rubato demo`: one model, this machine, three classes of requests, policy against policy, in under five minutes.
+
+What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
+the latency model on the warm-up's steps; find the rate that `vllm` holds; offer 1.3 times that rate, the same requests
+at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of ours, each in a server of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rubato import bench, plot, results, trace, workload
+from rubato.latency import affine
+from rubato.latency.report import error_report
+from rubato.metrics import steps
+from rubato.serverprocess import ServerProcess
+from rubato.simulate import Setup, simulated_run
+from rubato.types import SLO, Limits, Sample
+
+OVERLOAD = 1.3  # times the rate that vllm holds
+HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
+LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
+BUDGETS = (0, 32, 64, 128, 256, 512)  # Sarathi's, tried in simulation; 0 = by the tightest TPOT
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """A tier's SLO: TTFT in unloaded TTFTs (of a prompt of PROMPT tokens), TPOT in unloaded steps."""
+
+    ttft: float
+    tpot: float
+
+
+PROMPT = 256
+TIERS: Mapping[str, Multiples] = {"chat": Multiples(7, 4), "code": Multiples(8, 4.5), "summary": Multiples(9, 5)}
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """Seconds, medians: TTFT of a prompt of PROMPT tokens, and one decode step alone."""
+
+    ttft: float
+    step: float
+
+    def slos(self) -> dict[str, SLO]:
+        return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
+
+
+def kinds(slos: Mapping[str, SLO]) -> list[workload.Kind]:
+    """The demo's mix: mostly chat that is read along, code completions, and a few long documents to summarise."""
+    return [
+        workload.chat(slos["chat"], share=0.6, output=(60, 180)),
+        workload.code(slos["code"], share=0.3),
+        workload.summary(slos["summary"], share=0.1),
+    ]
+
+
+def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0, progress: bool = True) -> int:
+    """Run the demo and write everything into `out`. Returns 0 when it ran to its end, whatever the verdict; 1 when a
+    run could not be trusted (the load generator was late). Raises ServerError, BenchError, ImportError."""
+    from rubato.engines.torch import bundled  # the only part that needs the torch extra in this process
+
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    stage = Stage(out, str(bundled.ensure()), seed, progress)
+    warm = stage.warm_up()
+    load = stage.load(OVERLOAD * warm.rate, seconds or 45.0, warm.unloaded.slos())
+    workload.write(load, out / "workload.jsonl")
+    budget = stage.tuned_budget(warm, load)
+    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
+    say(f"\n{len(load.arrivals)} requests in {load.duration:.0f} s at {load.rate:.2f}/s, the same for each policy")
+    runs = [stage.contest(name, settings, warm, load) for name, settings in contestants]
+    ours = runs[-1]
+    comparisons = [results.compare([ours], [run]) for run in runs[:-1]]
+    print("\n" + results.table(runs))
+    for comparison in comparisons:
+        print("\n" + results.comparison_text(comparison))
+    print("\n" + verdict(runs, comparisons))
+    results.write_json(out / "demo.json", runs, comparisons)
+    plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
+    print(f"\n{out}/demo.json, {out}/demo.png   ({time.monotonic() - began:.0f} s)")
+    return 0 if all(run.valid for run in runs) else 1
+
+
+def verdict(runs: Sequence[results.Run], comparisons: Sequence[results.Comparison]) -> str:
+    """One line against the better of the two baselines."""
+    ours, baselines = runs[-1], runs[:-1]
+    met = [sum(r.verdict.met for r in run.records) for run in baselines]
+    best = max(range(len(met)), key=lambda i: met[i])
+    against = comparisons[best].differences["all"]
+    mine, offered = sum(r.verdict.met for r in ours.records), len(ours.records)
+    times = "all of them" if against.ratio is None else f"{against.ratio:.2f} times as many"
+    low, high = 100 * against.difference_low, 100 * against.difference_high
+    return (
+        f"VERDICT: {ours.label} met {mine} of {offered}, {baselines[best].label} (the better baseline) {met[best]}: "
+        f"{times}, {100 * against.difference:+.0f} points of attainment [{low:+.0f}, {high:+.0f}]"
+    )
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What the warm-up found. rate: requests/s that vllm holds; model: fitted on the warm-up's steps."""
+
+    unloaded: Unloaded
+    model: affine.Model
+    rate: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The model, the machine and the folder that all parts of one demo share."""
+
+    out: Path
+    model: str
+    seed: int
+    progress: bool
+
+    def load(self, rate: float, seconds: float, slos: Mapping[str, SLO], name: str = "demo") -> workload.Workload:
+        return workload.make(name, kinds(slos), rate, duration=seconds, seed=self.seed, count_tokens=self._count())
+
+    # ----------------------------------------------------------------- warm-up
+
+    def warm_up(self) -> WarmUp:
+        log = self.out / "warm-up.trace.jsonl"
+        with self._server("vllm", {}, {}, None, "warm-up", str(log)) as server:
+            say("measuring this machine, unloaded ...")
+            unloaded = self._unloaded(server.url)
+            slos = unloaded.slos()
+            say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
+            for tier, slo in slos.items():
+                say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+            self._burst(server.url, slos)
+            samples = steps(trace.read(log))
+            model = self._fit(samples)
+            rate = self._rate(server.url, model, slos)
+        final = steps(trace.read(log))
+        return WarmUp(unloaded, self._fit(final), rate)
+
+    def _unloaded(self, url: str) -> Unloaded:
+        """One request at a time, seven of them, and medians."""
+        kind = workload.code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
+        alone = workload.make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count())
+        records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
+        ttft, tpot = ([v for r in records if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
+        if len(ttft) + len(tpot) < 14:
+            raise bench.BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
+        return Unloaded(median(ttft), median(tpot))
+
+    def _burst(self, url: str, slos: Mapping[str, SLO]) -> None:
+        """Steps of every size for the latency model: two dozen requests at once."""
+        load = self.load(100.0, 60.0, slos, "burst")
+        at_once = tuple(dataclasses.replace(a, at=0.0, output_tokens=min(a.output_tokens, 40)) for a in load.arrivals)
+        self._bench(url, dataclasses.replace(load, arrivals=at_once[:24], duration=1.0), "burst")
+
+    def _fit(self, samples: Sequence[Sample]) -> affine.Model:
+        model = affine.Model()
+        model.fit(samples)
+        say(f"  latency model on {len(samples)} steps: {error_report(model, samples).format()}")
+        return model
+
+    def _rate(self, url: str, model: affine.Model, slos: Mapping[str, SLO]) -> float:
+        """The largest rate at which vllm attains 90 %: bracketed in simulation, then tried on the real server."""
+        pattern = self.load(1.0, 60.0, slos, "hold")
+        low, high = 0.05, 50.0
+        while high / low > 1.02:
+            rate = (low * high) ** 0.5
+            low, high = (rate, high) if self._attained_in_simulation(pattern.rescaled(rate), model) else (low, rate)
+        say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
+        held = 0.0
+        rate = low
+        for _ in range(3):
+            run = self._bench(url, self.load(rate, 20.0, slos, "hold"), f"{rate:.2f}/s")
+            attained = sum(r.verdict.met for r in run.records) / len(run.records)
+            say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
+            if attained >= HOLDS:
+                held = rate
+                break
+            rate *= 0.85
+        return held or rate
+
+    def _attained_in_simulation(self, load: workload.Workload, model: affine.Model) -> bool:
+        records = simulated_run(load, self._setup("vllm", {}, model)).records
+        return sum(r.verdict.met for r in records) >= HOLDS * len(records)
+
+    # ----------------------------------------------------------------- the contest
+
+    def tuned_budget(self, warm: WarmUp, load: workload.Workload) -> int:
+        """Sarathi's token budget that attains the most on this workload, in simulation."""
+        met = {
+            budget: sum(
+                r.verdict.met
+                for r in simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)).records
+            )
+            for budget in BUDGETS
+        }
+        best = max(met, key=lambda budget: met[budget])
+        say(f"sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'} (met by budget: {met})")
+        return best
+
+    def contest(
+        self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: workload.Workload
+    ) -> results.Run:
+        with self._server(policy, settings, load.tiers, warm.model, policy) as server:
+            run = self._bench(server.url, load, policy, "slo", warmup=6)
+        results.write_records(self.out / f"{policy}.records.jsonl", run)
+        for problem in run.problems:
+            say(f"  {policy}: {problem}")
+        return run
+
+    # ----------------------------------------------------------------- parts
+
+    def _setup(self, policy: str, settings: Mapping[str, object], model: affine.Model) -> Setup:
+        return Setup(lambda: dataclasses.replace(model), LIMITS, policy, settings=settings, noise=0.05, seed=self.seed)
+
+    def _server(
+        self,
+        policy: str,
+        settings: Mapping[str, object],
+        tiers: Mapping[str, SLO],
+        model: affine.Model | None,
+        name: str,
+        log: str | None = None,
+    ) -> ServerProcess:
+        config: dict[str, object] = {
+            "model": self.model,
+            "served_name": "demo",
+            "engine": {"kind": "torch", "kv_gib": 1.0, "max_seqs": LIMITS.max_seqs, "max_tokens": LIMITS.max_tokens},
+            "policy": {"name": policy, **settings},
+            "max_in_flight": 1024,
+            "tiers": {
+                tier: {"ttft_ms": 1e3 * (slo.ttft or 0.0), "tpot_ms": 1e3 * (slo.tpot or 0.0)}
+                for tier, slo in tiers.items()
+            },
+        }
+        if model is not None:
+            config["latency"] = {"kind": "affine", **coefficients(model)}
+        if log is not None:
+            config["trace"] = log
+        return ServerProcess(config, self.out / f"{name}.log")
+
+    def _bench(
+        self, url: str, load: workload.Workload, label: str, slo: bench.TierField = "body", warmup: int = 0
+    ) -> results.Run:
+        return asyncio.run(
+            bench.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=self.progress)
+        )
+
+    def _one(self, load: workload.Workload, arrival: workload.Arrival) -> workload.Workload:
+        alone = dataclasses.replace(arrival, at=0.0)
+        return dataclasses.replace(load, arrivals=(alone,), duration=1.0)
+
+    def _count(self) -> workload.Count:
+        from rubato.engines.torch.text import Text
+
+        text = Text(Path(self.model))
+        return lambda content: len(text.encode(content))
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+
+
+def coefficients(model: affine.Model) -> dict[str, object]:
+    """As a server's configuration takes them."""
+    return {name: value for name, value in model.to_dict().items() if name != "model"}

@@ -1,0 +1,173 @@
+"""The life of a sequence in a replica, by hand: events, KV, deadlines, causes of misses."""
+
+import pytest
+
+from rubato.lengths import RunningMean
+from rubato.replica import Replica
+from rubato.types import (
+    SLO,
+    Emitted,
+    Finished,
+    Limits,
+    Plan,
+    Preempted,
+    Request,
+    Sampling,
+    Stage,
+    Started,
+    StepResult,
+    Tokens,
+    Work,
+)
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=100, kv_blocks=8, block=8)
+
+
+def replica(**changes: object) -> Replica:
+    return Replica("r0", LIMITS, Linear(), **changes)  # type: ignore[arg-type]
+
+
+def step(r: Replica, work: dict[str, int], start: float, end: float, **out: Emitted) -> list[object]:
+    """Plan and commit one step; a sequence that samples emits one token unless `out` says otherwise."""
+    plan = Plan(tuple(Work(id, n) for id, n in work.items()))
+    batch, events = r.apply(plan, start, "test")
+    emitted = {e.seq: out.get(e.seq, Emitted(1, "x", (1,))) for e in batch.entries if e.sample}
+    result = [*events, *r.commit(batch, StepResult(emitted, end - start), end)]
+    r.check_integrity()
+    return result
+
+
+def test_a_life() -> None:
+    r = replica()
+    assert r.submit(request("a", 20, ttft=1.0, tpot=0.1), 0.0) == []
+    (seq,) = r.waiting
+    assert (seq.pending, seq.due) == (20, 1.0)
+    assert step(r, {"a": 12}, 0.5, 0.6) == [Started(0.5, "a")]
+    assert (seq.cached, seq.blocks, seq.pending) == (12, 2, 8)
+    assert step(r, {"a": 8}, 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (1,))]
+    assert (seq.length, seq.pending, seq.due) == (21, 1, 1.1)
+    (_, end) = step(r, {"a": 1}, 0.7, 0.8, a=Emitted(1, "y", (2,), finish="stop"))
+    assert isinstance(end, Finished)
+    assert (end.outcome, end.reason, end.output, end.verdict.met) == ("completed", "stop", 2, True)
+    assert end.verdict.ttft == pytest.approx(0.7)
+    assert r.empty
+    assert r.kv.free == 8
+    assert r.gone() == ["a"]
+
+
+def test_preemption_keeps_tokens_and_gives_back_kv() -> None:
+    r = replica()
+    r.submit(request("a", 20), 0.0)
+    step(r, {"a": 20}, 0.0, 0.1)
+    batch, events = r.apply(Plan(preempt=("a",)), 0.1, "test")
+    assert events == [Preempted(0.1, "a")]
+    assert not batch.entries
+    (seq,) = r.waiting
+    assert (seq.length, seq.cached, seq.pending, r.kv.free) == (21, 0, 21, 8)
+    events = step(r, {"a": 21}, 0.5, 0.6)
+    assert events[0] == Started(0.5, "a", resumed=True)
+    assert seq.lost["preemption"] >= 0.4
+
+
+def test_waiting_is_in_order_of_arrival_also_after_preemption() -> None:
+    r = replica()
+    for id, arrival in (("b", 1.0), ("a", 0.0), ("c", 1.0)):
+        r.submit(request(id, 4, arrival=arrival), 1.0)
+    assert [s.id for s in r.waiting] == ["a", "b", "c"]
+    step(r, {"a": 4, "b": 4}, 1.0, 1.1)
+    r.apply(Plan(preempt=("b",)), 1.1, "test")
+    assert [s.id for s in r.waiting] == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [(request("a", 90, most=11), "rejected-too-long"), (request("a", 60, most=5), "rejected-exceeds-kv")],
+)
+def test_what_could_never_run_is_refused_at_once(asked: Request, reason: str) -> None:
+    r = replica()
+    (end,) = r.submit(asked, 0.0)
+    assert isinstance(end, Finished)
+    assert (end.outcome, end.reason, r.empty) == ("refused", reason, True)
+
+
+def test_cancel_in_flight_ends_now_and_frees_kv_at_commit() -> None:
+    r = replica()
+    r.submit(request("a", 8), 0.0)
+    batch, _ = r.apply(Plan((Work("a", 8),)), 0.0, "test")
+    (end,) = r.cancel("a", 0.05, "client disconnected")
+    assert isinstance(end, Finished)
+    assert (end.outcome, end.verdict.cause, r.kv.free) == ("cancelled", "client", 7)
+    assert r.cancel("a", 0.06, "again") == []
+    assert r.commit(batch, StepResult({"a": Emitted(1)}, 0.1), 0.1) == []
+    assert r.kv.free == 8
+    assert r.empty
+    r.check_integrity()
+
+
+def test_fail_ends_everything_once() -> None:
+    r = replica()
+    for id in "abc":
+        r.submit(request(id, 8), 0.0)
+    r.apply(Plan((Work("a", 8), Work("b", 8))), 0.0, "test")
+    r.cancel("b", 0.05, "gone")
+    ends = r.fail(0.1, "boom")
+    assert sorted((e.id, e.outcome) for e in ends if isinstance(e, Finished)) == [("a", "failed"), ("c", "failed")]
+    assert r.empty
+    assert r.kv.free == 8
+
+
+def test_stages_continue_the_deadlines() -> None:
+    r = replica()
+    stages = (Stage(8, SLO(ttft=1.0, tpot=0.1), "</think>"), Stage(0, SLO(tpot=0.5)))
+    r.submit(Request("a", stages, 0.0, sampling=Sampling(max_tokens=8)), 0.0)
+    (seq,) = r.waiting
+    step(r, {"a": 8}, 0.0, 0.1, a=Emitted(1, "</think>", (1,), stage_done=True))
+    assert (seq.stage, seq.output, seq.due) == (1, 0, 1.5)
+    step(r, {"a": 1}, 0.1, 0.2)
+    assert seq.due == 2.0
+
+
+CAUSES = [
+    ("queue", {"a": 8}, 2.0, 2.1),
+    ("prefill interference", {"a": 8, "long": 40}, 0.0, 2.0),
+]
+
+
+@pytest.mark.parametrize(("cause", "work", "start", "end"), CAUSES)
+def test_cause_of_a_miss(cause: str, work: dict[str, int], start: float, end: float) -> None:
+    r = replica()
+    r.submit(request("a", 8, ttft=0.5, most=2), 0.0)
+    r.submit(request("long", 40), 0.0)
+    events = step(r, work, start, end, a=Emitted(1, finish="length"))
+    verdict = next(e for e in events if isinstance(e, Finished)).verdict
+    assert (verdict.met, verdict.cause) == (False, cause)
+
+
+def test_a_decode_that_others_slow_down() -> None:
+    r = replica()
+    for id in ("a", "b", "c", "d"):
+        r.submit(request(id, 8, ttft=5.0, tpot=0.01, most=3), 0.0)
+    step(r, dict.fromkeys("abcd", 8), 0.0, 5.0)
+    events = step(r, dict.fromkeys("abcd", 1), 5.0, 5.9, a=Emitted(1, finish="stop"))
+    verdict = next(e for e in events if isinstance(e, Finished)).verdict
+    assert not verdict.met
+    assert verdict.cause in ("prefill interference", "decode interference")
+
+
+def test_prediction_comes_from_the_lengths_seen() -> None:
+    lengths = RunningMean(least=1)
+    r = replica(lengths=lengths)
+    r.submit(request("a", 4), 0.0)
+    assert r.waiting[0].predicted is None
+    step(r, {"a": 4}, 0.0, 0.1)
+    step(r, {"a": 1}, 0.1, 0.2, a=Emitted(1, finish="stop"))
+    r.submit(request("b", 4), 0.2)
+    assert r.waiting[0].predicted == 2.0
+
+
+def test_ids_are_unique() -> None:
+    r = replica()
+    r.submit(request("a"), 0.0)
+    with pytest.raises(ValueError, match="unique"):
+        r.submit(request("a"), 0.0)

@@ -1,0 +1,87 @@
+"""Judging, rule by rule: token times in, met or not and the margin out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.slo import RULES, StageTimes, judge
+from rubato.types import SLO, Request, Sampling, Stage
+from tests.doubles import request
+
+CASES = [
+    # rule, slo, token times (arrival 0), met, margin
+    ("deadline", SLO(ttft=1.0), [0.9, 5.0], True, 0.1),
+    ("deadline", SLO(ttft=1.0), [1.1], False, -0.1),
+    ("deadline", SLO(ttft=1.0, tpot=0.1), [0.5, 0.6, 1.2], True, 0.0),  # the third is due at 1.2: early work is slack
+    ("deadline", SLO(ttft=1.0, tpot=0.1), [0.5, 0.6, 1.21], False, -0.01),
+    ("mean", SLO(ttft=1.0, tpot=0.1), [0.5, 0.6, 1.2], False, -0.5),  # 0.7 s for two gaps of 0.1
+    ("mean", SLO(ttft=1.0, tpot=0.1), [0.5, 0.69, 0.7], True, 0.0),
+    ("windowed", SLO(tpot=0.1), [0.0, *[0.1 * i for i in range(1, 21)]], True, 0.0),
+    ("windowed", SLO(tpot=0.1), [0.0] * 11 + [1.2], False, -1.1),  # a fast window does not pay for a slow tail of one
+    ("mean", SLO(tpot=0.12), [0.0] * 11 + [1.2], True, 0.12),
+    ("deadline", SLO(tpot=0.1), [3.0, 3.1, 3.2], True, 0.0),  # no TTFT: deadlines run from the first token
+    ("deadline", SLO(e2e=2.0), [0.1, 1.9], True, 0.1),
+    ("windowed", SLO(e2e=2.0), [0.1, 2.1], False, -0.1),
+]
+
+
+@pytest.mark.parametrize(("rule", "slo", "times", "met", "margin"), CASES)
+def test_rules(rule: str, slo: SLO, times: list[float], met: bool, margin: float) -> None:
+    verdict = judge(Request("a", (Stage(5, slo),), 0.0), [StageTimes(0.0, times)], rule=rule)
+    assert verdict.met is met
+    assert verdict.margin == pytest.approx(margin, abs=1e-9)
+    assert verdict.rule == rule
+
+
+def test_a_decode_only_stage_continues_from_the_last_deadline() -> None:
+    """Thinking ends early; its deadline, not its end, starts the response's clock (SYSTEMS: §0, stages)."""
+    thinking, response = Stage(5, SLO(ttft=1.0, tpot=0.1), "</think>"), Stage(0, SLO(tpot=0.5))
+    asked = Request("a", (thinking, response), 0.0)
+    early = StageTimes(0.0, [0.2, 0.3])  # due 1.0 and 1.1
+    assert judge(asked, [early, StageTimes(0.3, [1.6, 2.1])]).met
+    assert not judge(asked, [early, StageTimes(0.3, [1.6, 2.11])]).met
+
+
+@pytest.mark.parametrize("outcome", ["refused", "failed", "cancelled"])
+def test_what_did_not_complete_is_not_met(outcome: str) -> None:
+    verdict = judge(request(), [], outcome)  # type: ignore[arg-type]
+    assert not verdict.met
+    assert verdict.cause == {"cancelled": "client"}.get(outcome, outcome)
+
+
+def test_best_effort_completed_is_met() -> None:
+    verdict = judge(request(), [StageTimes(0.0, [100.0, 200.0])])
+    assert verdict.met
+    assert verdict.margin is None
+    assert (verdict.ttft, verdict.tpot, verdict.e2e) == (100.0, 100.0, 200.0)
+
+
+def test_cause_is_the_largest_loss() -> None:
+    verdict = judge(request(ttft=1.0), [StageTimes(0.0, [3.0])], lost={"queue": 0.5, "prefill interference": 1.5})
+    assert verdict.cause == "prefill interference"
+
+
+def test_unknown_rule_names_the_known() -> None:
+    with pytest.raises(ValueError, match="deadline, mean, windowed"):
+        judge(request(), [], rule="median")
+
+
+@given(
+    gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40),
+    ttft=st.floats(0.01, 2.0),
+    tpot=st.floats(0.01, 1.0),
+    slack=st.floats(0.0, 1.0),
+)
+def test_looser_slos_never_turn_met_into_missed(gaps: list[float], ttft: float, tpot: float, slack: float) -> None:
+    times = [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    for rule in RULES:
+        tight = Request("a", (Stage(1, SLO(ttft, tpot)),), 0.0, sampling=Sampling())
+        loose = Request("a", (Stage(1, SLO(ttft + slack, tpot + slack)),), 0.0)
+        if judge(tight, [StageTimes(0.0, times)], rule=rule).met:
+            assert judge(loose, [StageTimes(0.0, times)], rule=rule).met
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_absurd_slo_is_named(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"slo\.tpot"):
+        SLO(tpot=bad)

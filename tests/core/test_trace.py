@@ -1,0 +1,53 @@
+"""The event log reads back as what was written; a broken line is named."""
+
+from pathlib import Path
+
+import pytest
+
+from rubato.metrics import steps, timelines
+from rubato.simulate import Setup, simulate
+from rubato.trace import TraceWriter, encode, read, without_content
+from rubato.types import SLO, Event, Limits, Request, Stage, Tokens
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=2, max_tokens=16, max_length=100, kv_blocks=6, block=8)
+
+
+def events() -> list[Event]:
+    stages = (Stage(4, SLO(ttft=0.1, tpot=0.02), "</think>", (1, 2, 3, 4)), Stage(0, SLO(e2e=3.0)))
+    requests = [Request("a", stages, 0.0), *(request(f"r{i}", 20, ttft=0.05, refuse=i == 1) for i in range(4))]
+    return simulate(requests, {"a": (3, 2)}, Setup(Linear, LIMITS, "edf"))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    written = events()
+    with TraceWriter(tmp_path / "log", content=True) as log:
+        for event in written:
+            log(event)
+    assert list(read(tmp_path / "log")) == written
+
+
+def test_prompts_and_outputs_stay_out_unless_asked_for(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "log") as log:
+        for event in events():
+            log(event)
+    back = list(read(tmp_path / "log"))
+    assert back == [without_content(e) for e in events()]
+    assert not any(e.text or e.token_ids for e in back if isinstance(e, Tokens))
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"kind":"Nothing"}', b'{"kind":"Placed","at":1.0,"id":"a"}'])
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "log").write_bytes(encode(events()[0]) + line + b"\n")
+    with pytest.raises(ValueError, match="line 2: not an event"):
+        list(read(tmp_path / "log"))
+
+
+def test_folds() -> None:
+    log = events()
+    lines = list(timelines(log))
+    assert {line.request.id for line in lines} == {"a", "r0", "r1", "r2", "r3"}
+    for line in lines:
+        assert line.end is not None
+        assert (line.tokens[-1] if line.tokens else 0) == line.end.output
+    assert len(steps(log)) == sum(type(e).__name__ == "Stepped" for e in log)

@@ -1,0 +1,192 @@
+"""Cluster and worker on the virtual clock: what happens when engines, policies and clients misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rubato.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.cluster import Cluster, local_cluster
+from rubato.engines.simulated import Engine
+from rubato.types import Batch, Event, Finished, Limits, Offered, Plan, Request, Stepped, StepResult, Tokens
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+
+
+class Breaks(Engine):
+    """Fails at these steps (counted from 1); `starts` counts restarts."""
+
+    def __init__(self, clock: VirtualClock, at: set[int]) -> None:
+        super().__init__(Linear(), LIMITS, clock)
+        self.at, self.steps, self.starts = at, 0, 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        await super().start()
+
+    async def execute(self, batch: Batch) -> StepResult:
+        self.steps += 1
+        if self.steps in self.at:
+            raise RuntimeError("the device fell off")
+        return await super().execute(batch)
+
+
+def scenario(
+    steps: list[tuple[float, Callable[[Cluster], None]]],
+    *,
+    policy: str = "vllm",
+    broken: frozenset[int] = frozenset(),
+    most: int | None = None,
+) -> tuple[Cluster, list[Event], Breaks]:
+    """Run callbacks at their times, drain, close; the cluster and every event."""
+
+    async def main() -> tuple[Cluster, list[Event], Breaks]:
+        clock = VirtualClock()
+        engine = Breaks(clock, set(broken))
+        cluster = local_cluster([engine], [Linear()], clock, policy=policy, max_in_flight=most)
+        events: list[Event] = []
+        cluster.listen(events.append)
+        cluster.listen(lambda _: check_books(cluster))
+        await cluster.start()
+        for at, act in steps:
+            clock.call_at(at, ARRIVAL, lambda act=act: act(cluster))
+        await clock.sleep_until(max(at for at, _ in steps), ARRIVAL)
+        await cluster.drain()
+        await cluster.close()
+        return cluster, events, engine
+
+    return run_virtual(main())
+
+
+def check_books(cluster: Cluster) -> None:
+    assert cluster.offered == cluster.finished + cluster.in_flight
+
+
+def offer(*requests: Request) -> Callable[[Cluster], None]:
+    def act(cluster: Cluster) -> None:
+        for each in requests:
+            cluster.offer(each)
+
+    return act
+
+
+def ends(events: list[Event]) -> dict[str, Finished]:
+    found = [e for e in events if isinstance(e, Finished)]
+    assert max(Counter(e.id for e in found).values()) == 1
+    return {e.id: e for e in found}
+
+
+def test_a_broken_step_fails_its_requests_and_the_next_are_served() -> None:
+    steps = [(0.0, offer(request("a"), request("b"))), (1.0, offer(request("c")))]
+    cluster, events, engine = scenario(steps, broken=frozenset({3}))
+    assert {id: e.outcome for id, e in ends(events).items()} == {"a": "failed", "b": "failed", "c": "completed"}
+    assert "the device fell off" in ends(events)["a"].reason
+    assert engine.starts == 2
+    assert cluster.error is None
+
+
+def test_an_engine_that_goes_on_failing_is_given_up() -> None:
+    steps = [(i * 1.0, offer(request(f"r{i}"))) for i in range(5)]
+    cluster, events, _ = scenario(steps, broken=frozenset(range(1, 100)))
+    assert cluster.dead.is_set()
+    assert isinstance(cluster.error, RuntimeError)
+    assert {e.outcome for e in ends(events).values()} == {"failed"}
+    assert "is dead" in ends(events)["r4"].reason
+
+
+def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        needs = frozenset[str]()
+
+        def observe(self, events: object) -> None: ...
+        def plan(self, view: object) -> Plan:
+            return Plan(preempt=("nobody",))
+
+    monkeypatch.setattr("rubato.cluster.load", lambda name, settings: Wrong())
+    _, events, _ = scenario([(0.0, offer(request("a")))], policy="mine")
+    assert "policy 'mine'" in ends(events)["a"].reason
+    assert "'nobody'" in ends(events)["a"].reason
+
+
+def test_a_client_that_leaves_stops_the_engine_within_a_step() -> None:
+    free: list[int] = []
+    steps = [
+        (0.0, offer(request("a", most=100))),
+        (0.305, lambda cluster: cluster.cancel("a", "client disconnected")),
+        (0.33, lambda cluster: free.extend(host.view().kv_free for host in cluster.hosts.values())),
+    ]
+    _, events, _ = scenario(steps)
+    end = ends(events)["a"]
+    assert (end.outcome, end.at, end.reason) == ("cancelled", 0.305, "client disconnected")
+    after = [e for e in events if isinstance(e, Stepped) and e.at > 0.305]
+    assert len(after) <= 1
+    assert not [e for e in events if isinstance(e, Tokens) and e.at > 0.305]
+    assert free == [LIMITS.kv_blocks]
+
+
+def test_beyond_max_in_flight_is_refused_at_once() -> None:
+    _, events, _ = scenario([(0.0, offer(*(request(f"r{i}") for i in range(20))))], most=5)
+    outcomes = Counter((e.outcome, e.reason) for e in ends(events).values())
+    assert outcomes == {("completed", "length"): 5, ("refused", "rejected-saturated"): 15}
+
+
+def test_what_comes_while_draining_is_refused() -> None:
+    async def main() -> list[Event]:
+        clock = VirtualClock()
+        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, policy="edf")
+        events: list[Event] = []
+        cluster.listen(events.append)
+        await cluster.start()
+        cluster.offer(request("a"))
+        draining = asyncio.create_task(cluster.drain())
+        await asyncio.sleep(0.01)
+        cluster.offer(request("late", arrival=0.01))
+        await draining
+        await cluster.close()
+        return events
+
+    found = ends(run_virtual(main()))
+    assert found["a"].outcome == "completed"
+    assert (found["late"].outcome, found["late"].reason) == ("refused", "rejected-shutting-down")
+
+
+def test_closing_ends_what_is_in_flight() -> None:
+    async def main() -> list[Event]:
+        clock = VirtualClock()
+        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, policy="vllm")
+        events: list[Event] = []
+        cluster.listen(events.append)
+        await cluster.start()
+        cluster.offer(request("a", most=100))
+        await asyncio.sleep(0.1)
+        await cluster.close()
+        return events
+
+    assert ends(run_virtual(main()))["a"].outcome == "failed"
+
+
+def test_tokens_come_before_the_end_and_nothing_after() -> None:
+    steps = [(0.0, offer(request("a"), request("b", 30))), (0.05, lambda cluster: cluster.cancel("b"))]
+    _, events, _ = scenario(steps)
+    for id in "ab":
+        own = [e for e in events if e.id == id]
+        assert isinstance(own[0], Offered)
+        assert isinstance(own[-1], Finished)
+    assert sum(e.tokens for e in events if isinstance(e, Tokens) and e.id == "a") == 16
+
+
+def test_ids_in_flight_are_unique() -> None:
+    with pytest.raises(ValueError, match="unique"):
+        scenario([(0.0, offer(request("a"), request("a")))])
+
+
+def test_a_policy_that_needs_what_the_engine_lacks_is_refused_at_start() -> None:
+    class Plain(Engine):
+        supports = frozenset[str]()
+
+    with pytest.raises(ValueError, match="needs chunked"):
+        local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), policy="sarathi")
