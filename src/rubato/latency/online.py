@@ -1,0 +1,124 @@
+"""Learning while serving: a bounded, varied window of steps, a fast correction for drift, and when to refit.
+
+Two time scales. A machine becomes slower or faster within a step (another tenant takes a core): the `factor`, the
+median of measured / predicted over the last few steps, follows within five steps and one odd step does not move it.
+The coefficients change slowly: every `EVERY` steps they are refitted to the window, and the refit is taken only if it
+explains the most recent steps clearly better than the present coefficients times a factor; else drift would be
+written into coefficients that it does not belong to (KV grows with time, so a slowdown looks like dearer KV).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rubato.latency.planes import Array, Coefficients, fit_planes
+from rubato.types import Shape
+
+EVERY = 128  # steps between refits
+FIRST = 16  # the first refit comes this early, then at doubled distances up to EVERY
+RATIOS = 8  # steps in the median behind the factor
+FACTOR = 8.0  # the factor lies within [1/FACTOR, FACTOR]; further off, coefficients are wrong, not the machine slow
+CLEARLY = 2.0  # standard errors by which a refit must predict the recent steps better, paired step by step
+BLOCK = 64  # recent steps that are compared under one factor
+ERROR_CAP = 0.7  # of |log(measured / predicted)|, so that outliers do not decide
+
+Row = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Window:
+    """At most `size` rows, shared evenly among kinds of step: with or without a chunk, by power of two of tokens.
+
+    When full, the oldest row of the fullest kind goes: a thousand decodes cannot push out the last prefill."""
+
+    size: int
+    kinds: dict[tuple[bool, int], deque[Row]] = field(default_factory=dict)
+    held: int = 0
+
+    def add(self, shape: Shape, row: Row) -> None:
+        kind = (shape.chunk_sq > 0, shape.tokens.bit_length())
+        if kind not in self.kinds:
+            self.kinds[kind] = deque()
+        self.kinds[kind].append(row)
+        self.held += 1
+        if self.held > self.size:
+            max(self.kinds.values(), key=len).popleft()
+            self.held -= 1
+
+    def rows(self) -> list[Row]:
+        return [row for kind in self.kinds.values() for row in kind]
+
+
+@dataclass(slots=True)
+class Online:
+    """What a model with `columns` plane features learns from. A row is (plane features, shared features, seconds)."""
+
+    columns: int
+    size: int = 512
+    factor: float = 1.0
+    window: Window = field(init=False)
+    _recent: deque[Row] = field(init=False)
+    _ratios: deque[float] = field(init=False)
+    _wait: int = field(init=False, default=FIRST)
+    _left: int = field(init=False, default=FIRST)
+
+    def __post_init__(self) -> None:
+        if self.size < 2 * FIRST:
+            raise ValueError(f"window is {self.size} samples: give at least {2 * FIRST}")
+        self.window = Window(self.size)
+        self._recent = deque(maxlen=EVERY)
+        self._ratios = deque([1.0] * RATIOS, maxlen=RATIOS)
+
+    def seen(self, shape: Shape, row: Row, raw: float) -> bool:
+        """One step, and what the coefficients alone (factor 1) predicted for it. True: a refit is due."""
+        seconds = row[-1]
+        if not 0.0 < seconds < float("inf"):
+            raise ValueError(f"a step took {seconds!r} s: a sample needs a positive, finite number of seconds")
+        self.window.add(shape, row)
+        self._recent.append(row)
+        self._ratios.append(seconds / max(raw, 1e-12))
+        self.factor = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._wait = min(2 * self._wait, EVERY)
+        self._left = self._wait
+        return True
+
+    def refit(self, current: Coefficients, offset: float) -> Coefficients | None:
+        """Better coefficients than `current`, or None. `offset`: seconds in every step that are not fitted."""
+        found = fit_planes(*self._split(self.window.rows()), offset=offset, prior=current)
+        x, y, seconds = self._split(list(self._recent))
+        with np.errstate(divide="ignore"):
+            new = np.log(seconds / (offset + found.predict(x, y)))
+            old = np.log(seconds / (offset + current.predict(x, y)))
+        if not np.isfinite(new).all() or not _clearly_less(_left(new), _left(old)):
+            return None
+        self._ratios.extend(np.exp(new[-RATIOS:]).tolist())
+        self.factor = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
+        return found
+
+    def _split(self, rows: list[Row]) -> tuple[Array, Array, Array]:
+        table = np.array(rows, dtype=np.float64)
+        return table[:, : self.columns], table[:, self.columns : -1], table[:, -1]
+
+
+def _left(logs: Array) -> Array:
+    """|log(measured / predicted)| left when every block of steps has a factor of its own: what prediction with the fast
+    correction amounts to, whatever the machine's speed was."""
+    limit = float(np.log(FACTOR))
+    blocks = np.array_split(logs, max(1, len(logs) // BLOCK))
+    left = [np.abs(block - np.clip(np.median(block), -limit, limit)) for block in blocks]
+    capped: Array = np.minimum(np.concatenate(left), ERROR_CAP)
+    return capped
+
+
+def _clearly_less(new: Array, old: Array) -> bool:
+    """Paired, so that what neither predicts (noise, odd steps) cancels."""
+    gain = old - new
+    return float(gain.mean()) > CLEARLY * float(gain.std()) / math.sqrt(len(gain))

@@ -1,0 +1,150 @@
+"""Roofline latency (SLOs-Serve, SYSTEMS §0): `T = max_l (k1_l·tokens + k2_l·spec_steps + b_l)`, l = 1, 2.
+
+One plane is the memory-bound regime (weights are read whatever the batch), the other the compute-bound one. `tokens`
+are all tokens of the batch and `spec_steps` the draft steps run; KV and prefill attention are not seen, which is what
+the paper reports R² 0.82–0.93 for. Prefer `affine` unless reproducing the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rubato.latency.online import Online
+from rubato.latency.planes import Coefficients, fit_planes, largest
+from rubato.types import Sample, Shape
+
+MIN_SAMPLES = 8
+MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
+
+
+@dataclass(slots=True)
+class Model:
+    """k1: seconds per token, k2: seconds per draft step, b: seconds; one of each per plane, all finite and >= 0.
+
+    The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms a token, whichever is
+    more. `window`: the number of steps that `update` remembers. Raises ValueError on coefficients that cannot be.
+    """
+
+    k1: tuple[float, float] = (0.0, 1e-4)
+    k2: tuple[float, float] = (0.0, 0.0)
+    b: tuple[float, float] = (1e-2, 0.0)
+    window: int = field(default=512, compare=False, kw_only=True)
+    online: Online = field(init=False, repr=False, compare=False)
+    _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("k1", "k2", "b"):
+            given = tuple(float(v) for v in getattr(self, name))
+            if len(given) != 2 or not all(0.0 <= v < math.inf for v in given):
+                raise ValueError(f"roofline {name} is {given}: give two finite numbers of seconds, 0 or more")
+            setattr(self, name, given)
+        if max(*self.k1, *self.b) <= 0.0:
+            raise ValueError("roofline k1 and b are all 0, so every step would take no time: give one a positive value")
+        self.online = Online(columns=3, size=self.window)
+        self._flatten()
+
+    def step_time(self, shape: Shape) -> float:
+        """Seconds that a batch of this shape takes."""
+        k, s, b, k_, s_, b_ = self._flat
+        tokens, steps = shape.tokens, shape.spec_steps
+        low = k * tokens + s * steps + b
+        high = k_ * tokens + s_ * steps + b_
+        return high if high > low else low
+
+    def time2bs(self, t: float, spec_steps: int = 0) -> int:
+        """The most tokens a batch may have to end within `t` seconds, `min_l ⌊(t − b_l − k2_l·spec_steps)/k1_l⌋`; 0 if
+        none may, `sys.maxsize` if tokens cost nothing."""
+
+        def fits(n: int) -> bool:
+            return self.step_time(Shape(tokens=n, spec_steps=spec_steps)) <= t
+
+        guess = self._tokens(t, spec_steps)
+        if guess >= sys.maxsize:
+            return sys.maxsize
+        # The quotient of floats can be off what step_time says: settle it by step_time.
+        top = max(int(guess), 0) + 2 if guess > 0.0 else 2
+        while fits(top):
+            top *= 2
+        return largest(fits, top, guess)
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
+        guess = self._tokens(seconds, base.spec_steps) - base.tokens
+        return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, guess)
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Fit from scratch, in relative error, outliers left out. k2 is 0 when no sample ran draft steps. Raises
+        ValueError when there are too few samples or too few different ones."""
+        if len(samples) < MIN_SAMPLES:
+            raise ValueError(
+                f"{len(samples)} samples cannot determine a roofline: measure at least {MIN_SAMPLES} steps"
+            )
+        shapes = {(s.shape.tokens, s.shape.spec_steps) for s in samples}
+        if len(shapes) < MIN_SHAPES or len({tokens for tokens, _ in shapes}) < 2:
+            raise ValueError(
+                f"the samples hold {len(shapes)} different (tokens, draft steps): a roofline needs at least "
+                f"{MIN_SHAPES}, with different numbers of tokens"
+            )
+        online = Online(columns=3, size=self.window)
+        rows = np.array([_row(s) for s in samples], dtype=np.float64)
+        if not ((rows[:, -1] > 0.0) & (rows[:, -1] < np.inf)).all():
+            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
+        self._take(fit_planes(rows[:, :3], rows[:, 3:-1], rows[:, -1]))
+        for sample in samples:
+            online.window.add(sample.shape, _row(sample))
+        self.online = online
+        self._flatten()
+
+    def update(self, sample: Sample) -> None:
+        """Learn from one more step (`online`): the speed at once, the coefficients every so many steps. Raises
+        ValueError on an empty step or one that took no time."""
+        if sample.shape.tokens < 1:
+            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
+        raw = self.step_time(sample.shape) / self.online.factor
+        if self.online.seen(sample.shape, _row(sample), raw):
+            current = Coefficients(np.array([self.k1, self.k2, self.b]).T.copy(), np.zeros(0))
+            found = self.online.refit(current, 0.0)
+            if found is not None:
+                self._take(found)
+        self._flatten()
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON. The factor of the moment and the window are not in it."""
+        return {"model": "roofline", "k1": list(self.k1), "k2": list(self.k2), "b": list(self.b)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Model:
+        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
+        if set(data) != {"model", "k1", "k2", "b"} or data["model"] != "roofline":
+            raise ValueError(f"not a roofline: has {sorted(data)}, wants model = roofline, k1, k2 and b")
+        return cls(**{name: data[name] for name in ("k1", "k2", "b")})  # type: ignore[arg-type]  # checked there
+
+    def _tokens(self, seconds: float, spec_steps: int) -> float:
+        """Tokens at which the first plane reaches `seconds`; inf if none ever does, -inf if one has already."""
+        k, s, b, k_, s_, b_ = self._flat
+        first, second = s * spec_steps + b, s_ * spec_steps + b_
+        if not (first <= seconds and second <= seconds):
+            return -math.inf
+        return min(
+            (seconds - first) / k if k > 0.0 else math.inf,
+            (seconds - second) / k_ if k_ > 0.0 else math.inf,
+        )
+
+    def _take(self, found: Coefficients) -> None:
+        planes = found.planes.tolist()
+        self.k1, self.k2, self.b = ((planes[0][i], planes[1][i]) for i in range(3))
+
+    def _flatten(self) -> None:
+        """The coefficients, plane by plane, times the factor of the moment."""
+        f = self.online.factor
+        self._flat = tuple([f * v for plane in zip(self.k1, self.k2, self.b, strict=True) for v in plane])
+
+
+def _row(sample: Sample) -> tuple[float, ...]:
+    shape = sample.shape
+    return (shape.tokens, shape.spec_steps, 1.0, sample.seconds)
