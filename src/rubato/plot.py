@@ -1,0 +1,153 @@
+"""One picture of several runs: attainment per tier and policy with its interval, and where TTFT and TPOT lie.
+
+Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rubato.results import Record, Run, summarise
+
+# Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A7A7A")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+Measure = Callable[[Record], float | None]
+MEASURES: tuple[tuple[str, str, Measure], ...] = (
+    ("ttft", "TTFT (ms, from scheduled arrival)", lambda record: record.verdict.ttft),
+    ("tpot", "mean TPOT (ms)", lambda record: record.verdict.tpot),
+)
+
+
+def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> None:
+    """Write a PNG. Runs of one label are rounds of one policy and pooled.
+
+    In the distributions a refused or failed request counts as never: a curve's height at the SLO's line is the share
+    of *offered* requests within it. Raises ValueError without runs or with mixed judges, ImportError, with what to
+    install, without matplotlib.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
+    if not runs or len({run.rule for run in runs}) != 1:
+        raise ValueError("give one or more runs, all judged by one rule")
+    policies: dict[str, list[Run]] = {}
+    for run in runs:
+        policies.setdefault(run.label, []).append(run)
+    slos = {tier: slo for run in runs for tier, slo in run.workload.tiers.items()}
+    offered = {record.tier for run in runs for record in run.records}
+    tiers = [tier for tier in slos if tier in offered]
+    figure = Figure(figsize=(max(7.5, 3.7 * len(tiers)), 9.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(3, len(tiers), height_ratios=(1.15, 1, 1))
+    _attainment(figure.add_subplot(grid[0, :]), policies, tiers)
+    for line, (name, label, measure) in enumerate(MEASURES, start=1):
+        for column, tier in enumerate(tiers):
+            axes = figure.add_subplot(grid[line, column])
+            _distribution(axes, policies, tier, measure, getattr(slos[tier], name))
+            axes.set_xlabel(label)
+            axes.set_title(tier, fontsize=10)
+            if column == 0:
+                axes.set_ylabel("share of offered requests")
+    figure.suptitle(title if title is not None else _title(runs), fontsize=12)
+    figure.savefig(path, format="png")
+
+
+def _title(runs: Sequence[Run]) -> str:
+    load = runs[0].workload
+    invalid = sum(not run.valid for run in runs)
+    warning = f"  -  {invalid} INVALID run(s)" if invalid else ""
+    return f"{load.name}: {len(load.arrivals)} requests at {load.rate:g}/s, judged by the {runs[0].rule} rule{warning}"
+
+
+def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    keys: list[Line2D] = []
+    groups = [*tiers, "all"]
+    width = 0.8 / len(policies)
+    for index, (label, runs) in enumerate(policies.items()):
+        rows = {row.tier: row for row in summarise(runs)}
+        shown = [(place, rows[tier]) for place, tier in enumerate(groups) if tier in rows]
+        at = np.array([place for place, _ in shown]) + (index - (len(policies) - 1) / 2) * width
+        heights = np.array([100 * row.attainment for _, row in shown])
+        low = heights - [100 * row.attainment_low for _, row in shown]
+        high = np.array([100 * row.attainment_high for _, row in shown]) - heights
+        colour = COLOURS[index % len(COLOURS)]
+        axes.bar(at, heights, width * 0.92, color=colour)
+        style: Any = STYLES[index % len(STYLES)]
+        keys.append(Line2D([], [], color=colour, linestyle=style, linewidth=3.0, label=label))
+        spread = np.maximum(np.array([low, high]), 0.0)
+        axes.errorbar(at, heights, yerr=spread, fmt="none", ecolor="#222222", elinewidth=1.2, capsize=3)
+        for x, height, up, (_, row) in zip(at, heights, high, shown, strict=True):
+            text = f"{height:.0f}\n{row.met}/{row.offered}"
+            axes.text(x, height + max(up, 0.0) + 1.5, text, ha="center", va="bottom", fontsize=8, linespacing=1.1)
+    axes.axhline(90, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(0, 122)
+    axes.set_yticks(range(0, 101, 20))
+    axes.set_ylabel("SLO attainment (%, of offered)")
+    axes.set_title("Attainment with 95 % Wilson intervals; line at 90 %", fontsize=10)
+    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=3.2)
+    _clean(axes)
+
+
+def _distribution(axes: Any, policies: dict[str, list[Run]], tier: str, measure: Measure, slo: float | None) -> None:
+    """Empirical distribution of one measure, in ms, over the offered requests of a tier."""
+    curves: list[tuple[int, np.ndarray, int]] = []
+    for index, runs in enumerate(policies.values()):
+        records = [record for run in runs for record in run.records if record.tier == tier]
+        values = [measure(record) for record in records]
+        known = np.sort(np.array([1000.0 * value for value in values if value is not None]))
+        curves.append((index, known, len(records)))
+    every = np.concatenate([known for _, known, _ in curves])
+    marks = [1000.0 * slo] if slo is not None else []
+    positive = np.concatenate([every[every > 0], marks])
+    if positive.size:
+        _scale(axes, float(positive.min()), float(positive.max()))
+    for index, known, offered in curves:
+        if not known.size or not offered:
+            continue
+        right = axes.get_xlim()[1]
+        x = np.concatenate([[known[0]], known, [max(right, known[-1])]])
+        y = np.concatenate([[0.0], np.arange(1, len(known) + 1) / offered, [len(known) / offered]])
+        style: Any = STYLES[index % len(STYLES)]
+        axes.step(x, y, where="post", color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.8)
+    if slo is not None:
+        axes.axvline(1000.0 * slo, color="#222222", linewidth=1.0)
+        left = axes.transAxes.inverted().transform(axes.transData.transform((1000.0 * slo, 0.0)))[0] > 0.75
+        axes.annotate(
+            f"SLO {1000.0 * slo:g}", (1000.0 * slo, 0.03), xycoords=("data", "axes fraction"),
+            xytext=(-4 if left else 4, 0), ha="right" if left else "left", textcoords="offset points", fontsize=8,
+            color="#222222",
+        )  # fmt: skip
+    axes.set_ylim(0, 1.03)
+    _clean(axes)
+
+
+def _scale(axes: Any, low: float, high: float) -> None:
+    """Linear where one decade holds everything, else logarithmic with plain numbers."""
+    if high / low <= 10:
+        axes.set_xlim(0, high * 1.08)
+        return
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.set_xlim(low * 0.8, high * 1.3)
+    few = high / low <= 100
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _clean(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.7)
+    axes.set_axisbelow(True)

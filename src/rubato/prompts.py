@@ -1,0 +1,140 @@
+"""Prompt texts of our own for load generation: chat questions, Python modules to complete, reports to summarise.
+
+Each text is composed from fragments by a small grammar, so that prompts are plausible, fresh (a prefix cache finds
+nothing to reuse beyond the opening words) and reproducible: the same generator state gives the same text. Sizes are
+in tokens by `estimate`, so a text does not depend on the tokenizer of whichever model it is sent to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rubato import prompt_parts as parts
+
+# What byte-pair vocabularies of 30-130k entries do with English and Python: a common word with its leading space is
+# one token, a long one two, a run of digits or of punctuation one or more, a line break with its indentation one.
+_PIECE = re.compile(r"\n\s*|[A-Za-z]+|\d|[^\sA-Za-z\d]+")
+
+SLACK = 8
+
+
+def estimate(text: str) -> int:
+    """About how many tokens a byte-pair tokenizer makes of `text` (no chat template); 1 or more."""
+    tokens = 0
+    for piece in _PIECE.findall(text):
+        tokens += 1 + (len(piece) - 1) // 9 if piece[0].isalpha() else 1 + (len(piece) - 1) // 4
+    return max(1, tokens)
+
+
+class _Slots(dict[str, str]):
+    """Values for one fragment's slots: `{person}` and `{person2}` are two draws from the list `person`, each kept for
+    the rest of the fragment (and distinct from the other where the list allows)."""
+
+    def __init__(self, rng: np.random.Generator, lists: Mapping[str, Sequence[str]], **given: str) -> None:
+        super().__init__(given)
+        self.rng, self.lists = rng, lists
+
+    def __missing__(self, key: str) -> str:
+        kind = key.rstrip("0123456789")
+        if kind == "n":
+            value = str(self.rng.integers(2, 60))
+        elif kind == "big":
+            value = str(self.rng.integers(110, 9800))
+        else:
+            choices = [word for word in self.lists[kind] if word not in self.values()] or self.lists[kind]
+            value = _pick(self.rng, choices)
+            if "{" in value:
+                value = value.format_map(self)
+        self[key] = value
+        return value
+
+
+def _pick(rng: np.random.Generator, choices: Sequence[str]) -> str:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _shuffled(rng: np.random.Generator, choices: Sequence[str]) -> list[str]:
+    return [choices[i] for i in rng.permutation(len(choices))]
+
+
+def _upper_first(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _grow(head: str, tail: str, tokens: int, joint: str, fragment: Callable[[int], str]) -> str:
+    """head + fragments + tail, as near to `tokens` as whole fragments allow: it stops at the tenth that would go
+    beyond by more than SLACK tokens, or by more than half of itself."""
+    size = estimate(head) + estimate(tail)
+    middle: list[str] = []
+    tried = passed = 0
+    while passed < 10:
+        text = fragment(tried)
+        tried += 1
+        more = estimate(joint + text)
+        if size + more > tokens + min(more / 2, SLACK):
+            passed += 1
+        else:
+            middle.append(text)
+            size += more
+    return joint.join(part for part in (head, *middle, tail) if part)
+
+
+def chat(rng: np.random.Generator, tokens: int) -> str:
+    """A question of everyday life or work, as a person would type it, of about `tokens` tokens."""
+    slots = _Slots(rng, parts.EVERYDAY)
+    topic = slots["topic"] = _pick(rng, parts.CHAT_TOPICS).format_map(slots)
+    ask = _pick(rng, parts.CHAT_ASKS).format_map(slots)
+    order = _shuffled(rng, parts.CHAT_CONTEXT)
+
+    def context(index: int) -> str:
+        if index and index % len(order) == 0:
+            order[:] = _shuffled(rng, parts.CHAT_CONTEXT)
+        return _upper_first(order[index % len(order)].format_map(_Slots(rng, parts.EVERYDAY, topic=topic)))
+
+    opener = _pick(rng, parts.CHAT_OPENERS).format_map(slots)
+    return _grow(opener, ask, tokens, " ", context)
+
+
+def code(rng: np.random.Generator, tokens: int) -> str:
+    """A Python module of about `tokens` tokens that breaks off after the docstring of its last function, with the
+    request to finish it. What precedes the break is valid Python."""
+    order = _shuffled(rng, parts.FUNCTIONS)
+    last = _Slots(rng, parts.CODE)
+    tail = _pick(rng, parts.UNFINISHED).format_map(last) + "\n```"
+    constants = "\n".join(
+        f"{name} = {rng.integers(2, 900)}" for name in _shuffled(rng, parts.CODE["constant"])[: int(rng.integers(1, 4))]
+    )
+    imports = "\n".join(sorted(_shuffled(rng, parts.IMPORTS)[: int(rng.integers(2, 5))]))
+    ask = _pick(rng, parts.CODE_ASKS)
+    head = f'{ask}\n\n```python\n"""{_pick(rng, parts.MODULE_DOCS).format_map(last)}"""\n\n{imports}\n\n{constants}'
+
+    def function(index: int) -> str:
+        if index and index % len(order) == 0:
+            order[:] = _shuffled(rng, parts.FUNCTIONS)
+        return order[index % len(order)].format_map(_Slots(rng, parts.CODE))
+
+    return _grow(head, tail, tokens, "\n\n\n", function)
+
+
+def summary(rng: np.random.Generator, tokens: int) -> str:
+    """A report of some organisation's doings, of about `tokens` tokens, with the request to summarise it."""
+    world = parts.EVERYDAY | parts.REPORT | parts.SETTINGS[int(rng.integers(len(parts.SETTINGS)))]
+    title = _pick(rng, parts.REPORT_TITLES).format_map(_Slots(rng, world))
+    head = f"{_pick(rng, parts.SUMMARY_ASKS).format_map(_Slots(rng, world))}\n\n{_upper_first(title)}\n\n"
+    order = _shuffled(rng, parts.REPORT_SENTENCES)
+
+    def sentence(index: int) -> str:
+        if index and index % len(order) == 0:
+            order[:] = _shuffled(rng, parts.REPORT_SENTENCES)
+        link = _pick(rng, parts.REPORT_LINKS) if index % 3 == 2 else ""
+        text = order[index % len(order)].format_map(_Slots(rng, world))
+        return f"{link}, {text}" if link else _upper_first(text)
+
+    body = _grow("", "", tokens - estimate(head), " ", sentence)
+    return head + body
+
+
+TEXTS: Mapping[str, Callable[[np.random.Generator, int], str]] = {"chat": chat, "code": code, "summary": summary}

@@ -1,0 +1,366 @@
+"""The load generator against a small scripted server: outcomes, time counted from the schedule, loud failure."""
+
+import asyncio
+import contextlib
+import time
+
+import orjson
+import pytest
+from aiohttp import web
+
+from rubato import bench
+from rubato.bench import BenchError
+from rubato.types import SLO
+from rubato.workload import Arrival, Workload
+
+PATIENT = 60.0  # a bound on the client's lateness that no busy test machine exceeds
+
+
+def load(*scripts, gap=0.01, tokens=4, slo=None):
+    """One request per script, whose prompt is the script's name, `gap` seconds apart."""
+    arrivals = tuple(
+        Arrival(f"r{i}", i * gap, "chat", "chat", 3, tokens, (("user", script),)) for i, script in enumerate(scripts)
+    )
+    slo = slo or SLO(ttft=30.0, tpot=30.0)
+    return Workload("scripted", 0, 1 / gap, len(scripts) * gap, {"chat": slo}, arrivals)
+
+
+class Scripted:
+    """A server whose answer is chosen by the prompt. `bodies`: what it was sent; `arrived` counts requests."""
+
+    def __init__(self):
+        self.bodies = []
+        self.arrived = 0
+        self.gate = asyncio.Event()
+        self.opens_at = 0  # the gate opens when this many requests have arrived
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def chat(self, request):
+        body = orjson.loads(await request.read())
+        script = body["messages"][-1]["content"]
+        if script not in SCRIPTS:
+            script = "good"  # a warm-up
+        else:
+            self.bodies.append(body)
+            self.arrived += 1
+            if self.arrived == self.opens_at:
+                self.gate.set()
+        return await SCRIPTS[script](self, request, body)
+
+
+async def begin(request):
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+async def event(response, text=None, tokens=None, finish=None, **more):
+    chunk = {"choices": [], **more}
+    if text is not None or finish is not None:
+        chunk["choices"] = [{"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": finish}]
+    if tokens is not None:
+        chunk["usage"] = {"prompt_tokens": 11, "completion_tokens": tokens}
+    await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+
+
+async def good(server, request, body):
+    response = await begin(request)
+    await event(response, "", tokens=0)  # the role, as vLLM sends it
+    for i in range(body["max_tokens"]):
+        await event(response, f"w{i} ", tokens=i + 1)
+    await event(response, finish="length", tokens=body["max_tokens"])
+    await event(response, tokens=body["max_tokens"], rubato={"served": "slo", "met": True})
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def in_lumps(server, request, body):
+    """Several tokens per chunk, an empty chunk that brings a token, CRLF, and chunks torn apart on the wire."""
+    response = await begin(request)
+    lines = b""
+    for text, total in (("one two", 2), ("", 3), ("three four five", 6)):
+        chunk = {"choices": [{"delta": {"content": text}}], "usage": {"prompt_tokens": 11, "completion_tokens": total}}
+        lines += b"data: " + orjson.dumps(chunk) + b"\r\n\r\n"
+    lines += b': a comment\n\ndata:{"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    for at in range(0, len(lines), 23):
+        await response.write(lines[at : at + 23])
+        await asyncio.sleep(0)
+    return response
+
+
+async def without_usage(server, request, body):
+    response = await begin(request)
+    for text in ("", "a", "b", "", "c"):
+        await event(response, text)
+    await event(response, finish="stop")
+    return response
+
+
+async def demoted(server, request, body):
+    response = await begin(request)
+    await event(response, "x", tokens=1)
+    await event(response, finish="length", tokens=1)
+    await event(response, rubato={"served": "best_effort", "met": False}, tokens=1)
+    return response
+
+
+async def refused(server, request, body):
+    error = {"error": {"message": "no room", "code": "rejected-saturated"}}
+    return web.json_response(error, status=429, headers={"x-rubato-reject-reason": "rejected-slo-infeasible"})
+
+
+async def refused_elsewhere(server, request, body):
+    return web.json_response({"error": {"message": "slow down", "code": None}}, status=429)
+
+
+async def broken(server, request, body):
+    return web.json_response({"error": {"message": "kaboom"}}, status=500)
+
+
+async def not_json(server, request, body):
+    return web.Response(status=502, text="<html>Bad gateway</html>")
+
+
+async def invalid(server, request, body):
+    return web.json_response({"error": {"message": "max_tokens: too large", "param": "max_tokens"}}, status=400)
+
+
+async def disconnects(server, request, body):
+    response = await begin(request)
+    await event(response, "a", tokens=1)
+    request.transport.close()
+    return response
+
+
+async def stops_short(server, request, body):
+    response = await begin(request)
+    await event(response, "a", tokens=1)
+    return response
+
+
+async def fails_midway(server, request, body):
+    response = await begin(request)
+    await event(response, "a", tokens=1)
+    await event(response, error={"message": "the engine failed", "code": 500})
+    return response
+
+
+async def garbles(server, request, body):
+    response = await begin(request)
+    await response.write(b"data: {oops\n\n")
+    return response
+
+
+async def empty(server, request, body):
+    response = await begin(request)
+    await event(response, finish="stop", tokens=0)
+    return response
+
+
+async def hangs(server, request, body):
+    response = await begin(request)
+    await event(response, "a", tokens=1)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(30)
+    return response
+
+
+async def waits_for_all(server, request, body):
+    await server.gate.wait()
+    return await good(server, request, body)
+
+
+async def blocks(server, request, body):
+    time.sleep(0.4)  # noqa: ASYNC251 - what a client starved of CPU looks like
+    return await good(server, request, body)
+
+
+SCRIPTS = {
+    f.__name__: f
+    for f in (
+        good, in_lumps, without_usage, demoted, refused, refused_elsewhere, broken, not_json, invalid, disconnects,
+        stops_short, fails_midway, garbles, empty, hangs, waits_for_all, blocks,
+    )
+}  # fmt: skip
+
+
+def offer(workload, *, opens_at=0, model=None, suffix="", **options):
+    """Run the workload against a scripted server (of its own first model); the run and the server."""
+
+    async def main():
+        server = Scripted()
+        server.opens_at = opens_at
+        app = web.Application()
+        app.router.add_get("/v1/models", server.models)
+        app.router.add_post("/v1/chat/completions", server.chat)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        try:
+            arguments = {"progress": False, "warmup": 1, "max_delay": PATIENT} | options
+            url = f"http://127.0.0.1:{port}{suffix}"
+            return await bench.run(workload, url, model or await bench.first_model(url), **arguments), server
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+OUTCOMES = [
+    ("good", "completed", 4, ""),
+    ("in_lumps", "completed", 6, ""),
+    ("without_usage", "completed", 3, ""),
+    ("demoted", "completed", 1, ""),
+    ("refused", "refused", 0, "rejected-slo-infeasible"),
+    ("refused_elsewhere", "refused", 0, "slow down"),
+    ("broken", "failed", 0, "HTTP 500: kaboom"),
+    ("not_json", "failed", 0, "HTTP 502: <html>Bad gateway</html>"),
+    ("invalid", "failed", 0, "HTTP 400: max_tokens: too large"),
+    ("disconnects", "failed", 1, "connection: "),
+    ("stops_short", "failed", 1, "the stream ended after 1 tokens without a finish reason"),
+    ("fails_midway", "failed", 1, "error in the stream: the engine failed"),
+    ("garbles", "failed", 0, "the stream holds an event that is not JSON"),
+    ("empty", "failed", 0, "completed without a single token"),
+    ("hangs", "failed", 1, "timeout"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    run, server = offer(load(*(script for script, *_ in OUTCOMES)), timeout=2.0)
+    return {script: record for (script, *_), record in zip(OUTCOMES, run.records, strict=True)}, run, server
+
+
+@pytest.mark.parametrize(("script", "outcome", "output", "reason"), OUTCOMES)
+def test_every_fate_is_recorded(outcomes, script, outcome, output, reason):
+    record = outcomes[0][script]
+    assert (record.outcome, record.output) == (outcome, output)
+    assert record.reason.startswith(reason)
+    assert record.verdict.met == (outcome == "completed")
+    assert record.verdict.cause == (None if outcome == "completed" else outcome)
+
+
+def test_tokens_are_counted_by_usage_and_else_by_chunks(outcomes):
+    records, run, _ = outcomes
+    assert (records["good"].tokens[-1], records["good"].counted) == (4, True)
+    assert (records["in_lumps"].tokens[-1], records["in_lumps"].counted) == (6, True)
+    assert (records["without_usage"].tokens[-1], records["without_usage"].counted) == (3, False)
+    assert records["good"].prompt_tokens == 11
+    assert any("1 responses had no usage per chunk" in note for note in run.notes)
+    assert any("3 completed requests have another output length" in note for note in run.notes)
+
+
+def test_the_servers_own_word_is_kept(outcomes):
+    records, *_ = outcomes
+    assert records["good"].server == {"served": "slo", "met": True}
+    assert not records["good"].best_effort
+    assert records["demoted"].best_effort
+
+
+def test_timelines_ascend_and_count_from_the_schedule(outcomes):
+    records, *_ = outcomes
+    for record in records.values():
+        assert len(record.times) == len(record.tokens)
+        assert list(record.times) == sorted(record.times)
+        assert list(record.tokens) == sorted(set(record.tokens))
+        assert record.sent >= record.at - 1e-3
+        if record.times:
+            assert record.verdict.ttft == pytest.approx(record.times[0] - record.at)
+
+
+@pytest.mark.parametrize(
+    ("tier_field", "stated"),
+    [
+        ("slo", {"slo": {"ttft_ms": 500.0, "tpot_ms": 80.0, "e2e_ms": 9000.0}, "service_tier": "chat"}),
+        ("body", {"slo": {"ttft_ms": 500.0, "tpot_ms": 80.0, "e2e_ms": 9000.0}}),
+        ("tier", {"service_tier": "chat"}),
+        ("none", {}),
+    ],
+)
+def test_the_body_says_what_the_server_must_know(tier_field, stated):
+    slo = SLO(ttft=0.5, tpot=0.08, e2e=9.0)
+    _, server = offer(load("good", tokens=7, slo=slo), tier_field=tier_field, extra={"top_k": 5}, suffix="/v1/")
+    assert server.bodies == [
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "good"}],
+            "max_tokens": 7,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "top_k": 5,
+            **stated,
+        }
+    ]
+
+
+def test_requests_are_sent_on_time_to_a_server_that_answers_none_and_latency_counts_from_the_schedule():
+    """The server answers nobody until all ten have arrived. A closed loop would wait for ever; a client that counts
+    from when it could send would report short latencies."""
+    workload = load(*["waits_for_all"] * 10, gap=0.05, slo=SLO(ttft=0.2))
+    run, server = offer(workload, opens_at=10, timeout=20.0)
+    assert server.arrived == 10
+    last = workload.arrivals[-1].at
+    for record in run.records:
+        assert record.outcome == "completed"
+        assert record.verdict.ttft >= last - record.at - 1e-3
+    assert [r.verdict.met for r in run.records][:5] == [False] * 5  # at least 0.25 s late for a TTFT of 0.2 s
+
+
+def test_a_client_that_cannot_keep_its_schedule_says_so():
+    run, _ = offer(load("blocks", *["good"] * 40, gap=0.01), max_delay=0.05)
+    assert not run.valid
+    assert any("requests were sent late" in problem for problem in run.problems)
+    assert all("could not keep its schedule" in problem for problem in run.problems)
+    assert run.client.send_delay_max > 0.1
+    calm, _ = offer(load("blocks", *["good"] * 40, gap=0.01), max_delay=PATIENT)
+    assert calm.valid
+
+
+def test_a_stall_between_requests_shows_in_the_lag_of_the_loop():
+    run, _ = offer(load("blocks", gap=0.01), max_delay=0.05)
+    assert run.client.send_delay_p99 < run.client.lag_p99
+    assert any("event loop lagged" in problem for problem in run.problems)
+
+
+def test_the_bound_follows_the_tightest_ttft():
+    def bound(*ttfts):
+        arrival = Arrival("a", 0.0, "0", "", 1, 1)
+        return bench.delay_bound(Workload("w", 0, 1.0, 1.0, {str(i): SLO(t) for i, t in enumerate(ttfts)}, (arrival,)))
+
+    assert bound(3.0, 8.0) == 0.05
+    assert bound(0.4, 8.0) == pytest.approx(0.02)
+    assert bound(0.05) == 0.01
+    assert bound(None) == 0.05
+
+
+def test_a_run_that_cannot_begin_says_why():
+    with pytest.raises(BenchError, match="has no model 'large': it has 'tiny'"):
+        offer(load("good"), model="large")
+    with pytest.raises(BenchError, match="no OpenAI-compatible server"):
+        asyncio.run(bench.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
+    with pytest.raises(BenchError, match="no OpenAI-compatible server"):
+        asyncio.run(bench.first_model("http://127.0.0.1:1"))
+    bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
+    with pytest.raises(BenchError, match="can only be simulated"):
+        asyncio.run(bench.run(bare, "http://127.0.0.1:1", "tiny", progress=False))
+
+
+def test_a_server_that_vanishes_is_a_problem_of_the_whole_run():
+    async def main():
+        workload = load("good", "good")
+        return await bench.run(workload, "http://127.0.0.1:1", "tiny", progress=False, max_delay=PATIENT)
+
+    async def ready(*arguments):
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "_prepare", ready)
+        run = asyncio.run(main())
+    assert [r.outcome for r in run.records] == ["failed", "failed"]
+    assert any("no request got an answer over HTTP" in problem for problem in run.problems)

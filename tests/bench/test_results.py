@@ -1,0 +1,211 @@
+"""Summaries, comparisons, the JSON and the picture, from runs made by hand."""
+
+import json
+from dataclasses import fields, replace
+
+import orjson
+import pytest
+
+from rubato import plot, results
+from rubato.results import Client, Record, Run, compare, summarise, to_json, verdict
+from rubato.types import SLO
+from rubato.workload import Arrival, Workload
+
+TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}
+CLIENT = Client(5.0, 1.0, 0.001, 0.002, 0.003, 0.001, 0.05)
+
+
+def workload(name="w", count=8, gap=1.0):
+    tiers = ("fast", "fast", "fast", "slow")
+    arrivals = tuple(Arrival(f"{name}{i}", i * gap, tiers[i % 4], "chat", 10, 3) for i in range(count))
+    return Workload(name, 3, 1 / gap, count * gap, TIERS, arrivals)
+
+
+def run(label, fates, load=None, **changes):
+    """fates: per request its TTFT in seconds (two more tokens follow 0.05 s apart), or the outcome it had instead."""
+    load = load or workload(count=len(fates))
+    records = []
+    for arrival, request, fate in zip(load.arrivals, load.requests(), fates, strict=True):
+        ended = isinstance(fate, str)
+        times = () if ended else (arrival.at + fate, arrival.at + fate + 0.1)
+        tokens = () if ended else (1, 3)  # the last two come in one chunk
+        outcome = fate if ended else "completed"
+        judged = verdict(request, times, tokens, outcome)
+        record = Record(
+            arrival.id, arrival.tier, "chat", arrival.at, outcome, judged, 3, tokens[-1] if tokens else 0, times, tokens
+        )
+        records.append(replace(record, sent=arrival.at + 0.001, reason="no room" if ended else ""))
+    return Run(label, load, tuple(records), "deadline", CLIENT, **changes)
+
+
+FATES = [0.5, 0.9, 1.5, 2.0, "refused", 0.1, "failed", 12.0]
+
+
+def test_a_summary_counts_every_offered_request():
+    fast, slow, everything = summarise(run("p", FATES))
+    assert (fast.tier, fast.offered, fast.met, fast.completed, fast.refused, fast.failed) == ("fast", 6, 3, 4, 1, 1)
+    assert fast.attainment == 0.5
+    assert (slow.offered, slow.met) == (2, 1)
+    assert (everything.tier, everything.offered, everything.met) == ("all", 8, 4)
+    assert everything.attained_rps == pytest.approx(4 / 8.0)
+    assert everything.goodput_tokens_per_s == pytest.approx(4 * 3 / 8.0)
+    assert fast.attainment_low < 0.5 < fast.attainment_high
+
+
+def test_percentiles_are_over_what_was_measured():
+    fast, slow, _ = summarise(run("p", FATES))
+    assert fast.ttft_p50 == pytest.approx(0.7)  # of 0.1, 0.5, 0.9, 1.5
+    assert fast.tpot_p50 == pytest.approx(0.05)
+    assert slow.e2e_p50 == pytest.approx(7.1)
+    nothing = summarise(run("p", ["refused"] * 4))[0]
+    assert (nothing.ttft_p50, nothing.e2e_p50, nothing.met) == (None, None, 0)
+
+
+def test_rounds_are_pooled():
+    row = summarise([run("p", FATES), run("p", FATES)])[-1]
+    assert (row.offered, row.met) == (16, 8)
+    assert row.attained_rps == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="one rule"):
+        summarise([run("p", FATES), replace(run("p", FATES), rule="mean")])
+
+
+def test_a_burst_has_no_rate():
+    row = summarise(run("p", FATES, workload(gap=1e-9)))[-1]
+    assert row.offered == 8
+    burst = replace(workload(), duration=0.0)
+    assert summarise(run("p", FATES, burst))[-1].attained_rps is None
+
+
+def test_a_chunk_of_several_tokens_dates_them_all():
+    request = next(iter(workload().requests()))
+    late = verdict(request, (0.9, 1.25), (1, 3), "completed")  # token 1 is due at 1.1
+    assert not late.met
+    assert late.margin == pytest.approx(-0.15)
+    assert late.tpot == pytest.approx(0.175)
+
+
+def test_a_run_can_be_judged_by_another_rule():
+    stalled = run("p", [0.2] * 4)
+    first = replace(stalled.records[0], times=(0.2, 1.05), tokens=(1, 3))  # due by 1.1, but 0.425 s a token
+    stalled = replace(stalled, records=(first, *stalled.records[1:]))
+    assert results.rejudged(stalled, "deadline").records[0].verdict.met
+    assert not results.rejudged(stalled, "mean").records[0].verdict.met
+    assert results.rejudged(stalled, "mean").rule == "mean"
+
+
+# --------------------------------------------------------------------------- comparison
+
+
+def long(label, late, load=None):
+    load = load or workload(count=240, gap=0.5)
+    return run(label, [1.5 if i % late == 0 else 0.2 for i in range(240)], load)
+
+
+def test_two_policies_are_compared_request_by_request():
+    result = compare([long("a", 10)], [long("b", 2)])
+    fast, everything = result.differences["fast"], result.differences["all"]
+    assert (everything.pairs, everything.met_a, everything.met_b) == (240, 216, 120)  # all the late ones are fast
+    assert everything.difference == pytest.approx(0.4)
+    assert everything.difference_low <= 0.4 <= everything.difference_high
+    assert everything.ratio == pytest.approx(216 / 120)
+    assert fast.pairs == 180
+    assert (result.a, result.b, result.rounds, result.blocks) == ("a", "b", 1, 12)
+    assert "moving-block bootstrap" in result.method
+    text = results.comparison_text(result)
+    assert "216 against 120 met of 240; attainment +40.0 points" in text
+    assert "12 blocks of 10 s" in text
+
+
+def test_rounds_pool_their_pairs():
+    loads = [workload("x", 240, 0.5), workload("y", 240, 0.5)]
+    result = compare([long("a", 10, w) for w in loads], [long("b", 2, w) for w in loads])
+    assert (result.rounds, result.differences["all"].pairs, result.blocks) == (2, 480, 12)
+
+
+def test_a_comparison_over_few_blocks_says_so():
+    assert compare([long("a", 10)], [long("b", 2)], block=5.0).blocks == 24
+    assert "only 2 blocks" in compare([run("a", FATES)], [run("b", FATES)]).notes[0]
+
+
+def test_a_comparison_without_a_difference_does_not_claim_certainty():
+    assert any("no request fared differently" in note for note in compare([long("a", 10)], [long("b", 10)]).notes)
+    assert compare([long("a", 10)], [long("b", 2)]).notes == ()
+
+
+def test_what_does_not_pair_up_is_refused():
+    a, b = run("a", FATES), run("b", FATES)
+    with pytest.raises(ValueError, match="1 rounds of one policy and 2"):
+        compare([a], [b, b])
+    with pytest.raises(ValueError, match="different workloads"):
+        compare([a], [run("b", FATES, workload("other"))])
+    with pytest.raises(ValueError, match="different workloads"):
+        compare([a], [replace(b, workload=b.workload.with_slos({"fast": SLO()}))])
+    with pytest.raises(ValueError, match="judged by deadline and mean"):
+        compare([a], [replace(b, rule="mean")])
+    with pytest.raises(ValueError, match="different requests"):
+        compare([a], [replace(b, records=b.records[1:])])
+
+
+# --------------------------------------------------------------------------- files and text
+
+
+def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
+    none = run("b", ["failed"] * 8, problems=("the load generator could not keep its schedule",))
+    runs = [run("a", FATES, settings={"timeout": 600.0}, versions={"numpy": "2"}, notes=("odd",)), none]
+    results.write_json(tmp_path / "r.json", runs, [compare(runs[:1], runs[1:])])
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert set(data) == {
+        "format", "attainment", "attained_rps", "goodput_tokens_per_s", "policies", "runs", "comparisons",
+    }  # fmt: skip
+    assert set(data["policies"]) == {"a", "b"}
+    assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.Row)}
+    first, second = data["runs"]
+    assert set(first) == {
+        "policy", "judge", "valid", "problems", "notes", "workload", "tiers", "client", "settings", "versions",
+    }  # fmt: skip
+    assert (first["judge"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
+    assert (second["valid"], len(second["problems"])) == (False, 1)
+    assert first["workload"]["seed"] == 3
+    assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None}
+    assert first["workload"]["fingerprint"] == second["workload"]["fingerprint"]
+    assert set(first["client"]) == {field.name for field in fields(Client)}
+    compared = data["comparisons"][0]["differences"]["all"]
+    assert (compared["met_a"], compared["met_b"], compared["ratio"]) == (4, 0, None)  # infinite: not JSON
+    assert to_json(runs)["comparisons"] == []
+    assert json.loads(results.dumps(runs, [compare(runs[:1], runs[1:])])) == data
+
+
+def test_raw_records_are_kept_one_a_line(tmp_path):
+    results.write_records(tmp_path / "raw.jsonl", run("a", FATES))
+    rows = [orjson.loads(line) for line in (tmp_path / "raw.jsonl").read_bytes().splitlines()]
+    assert [row["outcome"] for row in rows] == ["completed"] * 4 + ["refused", "completed", "failed", "completed"]
+    assert rows[0]["policy"] == "a"
+    assert (rows[0]["tokens"], rows[0]["verdict"]["met"]) == ([1, 3], True)
+
+
+def test_the_table_shows_each_policy_and_tier_and_what_is_wrong():
+    text = results.table([run("a", FATES, notes=("odd counts",)), run("b", FATES, problems=("it lagged",))])
+    lines = text.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["a", "fast"], ["slow", "e2e"]]
+    assert "ttft 1000 tpot 100" in lines[2]
+    assert "50.0 %" in lines[2]
+    assert "a: 0.50 attained requests/s, 1.5 output tokens/s of attained requests" in text
+    assert "a: odd counts" in text
+    assert "INVALID b: it lagged" in text
+    assert len({len(line) for line in lines[1:2]}) == 1
+
+
+def test_equal_workloads_have_equal_fingerprints():
+    assert results.fingerprint(workload()) == results.fingerprint(workload())
+    assert results.fingerprint(workload()) != results.fingerprint(workload().rescaled(2.0))
+
+
+def test_the_picture_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "runs.png"
+    plot.plot(path, [long("a", 10), long("a", 10), long("b", 2), run("c", ["refused"] * 240, long("b", 2).workload)])
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    assert len(data) > 20_000
+    with pytest.raises(ValueError, match="one or more runs"):
+        plot.plot(path, [])
