@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--slo", choices=("slo", "body", "tier", "none"), default="slo", help="how to state SLOs")
     run.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
     run.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
-    run.add_argument("--allow-late", action="store_true", help="exit 0 also when it could not keep the schedule")
+    run.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
     run.add_argument("--no-progress", action="store_true")
     _result_options(run)
 

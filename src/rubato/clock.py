@@ -49,6 +49,11 @@ class WallClock:
         await asyncio.sleep(0)
 
 
+def unix_time() -> float:
+    """Seconds since 1970, for what leaves the process."""
+    return time.time()
+
+
 class VirtualClock:
     """The time of the running `VirtualLoop`; starts at 0."""
 

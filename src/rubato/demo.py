@@ -1,8 +1,9 @@
 """`rubato demo`: one model, this machine, three classes of requests, policy against policy, in under five minutes.
 
 What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
-the latency model on the warm-up's steps; find the rate that `vllm` holds; offer 1.3 times that rate, the same requests
-at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of ours, each in a server of its own.
+the latency model on steps of every kind; find the rate that `vllm` holds; offer 1.3 times that rate, the same requests
+at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of ours, each in a server of its
+own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rubato.simulate import Setup, simulated_run
 from rubato.types import SLO, Limits, Sample
 
 OVERLOAD = 1.3  # times the rate that vllm holds
+TRIES = 4  # rates tried on the real server
 HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
 BUDGETS = (0, 32, 64, 128, 256, 512)  # Sarathi's, tried in simulation; 0 = by the tightest TPOT
@@ -131,20 +133,21 @@ class Stage:
     # ----------------------------------------------------------------- warm-up
 
     def warm_up(self) -> WarmUp:
-        log = self.out / "warm-up.trace.jsonl"
-        with self._server("vllm", {}, {}, None, "warm-up", str(log)) as server:
-            say("measuring this machine, unloaded ...")
+        """Two servers: one that chunks prompts finely, for steps of every kind; then vllm's, for the rate it holds."""
+        say("measuring this machine, unloaded ...")
+        logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
+        with self._server("sarathi", {"budget": 96}, {}, None, "measure", logs[0]) as server:
             unloaded = self._unloaded(server.url)
             slos = unloaded.slos()
-            say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
-            for tier, slo in slos.items():
-                say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
             self._burst(server.url, slos)
-            samples = steps(trace.read(log))
-            model = self._fit(samples)
-            rate = self._rate(server.url, model, slos)
-        final = steps(trace.read(log))
-        return WarmUp(unloaded, self._fit(final), rate)
+        say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
+        for tier, slo in slos.items():
+            say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+        samples = steps(trace.read(logs[0]))
+        with self._server("vllm", {}, {}, None, "hold", logs[1]) as server:
+            self._burst(server.url, slos)
+            rate = self._rate(server.url, self._fit(samples), slos)
+        return WarmUp(unloaded, self._fit(samples + steps(trace.read(logs[1]))), rate)
 
     def _unloaded(self, url: str) -> Unloaded:
         """One request at a time, seven of them, and medians."""
@@ -176,17 +179,17 @@ class Stage:
             rate = (low * high) ** 0.5
             low, high = (rate, high) if self._attained_in_simulation(pattern.rescaled(rate), model) else (low, rate)
         say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
-        held = 0.0
         rate = low
-        for _ in range(3):
+        for _ in range(TRIES):
             run = self._bench(url, self.load(rate, 20.0, slos, "hold"), f"{rate:.2f}/s")
             attained = sum(r.verdict.met for r in run.records) / len(run.records)
             say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
             if attained >= HOLDS:
-                held = rate
-                break
+                return rate
             rate *= 0.85
-        return held or rate
+        raise bench.BenchError(
+            f"vllm held none of {TRIES} rates down to {rate / 0.85:.2f}/s: is something else using this machine?"
+        )
 
     def _attained_in_simulation(self, load: workload.Workload, model: affine.Model) -> bool:
         records = simulated_run(load, self._setup("vllm", {}, model)).records
@@ -229,7 +232,7 @@ class Stage:
         tiers: Mapping[str, SLO],
         model: affine.Model | None,
         name: str,
-        log: str | None = None,
+        log: Path | None = None,
     ) -> ServerProcess:
         config: dict[str, object] = {
             "model": self.model,
@@ -245,7 +248,7 @@ class Stage:
         if model is not None:
             config["latency"] = {"kind": "affine", **coefficients(model)}
         if log is not None:
-            config["trace"] = log
+            config["trace"] = str(log)
         return ServerProcess(config, self.out / f"{name}.log")
 
     def _bench(

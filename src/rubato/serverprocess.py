@@ -36,6 +36,13 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
+    @property
+    def pid(self) -> int:
+        """Of the running server. Raises RuntimeError when there is none."""
+        if self._process is None:
+            raise RuntimeError("the server is not running: use `with`")
+        return self._process.pid
+
     def __enter__(self) -> ServerProcess:
         settings = self._log.with_suffix(".yaml")
         settings.write_text(yaml.safe_dump(self._config, sort_keys=False))

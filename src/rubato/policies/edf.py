@@ -244,23 +244,20 @@ class _Rate:
     def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
         latency = view.latency
         alone = latency.step_time(decodes) * safety if decodes.seqs else 0.0
-        self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - alone) / PROBE
-        self._sprint = max(0.0, spare - alone)
-        self._steady = self._token
-        if decodes.seqs and tpot < inf:
-            share = max(0.02, 1.0 - alone / tpot)
-            self._steady = self._token / share
+        self._first = latency.step_time(decodes.plus(1, 0)) * safety
+        self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - self._first) / (PROBE - 1)
+        self._sprint = max(0.0, spare - self._first)
+        self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
 
     def seconds(self, tokens: int) -> float:
         """Seconds until `tokens` tokens of prefill are done."""
-        sprint = tokens * self._token
-        if sprint > self._sprint:
-            sprint = self._sprint + (sprint - self._sprint) / self._token * self._steady
-        return sprint
+        work = tokens * self._token
+        late = max(0.0, work - self._sprint)
+        return self._first + work - late + late / self._share
 
 
-def _due(seq: SeqView) -> tuple[float, float, str]:
-    return (seq.due, seq.request.arrival, seq.id)
+def _due(seq: SeqView) -> tuple[float, float]:
+    return (seq.due, seq.request.arrival)
 
 
 def _younger(rest: Sequence[SeqView]) -> Sequence[SeqView]:
@@ -268,8 +265,8 @@ def _younger(rest: Sequence[SeqView]) -> Sequence[SeqView]:
     return rest[:0:-1]
 
 
-def _arrival(seq: SeqView) -> tuple[float, str]:
-    return (seq.request.arrival, seq.id)
+def _arrival(seq: SeqView) -> float:
+    return seq.request.arrival
 
 
 def _tpot(seq: SeqView) -> float:

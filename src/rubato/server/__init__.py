@@ -1,1 +1,1 @@
-"""The HTTP edge: OpenAI's API with SLOs."""
+"""The OpenAI-compatible HTTP edge: schemas, SLO input, streaming, errors and metrics over a `Cluster`."""

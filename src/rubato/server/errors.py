@@ -1,0 +1,66 @@
+"""Every error a client can see, in OpenAI's shape: `{"error": {message, type, param, code}}`.
+
+Bad input is 400 with `param` naming the field (404 unknown model, 413 body too large), no capacity is 429 with
+`Retry-After`, an engine that failed is 500. Nothing is ever 422.
+"""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+from fastapi.responses import Response
+
+from rubato.types import Finished
+
+# Refusals that waiting does not cure: the request itself is at fault.
+NEVER = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` is a path such as `messages[0].content`, or a header's name."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
+        self.headers = headers
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers), "application/json")
+
+
+def from_finished(event: Finished, retry_after: float) -> ApiError:
+    """The error of a request that ended in anything but completion. `retry_after`: seconds until room is expected."""
+    if event.outcome == "refused" and event.reason.startswith(NEVER):
+        code = "invalid_value" if event.reason.startswith("rejected-invalid") else "context_length_exceeded"
+        return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
+    if event.outcome == "refused":
+        seconds = max(1, math.ceil(min(retry_after, 3600.0)))
+        return ApiError(
+            429,
+            f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
+            code=event.reason,
+            kind="rate_limit_error",
+            headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", _one_line(event.reason))),
+        )
+    if event.outcome == "cancelled":
+        return ApiError(503, f"The request was cut short: {event.reason}.", code="cancelled", kind="server_error")
+    return ApiError(500, f"The server failed at this request: {event.reason}", code="engine_error", kind="server_error")
+
+
+def _one_line(text: str) -> str:
+    """As a header's value: a policy may give any reason."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)

@@ -1,0 +1,249 @@
+"""What a client may send: OpenAI's chat and text completion bodies, vLLM's `top_k` and `ignore_eos`, and our `slo`.
+
+A parameter that would change the output and that we do not implement is refused, never ignored; one that changes
+nothing (`store`, `metadata`, ...) is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rubato.server.errors import ApiError
+from rubato.types import Sampling
+
+# Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+MOST_STOPS = 4
+INT64 = 2**63
+
+
+class Body(BaseModel):
+    """Strict: "5" is not a number. Unknown fields are kept, so that `_refuse_unsupported` sees them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class SLODimensions(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+
+
+class StageBody(SLODimensions):
+    until: str | None = Field(default=None, min_length=1)
+
+
+class SLOBody(SLODimensions):
+    e2e_ms: float | None = Field(default=None, gt=0)
+    stages: list[StageBody] | None = Field(default=None, min_length=1)
+    on_decline: Literal["best_effort", "refuse"] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any
+
+    @field_validator("content")
+    @classmethod
+    def _text(cls, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not value:
+            raise ValueError("give a string, or a list of parts of type text")
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError('this model reads text only: every part must be {"type": "text", "text": "..."}')
+        return "".join(part["text"] for part in value)
+
+
+class Completion(Body):
+    """What both endpoints share. Defaults are OpenAI's."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    stop: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    slo: SLOBody | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        stops = [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+            raise ValueError("give a string that is not empty, or a list of them")
+        if len(stops) > MOST_STOPS:
+            raise ValueError(f"{len(stops)} stop strings given: at most {MOST_STOPS} are allowed")
+        return tuple(stops)
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else float(self.temperature),
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            top_k=max(0, self.top_k or 0),  # vLLM writes "off" as -1, OpenAI has no such field
+            seed=self.seed,
+            stop=self.stop or (),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatCompletion(Completion):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def dialogue(self) -> list[dict[str, str]]:
+        """The messages as a chat template wants them; `developer` is OpenAI's newer name for `system`."""
+        return [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in self.messages]
+
+
+class TextCompletion(Completion):
+    prompt: Any
+    max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default
+
+    @field_validator("prompt")
+    @classmethod
+    def _one(cls, value: Any) -> str | tuple[int, ...]:
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+            value = value[0]
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, list) and value and all(type(t) is int for t in value):
+            if min(value) < 0:
+                raise ValueError(f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
+            return tuple(value)
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(t, str | list) for t in value):
+            raise ValueError(f"{len(value)} prompts given: send one prompt per request")
+        raise ValueError("give a string that is not empty, or a list of token ids")
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+B = TypeVar("B", ChatCompletion, TextCompletion)
+
+
+def parse(schema: type[B], raw: bytes) -> B:
+    """The body as `schema`. Raises ApiError 400 that names the first field at fault."""
+    try:
+        body = schema.model_validate_json(raw)
+    except ValidationError as error:
+        raise _bad_request(schema, error) from None
+    _refuse_unsupported(body)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
+    return body
+
+
+def _refuse_unsupported(body: Completion) -> None:
+    known = [*type(body).model_fields, *UNSUPPORTED]
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED:
+            unused = UNSUPPORTED[name]
+            # `is`-like for bools: JSON false must not pass for the number 0 and the other way round
+            if value is not None and not any(
+                value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused
+            ):
+                hint = f"; only {unused[0]!r} is accepted" if unused else ""
+                raise ApiError(
+                    400, f"{name}: not supported by this server{hint}.", param=name, code="unsupported_parameter"
+                )
+        elif name not in known and (near := get_close_matches(name, known, 1, cutoff=0.85)):
+            raise ApiError(
+                400, f"{name}: unknown parameter; did you mean {near[0]}?", param=name, code="unknown_parameter"
+            )
+
+
+def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
+    if not first["loc"]:
+        return ApiError(400, "The body must be a JSON object.")
+    path = param(first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        fields = StageBody.model_fields if "stages" in first["loc"] else SLOBody.model_fields
+        near = get_close_matches(str(first["loc"][-1]), fields, 1, cutoff=0.0)
+        message = f"unknown field; did you mean {near[0]}?"
+    elif first["type"] != "value_error" and isinstance(first["input"], int | float | str | bool):
+        message = f"{message}, got {first['input']!r:.100}"
+    return ApiError(400, f"{path}: {message}.", param=path, code="invalid_value")
+
+
+def param(loc: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content") -> "messages[0].content"."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return path.removeprefix(".")

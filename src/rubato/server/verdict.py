@@ -1,0 +1,56 @@
+"""What an answer says of itself beside its text: usage, the tier served, and the verdict on its SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rubato.server.slo_input import BEST_EFFORT
+from rubato.types import SLO, Finished, Request
+
+
+def usage(prompt: int, output: int) -> dict[str, int]:
+    """OpenAI's `usage`, in tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def served_tier(request: Request, end: Finished) -> str:
+    """The tier actually served: the one asked for, unless the request ended as best effort against its will."""
+    return BEST_EFFORT if end.best_effort and not request.best_effort else request.tier
+
+
+def report(request: Request, end: Finished) -> dict[str, Any]:
+    """The `rubato` field: what was promised (`targets`), what was measured, and whether the promise was kept.
+
+    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO.
+    """
+    verdict = end.verdict
+    best_effort = end.best_effort or request.best_effort
+    return {
+        "tier": request.tier,
+        "served": "best_effort" if best_effort else "slo",
+        "ttft_ms": _ms(verdict.ttft),
+        "tpot_ms": _ms(verdict.tpot),
+        "e2e_ms": _ms(verdict.e2e),
+        "targets": _targets(request),
+        "met": verdict.met,
+        "cause": verdict.cause,
+        "margin_ms": _ms(verdict.margin),
+        "rule": verdict.rule,
+    }
+
+
+def _targets(request: Request) -> Mapping[str, Any]:
+    first = request.stages[0].slo
+    targets: dict[str, Any] = _dimensions(first)
+    if len(request.stages) > 1:
+        targets["stages"] = [{"until": s.ends, **_dimensions(s.slo)} for s in request.stages]
+    return targets
+
+
+def _dimensions(slo: SLO) -> dict[str, float | None]:
+    return {"ttft_ms": _ms(slo.ttft), "tpot_ms": _ms(slo.tpot), "e2e_ms": _ms(slo.e2e)}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

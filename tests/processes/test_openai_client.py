@@ -1,0 +1,163 @@
+"""The official client, unmodified, against real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from rubato.types import SLO, Offered
+from tests.processes.conftest import Server, Start, servers
+
+TIMEOUT = 60.0
+HI: Any = [{"role": "user", "content": "hi"}]
+TIERS = {"interactive": {"ttft_ms": 5000, "tpot_ms": 500}, "never": {"ttft_ms": 0.001, "on_decline": "refuse"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers(tmp_path_factory.mktemp("openai")) as start:
+        yield start(tiers=TIERS, served_name="little", max_body_bytes=100_000)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        yield client
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["little", "simulated"]
+    assert client.models.retrieve("little").owned_by == "rubato"
+
+
+def test_chat_and_completion(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="little", messages=HI, max_completion_tokens=4, temperature=0, seed=1)
+    assert chat.choices[0].message.content == "la ti do re "
+    assert chat.choices[0].finish_reason == "length"
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 4
+    text = client.completions.create(model="simulated", prompt="abc", max_tokens=3)
+    assert (text.choices[0].text, text.model) == ("la ti do ", "simulated")
+    ids = client.completions.create(model="little", prompt=[1, 2, 3, 4], max_tokens=3)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 4
+
+
+def test_streams(client: openai.OpenAI) -> None:
+    plain = list(client.chat.completions.create(model="little", messages=HI, max_tokens=4, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in plain) == "la ti do re "
+    assert plain[-1].choices[0].finish_reason == "length"
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(
+        model="little", messages=HI, max_tokens=4, stream=True, stream_options=options
+    )
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [0, 1, 2, 3, 4, 4]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 4
+    texts = client.completions.create(model="little", prompt="abc", max_tokens=3, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in texts) == "la ti do "
+
+
+def test_the_streaming_helper_puts_the_whole_answer_together(client: openai.OpenAI) -> None:
+    helper = client.chat.completions.stream(model="little", messages=HI, max_tokens=4)
+    with helper as stream, pytest.raises(openai.LengthFinishReasonError) as end:  # its way with finish_reason length
+        stream.get_final_completion()
+    assert end.value.completion.choices[0].message.content == "la ti do re "
+
+
+def test_async_streams_side_by_side(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, tokens: int) -> str:
+        stream = await client.chat.completions.create(model="little", messages=HI, max_tokens=tokens, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, n) for n in range(1, 9)))
+
+    texts = asyncio.run(asyncio.wait_for(main(), TIMEOUT))
+    assert [len(text.split()) for text in texts] == list(range(1, 9))
+
+
+def test_slos_and_tiers_reach_the_scheduler_and_the_verdict_comes_back(start: Start) -> None:
+    server = start(tiers=TIERS)
+    common: Any = {"model": "simulated", "messages": HI, "max_tokens": 2}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        create = client.chat.completions.create
+        by_body: Any = create(**common, extra_body={"slo": {"ttft_ms": 4000, "tpot_ms": 300}})
+        assert by_body.rubato["targets"] == {"ttft_ms": 4000.0, "tpot_ms": 300.0, "e2e_ms": None}
+        by_header: Any = create(**common, service_tier="interactive", extra_headers={"x-slo-ttft-ms": "3000"})
+        assert by_header.service_tier == "interactive"
+        report = by_header.rubato
+        assert (report["tier"], report["met"], report["served"]) == ("interactive", True, "slo")
+        assert report["targets"] == {"ttft_ms": 3000.0, "tpot_ms": 500.0, "e2e_ms": None}
+        raw = client.chat.completions.with_raw_response.create(**common, service_tier="flex")
+        assert raw.headers["x-rubato-tier"] == raw.parse().service_tier == "flex"
+    assert server.end() == 0
+    slos = [e.request.stages[0].slo for e in server.events() if isinstance(e, Offered)]
+    assert slos == [SLO(4.0, 0.3), SLO(3.0, 0.5), SLO()]
+
+
+def test_typed_errors(client: openai.OpenAI) -> None:
+    def error(kind: type[openai.APIStatusError], **fields: Any) -> openai.APIStatusError:
+        with pytest.raises(kind) as caught:
+            client.chat.completions.create(**{"model": "little", "messages": HI, "max_tokens": 2, **fields})
+        return caught.value
+
+    bad = error(openai.BadRequestError, temperature=9)
+    assert (bad.param, bad.code, bad.type) == ("temperature", "invalid_value", "invalid_request_error")
+    assert error(openai.BadRequestError, n=2).param == "n"
+    assert error(openai.BadRequestError, extra_headers={"x-slo-ttft-ms": "soon"}).param == "x-slo-ttft-ms"
+    assert error(openai.BadRequestError, max_tokens=10**6).code == "context_length_exceeded"
+    assert error(openai.NotFoundError, model="gpt-4").code == "model_not_found"
+    large = error(openai.APIStatusError, messages=[{"role": "user", "content": "x" * 200_000}])
+    assert large.status_code == 413
+    for stream in (False, True):
+        refused = error(openai.RateLimitError, service_tier="never", stream=stream)
+        assert refused.code == refused.response.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
+        assert int(refused.response.headers["retry-after"]) >= 1
+
+
+def test_an_engine_failure_is_an_internal_error_and_ends_a_stream(start: Start) -> None:
+    server = start(engine={"kind": "tests.processes.failing", "first": 3, "times": 1})
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        stream = client.chat.completions.create(model="simulated", messages=HI, max_tokens=9, stream=True)
+        got = []
+        with pytest.raises(openai.APIError, match="injected failure"):
+            got.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert server.end() == 0
+    server = start(engine={"kind": "tests.processes.failing", "first": 1, "times": 1})
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        with pytest.raises(openai.InternalServerError, match="injected failure"):
+            client.chat.completions.create(model="simulated", messages=HI)
+        assert client.chat.completions.create(model="simulated", messages=HI, max_tokens=2).usage is not None
+
+
+def test_a_real_model_on_the_torch_engine(start: Start) -> None:
+    engine = {"kind": "torch", "kv_gib": 0.25, "threads": 2}
+    server = start(model="bundled", engine=engine, latency={"kind": "affine"}, served_name="smol")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=2 * TIMEOUT) as client:
+        question: Any = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+        options: dict[str, Any] = {"model": "smol", "messages": question, "max_tokens": 24, "temperature": 0}
+        whole = client.chat.completions.create(**options)
+        assert "Paris" in (whole.choices[0].message.content or "")
+        assert whole.usage is not None
+        chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage == whole.usage
+        stopped = client.chat.completions.create(**options, stop="Paris", extra_body={"slo": {"ttft_ms": 30_000}})
+        assert "Paris" not in (stopped.choices[0].message.content or "")
+        assert stopped.choices[0].finish_reason == "stop"
+        count = client.completions.create(
+            model="smol", prompt="One two three", max_tokens=7, extra_body={"ignore_eos": True}
+        )
+        assert count.usage is not None
+        assert count.usage.completion_tokens == 7
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="smol", prompt=[10**9], max_tokens=2)
+    assert server.end() == 0

@@ -1,0 +1,79 @@
+"""The HTTP edge over a simulated replica, in one process on the virtual clock: no socket, no waiting, exact times."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from rubato.clock import VirtualClock, run_virtual
+from rubato.cluster import Cluster, local_cluster
+from rubato.engines.simulated import Engine
+from rubato.latency.affine import Model
+from rubato.server.app import Service, create_app
+from rubato.types import Event, Limits
+
+STEP = 0.1  # seconds, whatever the batch
+
+
+@dataclass
+class Edge:
+    """A running server, as its client and its operator see it."""
+
+    http: httpx2.AsyncClient
+    app: FastAPI
+    cluster: Cluster
+    clock: VirtualClock
+    events: list[Event]
+
+    async def chat(self, headers: dict[str, str] | None = None, **body: Any) -> httpx2.Response:
+        message = {"role": "user", "content": "hi"}
+        defaults = {"model": "simulated", "messages": [message], "max_tokens": 3}
+        return await self.http.post("/v1/chat/completions", json={**defaults, **body}, headers=headers)
+
+    async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> httpx2.Response:
+        defaults = {"model": "simulated", "prompt": "abc", "max_tokens": 3}
+        return await self.http.post("/v1/completions", json={**defaults, **body}, headers=headers)
+
+
+Scenario = Callable[[Edge], Awaitable[None]]
+
+
+@pytest.fixture
+def edge() -> Callable[..., None]:
+    """Runs a scenario against a fresh server: edge(scenario, policy=..., max_in_flight=..., engine=..., tiers=...)."""
+
+    def run(
+        scenario: Scenario,
+        *,
+        policy: str = "edf",
+        max_in_flight: int | None = None,
+        engine: type[Engine] = Engine,
+        limits: Limits | None = None,
+        **service: Any,
+    ) -> None:
+        async def main() -> None:
+            clock = VirtualClock()
+            limits_ = limits or Limits(max_seqs=8, max_tokens=512, max_length=256, kv_blocks=64, block=16)
+            model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
+            engine_ = engine(model, limits_, clock)
+            cluster = local_cluster([engine_], [model], clock, policy=policy, max_in_flight=max_in_flight)
+            events: list[Event] = []
+            cluster.listen(events.append)
+            await cluster.start()
+            settings = {"model": "simulated", "most_tokens": limits_.max_length, **service}
+            app = create_app(Service(cluster, engine_.text, **settings))
+            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+            try:
+                async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:
+                    await scenario(Edge(http, app, cluster, clock, events))
+            finally:
+                await cluster.close()
+
+        run_virtual(main())
+
+    return run

@@ -1,0 +1,406 @@
+"""What a client gets for a good request: exact text, counts, times and verdicts, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from rubato.engines.simulated import Engine
+from rubato.server.slo_input import Tier, Tiers
+from rubato.types import SLO, Batch, Demoted, Finished, Limits, Offered, Request, Started, StepResult, Tokens
+from tests.server.conftest import STEP, Edge
+
+Runs = Callable[..., None]
+COUNTS = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+GOLD = Tiers(
+    [Tier("gold", SLO(0.25, 0.15), "refuse"), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")]
+)
+
+
+def events(body: str) -> list[Any]:
+    """The data of each server-sent event; the last, [DONE], as that string."""
+    pieces = body.split("\n\n")
+    assert pieces.pop() == ""
+    assert all(piece.startswith("data: ") for piece in pieces)
+    return [piece[6:] if piece == "data: [DONE]" else json.loads(piece[6:]) for piece in pieces]
+
+
+def text_of(chunks: Iterable[Any]) -> str:
+    choices = [choice for chunk in chunks if chunk != "[DONE]" for choice in chunk["choices"]]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+def test_a_whole_chat(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = await at.chat(service_tier="gold")
+        body = answer.json()
+        assert answer.status_code == 200
+        assert answer.headers["x-rubato-tier"] == "gold"
+        assert answer.headers["x-request-id"] == body["id"] == at.events[0].id
+        assert body["object"] == "chat.completion"
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": "la ti do ", "refusal": None}
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"] == {"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23}
+        assert body["service_tier"] == "gold"
+        assert body["rubato"] == {
+            "tier": "gold",
+            "served": "slo",
+            "ttft_ms": pytest.approx(1e3 * STEP),
+            "tpot_ms": pytest.approx(1e3 * STEP),
+            "e2e_ms": pytest.approx(3e3 * STEP),
+            "targets": {"ttft_ms": 250.0, "tpot_ms": 150.0, "e2e_ms": None},
+            "met": True,
+            "cause": None,
+            "margin_ms": pytest.approx(150.0),
+            "rule": "deadline",
+        }
+
+    edge(scenario, tiers=GOLD)
+
+
+def test_the_documentation_knows_the_bodies(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        document = (await at.http.get("/openapi.json")).json()
+        body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert {"model", "messages", "slo", "service_tier"} <= set(body["properties"])
+        references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)))
+        assert {"SLOBody", "Message"} <= references <= set(document["components"]["schemas"])
+        assert json.dumps(document).count("$ref") == json.dumps(document).count('"#/components/schemas/')
+
+    edge(scenario)
+
+
+def test_a_whole_completion_of_token_ids(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = (await at.complete(prompt=[1, 2, 3])).json()
+        assert answer["object"] == "text_completion"
+        assert answer["choices"] == [{"index": 0, "text": "la ti do ", "logprobs": None, "finish_reason": "length"}]
+        assert answer["usage"] == COUNTS
+        offered = at.events[0]
+        assert isinstance(offered, Offered)
+        assert offered.request.stages[0].token_ids == (1, 2, 3)
+
+    edge(scenario)
+
+
+def test_parameters_reach_the_engine(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        await at.chat(
+            temperature=0, top_p=0.5, top_k=7, seed=-1, stop="x", ignore_eos=True, user="me", max_completion_tokens=2
+        )
+        await at.chat(top_k=-1, stop=["a", "b"], slo={"on_decline": "refuse"})
+        await at.complete(max_tokens=None)
+        first, second, third = (e.request for e in at.events if isinstance(e, Offered))
+        s = first.sampling
+        assert (s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos) == (0.0, 0.5, 7, -1, ("x",), True)
+        assert (s.max_tokens, first.tenant, first.on_decline) == (2, "me", "best_effort")
+        s = second.sampling
+        assert (s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos) == (1, 1, 0, None, ("a", "b"), False)
+        assert second.on_decline == "refuse"
+        assert third.sampling.max_tokens == 256 - 3  # null, unlike a field that is left out: up to the context
+
+    edge(scenario)
+
+
+def test_a_completion_has_16_tokens_and_a_chat_the_context_unless_told(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        text = await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "abc"})
+        assert text.json()["usage"]["completion_tokens"] == 16
+        chat = await at.chat(max_tokens=None)
+        assert chat.json()["usage"] == {"prompt_tokens": 20, "completion_tokens": 236, "total_tokens": 256}
+
+    edge(scenario)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "complete"])
+def test_a_stream_says_the_same_as_the_whole(edge: Runs, endpoint: str) -> None:
+    async def scenario(at: Edge) -> None:
+        whole = (await getattr(at, endpoint)()).json()
+        answer = await getattr(at, endpoint)(stream=True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = events(answer.text)
+        assert done == "[DONE]"
+        choice = whole["choices"][0]
+        assert text_of(chunks) == (choice["text"] if endpoint == "complete" else choice["message"]["content"])
+        assert [c["choices"][0]["finish_reason"] for c in chunks][-2:] == [None, "length"]
+        assert {c["id"] for c in chunks} == {answer.headers["x-request-id"]}
+        assert all("usage" not in c for c in chunks)
+        assert ["rubato" in c for c in chunks] == ["service_tier" in c for c in chunks]
+        assert [c for c in chunks if "rubato" in c] == [chunks[-1]]
+        assert chunks[-1]["rubato"] == whole["rubato"]
+        if endpoint == "chat":
+            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+    edge(scenario)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "complete"])
+def test_usage_in_a_stream(edge: Runs, endpoint: str) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = await getattr(at, endpoint)(stream=True, stream_options={"include_usage": True})
+        *chunks, last, _ = events(answer.text)
+        assert [c["usage"] for c in chunks] == [None] * len(chunks)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 3
+        assert last["rubato"]["met"] is True
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        answer = await getattr(at, endpoint)(stream=True, stream_options=options)
+        *chunks, _ = events(answer.text)
+        counts = [c["usage"]["completion_tokens"] for c in chunks]
+        assert counts == ([0] if endpoint == "chat" else []) + [1, 2, 3, 3, 3]
+        assert all(
+            c["usage"]["total_tokens"] == c["usage"]["prompt_tokens"] + n for c, n in zip(chunks, counts, strict=True)
+        )
+
+    edge(scenario)
+
+
+def test_text_that_json_and_sse_could_break(edge: Runs) -> None:
+    awkward = 'a "quote"\n\ndata: [DONE]\r\n\\ \u2028 é 😀\x00'
+
+    class Awkward(Engine):
+        async def execute(self, batch: Batch) -> StepResult:
+            from dataclasses import replace
+
+            result = await super().execute(batch)
+            return replace(result, emitted={id: replace(e, text=awkward) for id, e in result.emitted.items()})
+
+    async def scenario(at: Edge) -> None:
+        assert text_of(events((await at.chat(stream=True)).text)) == 3 * awkward
+        assert (await at.complete()).json()["choices"][0]["text"] == 3 * awkward
+
+    edge(scenario, engine=Awkward)
+
+
+def test_a_stage_that_ends_appears_in_the_targets(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        slo = {"ttft_ms": 500, "stages": [{"until": "</think>", "tpot_ms": 200}, {"tpot_ms": 300}]}
+        targets = (await at.chat(slo=slo)).json()["rubato"]["targets"]
+        assert targets["stages"] == [
+            {"until": "</think>", "ttft_ms": 500.0, "tpot_ms": 200.0, "e2e_ms": None},
+            {"until": "eos", "ttft_ms": None, "tpot_ms": 300.0, "e2e_ms": None},
+        ]
+
+    edge(scenario)
+
+
+def test_a_demoted_request_is_told_so(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        whole = await at.chat(service_tier="late")
+        assert whole.headers["x-rubato-tier"] == whole.json()["service_tier"] == "flex"
+        report = whole.json()["rubato"]
+        assert (report["tier"], report["served"], report["met"]) == ("late", "best_effort", False)
+        assert report["margin_ms"] == pytest.approx(-50.0)
+        *_, last, _ = events((await at.complete(service_tier="late", stream=True)).text)
+        assert (last["service_tier"], last["rubato"]["served"]) == ("flex", "best_effort")
+        assert sum(isinstance(e, Demoted) for e in at.events) == 2
+
+    edge(scenario, tiers=GOLD)
+
+
+# --------------------------------------------------------------------------- refusals and failures
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_server_refuses_with_a_computed_retry_after(edge: Runs, stream: bool) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = await asyncio.gather(*(at.chat(stream=stream) for _ in range(5)))
+        assert [a.status_code for a in answers] == [200, 200, 429, 429, 429]
+        for refused in answers[2:]:
+            assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
+            assert int(refused.headers["retry-after"]) >= 1
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rejected-saturated")
+        assert at.cluster.offered == at.cluster.finished == 5
+
+    edge(scenario, max_in_flight=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_policy_may_refuse_after_placing_and_it_is_still_a_429(edge: Runs, stream: bool) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = await at.chat(service_tier="never", stream=stream)
+        assert answer.status_code == 429
+        assert answer.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
+
+    edge(scenario, tiers=GOLD)
+
+
+def test_a_draining_server_refuses_and_finishes_what_runs(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        running = asyncio.create_task(at.chat(max_tokens=10))
+        await at.clock.sleep_until(2.5 * STEP, 0)
+        drained = asyncio.create_task(at.cluster.drain())
+        await asyncio.sleep(0)
+        at.app.state.draining = True
+        late = await at.chat()
+        assert (late.status_code, late.headers["x-rubato-reject-reason"]) == (429, "rejected-shutting-down")
+        assert (await at.http.get("/health")).status_code == 503
+        assert (await running).json()["usage"]["completion_tokens"] == 10
+        await drained
+        assert at.cluster.offered == at.cluster.finished == 2
+
+    edge(scenario)
+
+
+class Unwilling(Engine):
+    def add(self, request: Request) -> None:
+        raise ValueError("token id 99999 is not in the vocabulary")
+
+
+def test_what_the_engine_will_never_run_is_bad_input(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        for stream in (False, True):
+            answer = await at.complete(prompt=[99999], stream=stream)
+            assert (answer.status_code, "99999" in answer.json()["error"]["message"]) == (400, True)
+
+    edge(scenario, engine=Unwilling)
+
+
+class Broken(Engine):
+    """Fails at the third step, once."""
+
+    steps = 0
+
+    async def execute(self, batch: Batch) -> StepResult:
+        type(self).steps += 1
+        if type(self).steps == 3:
+            raise RuntimeError("cosmic ray")
+        return await super().execute(batch)
+
+
+def test_a_failed_step_ends_every_request_and_the_server_goes_on(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        whole, stream = await asyncio.gather(at.chat(), at.chat(stream=True))
+        assert whole.status_code == 500
+        assert whole.json()["error"]["type"] == "server_error"
+        assert "cosmic ray" in whole.json()["error"]["message"]
+        assert stream.status_code == 200  # two tokens were out
+        *chunks, last = events(stream.text)
+        assert text_of(chunks) == "la ti "
+        assert "cosmic ray" in last["error"]["message"]
+        assert (await at.chat()).status_code == 200
+        assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed", "failed", "completed"]
+
+    Broken.steps = 0
+    edge(scenario, engine=Broken)
+
+
+def test_an_engine_beyond_recovery_shows_in_health(edge: Runs) -> None:
+    class Dead(Engine):
+        async def execute(self, batch: Batch) -> StepResult:
+            raise RuntimeError("no device")
+
+    async def scenario(at: Edge) -> None:
+        for _ in range(3):
+            assert (await at.http.get("/health")).status_code == 200
+            assert (await at.chat()).status_code == 500
+        health = await at.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        assert at.cluster.dead.is_set()
+
+    edge(scenario, engine=Dead)
+
+
+# --------------------------------------------------------------------------- clients that go away
+
+
+class Client:
+    """A bare ASGI client that can go away, and be slow."""
+
+    def __init__(self, at: Edge, **body: Any) -> None:
+        message = [{"role": "user", "content": "hi"}]
+        self.raw = json.dumps({"model": "simulated", "messages": message, "max_tokens": 50, **body}).encode()
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self.slow: asyncio.Event | None = None
+        self.given = False
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+                 "headers": [], "http_version": "1.1", "scheme": "http", "server": None, "client": None}  # fmt: skip
+        self.task = asyncio.create_task(at.app(scope, self.receive, self.send))
+
+    async def receive(self) -> dict[str, Any]:
+        if not self.given:
+            self.given = True
+            return {"type": "http.request", "body": self.raw, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self.slow is not None:
+            await self.slow.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> str:
+        return b"".join(m.get("body", b"") for m in self.sent).decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_takes_its_request_with_it(edge: Runs, stream: bool) -> None:
+    async def scenario(at: Edge) -> None:
+        client = Client(at, stream=stream)
+        await at.clock.sleep_until(4.5 * STEP, 0)
+        assert at.cluster.in_flight == 1
+        client.gone.set()
+        await client.task
+        assert at.clock.now() == pytest.approx(4.5 * STEP)  # no step, no timer in between
+        assert at.cluster.in_flight == 0
+        end = at.events[-1]
+        assert isinstance(end, Finished)
+        assert (end.outcome, end.reason, end.output, end.at) == ("cancelled", "client disconnected", 4, at.clock.now())
+        await at.clock.sleep_until(8 * STEP, 0)
+        assert sum(isinstance(e, Tokens) for e in at.events) == 4
+        assert sum(isinstance(e, Finished) for e in at.events) == 1
+        (view,) = (host.view() for host in at.cluster.hosts.values())
+        assert view.kv_free == view.kv_total
+
+    edge(scenario)
+
+
+def test_a_client_that_goes_away_while_waiting_never_starts(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        first = Client(at, stream=True)
+        await at.clock.sleep_until(0.5 * STEP, 0)
+        second = Client(at, stream=True)
+        await at.clock.sleep_until(2.5 * STEP, 0)
+        second.gone.set()
+        await second.task
+        assert second.sent == []
+        await first.task
+        assert sum(isinstance(e, Started) for e in at.events) == 1
+
+    edge(scenario, limits=Limits(max_seqs=1, max_tokens=512, max_length=256, kv_blocks=64, block=16))
+
+
+def test_tokens_that_piled_up_for_a_slow_client_go_out_as_one_chunk(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        client = Client(at, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        client.slow = asyncio.Event()
+        await at.clock.sleep_until(10.5 * STEP, 0)
+        client.slow.set()
+        await client.task
+        *chunks, _ = events(client.body)
+        counts = [c["usage"]["completion_tokens"] for c in chunks]
+        assert counts[:4] == [0, 10, 11, 12]  # role, what piled up, then token by token
+        assert text_of(chunks) == text_of(events((await at.chat(max_tokens=50, stream=True)).text))
+
+    edge(scenario)
+
+
+def test_a_client_that_goes_away_before_its_body_is_read_offers_nothing(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        client = Client(at)
+        client.given = True
+        client.gone.set()
+        await client.task
+        assert at.cluster.offered == 0
+        assert [m["status"] for m in client.sent if "status" in m] == [400]
+
+    edge(scenario)

@@ -1,0 +1,93 @@
+"""Precedence of SLOs: header, body, tier, default; each dimension for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rubato.server.errors import ApiError
+from rubato.server.schemas import SLOBody
+from rubato.server.slo_input import Tier, Tiers, stages
+from rubato.types import SLO
+
+GOLD = Tier("gold", SLO(0.2, 0.05, 5.0), "refuse")
+TIERS = Tiers([GOLD, Tier("basic", SLO(ttft=2.0))], default="basic")
+PROMPT = (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "tier", "slo"),
+    [
+        ({}, None, None, SLO(ttft=2.0)),
+        ({}, None, "auto", SLO(ttft=2.0)),
+        ({}, None, "gold", SLO(0.2, 0.05, 5.0)),
+        ({}, None, "flex", SLO()),
+        ({}, {"tpot_ms": 70}, "gold", SLO(0.2, 0.07, 5.0)),
+        ({}, {"tpot_ms": 70}, "flex", SLO(tpot=0.07)),
+        ({"x-slo-ttft-ms": "900"}, {"ttft_ms": 800, "tpot_ms": 70}, "gold", SLO(0.9, 0.07, 5.0)),
+        ({"x-slo-e2e-ms": "1500.5"}, {"e2e_ms": 9}, None, SLO(2.0, None, 1.5005)),
+        ({"x-llm-d-slo-ttft-ms": "300", "x-llm-d-slo-tpot-ms": "40"}, None, "flex", SLO(0.3, 0.04)),
+        ({"x-llm-d-slo-tpot-ms": "40", "x-slo-tpot-ms": "50"}, None, "flex", SLO(tpot=0.05)),
+        ({}, {"ttft_ms": None}, "gold", SLO(0.2, 0.05, 5.0)),
+    ],
+)
+def test_precedence(headers: dict[str, str], body: dict[str, Any] | None, tier: str | None, slo: SLO) -> None:
+    parsed = SLOBody.model_validate(body) if body is not None else None
+    (stage,) = stages(PROMPT, headers, parsed, TIERS.resolve(tier))
+    assert stage.slo == slo
+    assert stage.prompt == 3
+    assert stage.token_ids == PROMPT
+
+
+def test_stages_take_what_they_do_not_state_from_the_whole() -> None:
+    body = SLOBody.model_validate(
+        {"ttft_ms": 500, "tpot_ms": 90, "e2e_ms": 9000, "stages": [{"until": "</think>", "tpot_ms": 200}, {}]}
+    )
+    first, second = stages(PROMPT, {}, body, TIERS.resolve("gold"))
+    assert (first.slo, first.ends, first.prompt) == (SLO(0.5, 0.2, 9.0), "</think>", 3)
+    assert (second.slo, second.ends, second.prompt) == (SLO(None, 0.09, 9.0), "eos", 0)
+
+
+def test_a_header_wins_over_every_stage() -> None:
+    body = SLOBody.model_validate({"stages": [{"until": "x", "ttft_ms": 100, "tpot_ms": 200}, {"ttft_ms": 300}]})
+    first, second = stages(PROMPT, {"x-slo-tpot-ms": "10", "x-slo-ttft-ms": "20"}, body, TIERS.resolve("flex"))
+    assert (first.slo, second.slo) == (SLO(0.02, 0.01), SLO(0.3, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([{"tpot_ms": 5}, {}], "slo.stages[0].until"),
+        ([{"until": "eos"}, {}], "slo.stages[0].until"),
+        ([{"until": "a"}, {"until": "b"}], "slo.stages[1].until"),
+    ],
+)
+def test_stages_say_what_ends_them(given: list[dict[str, Any]], param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        stages(PROMPT, {}, SLOBody.model_validate({"stages": given}), TIERS.default)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("text", ["soon", "", "-1", "0", "nan", "inf", "1e400", "5ms"])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms", "x-llm-d-slo-ttft-ms"])
+def test_a_header_that_is_no_time_is_named(name: str, text: str) -> None:
+    with pytest.raises(ApiError) as error:
+        stages(PROMPT, {name: text}, None, TIERS.default)
+    assert (error.value.status, error.value.param) == (400, name)
+
+
+def test_openai_tiers_are_always_known_and_others_are_not() -> None:
+    for name in (None, "auto", "default", "priority"):
+        assert TIERS.resolve(name).name == "basic"
+    assert TIERS.resolve("flex").slo.best_effort
+    with pytest.raises(ApiError, match="did you mean 'gold'") as error:
+        TIERS.resolve("golden")
+    assert (error.value.status, error.value.param) == (400, "service_tier")
+
+
+def test_an_operator_may_say_what_openai_tiers_mean() -> None:
+    tiers = Tiers([Tier("priority", SLO(ttft=0.1)), Tier("flex", SLO(e2e=60.0)), Tier("default", SLO(ttft=1.0))])
+    assert tiers.resolve("priority").slo == SLO(ttft=0.1)
+    assert tiers.resolve("flex").slo == SLO(e2e=60.0)
+    assert tiers.resolve("auto").slo == SLO(ttft=1.0)
