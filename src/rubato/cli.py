@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _end_on_sigterm() -> None:
+    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 # --------------------------------------------------------------------------- what can be said
@@ -239,6 +249,7 @@ def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from rubato.demo import demo
 
+    _end_on_sigterm()
     return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed, progress=not args.no_progress)
 
 

@@ -59,7 +59,7 @@ def kinds(slos: Mapping[str, SLO]) -> list[workload.Kind]:
     return [
         workload.chat(slos["chat"], share=0.6, output=(60, 180)),
         workload.code(slos["code"], share=0.3),
-        workload.summary(slos["summary"], share=0.1),
+        workload.summary(slos["summary"], share=0.1, output=(80, 160)),
     ]
 
 
@@ -137,15 +137,15 @@ class Stage:
         say("measuring this machine, unloaded ...")
         logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
         with self._server("sarathi", {"budget": 96}, {}, None, "measure", logs[0]) as server:
-            unloaded = self._unloaded(server.url)
-            slos = unloaded.slos()
-            self._burst(server.url, slos)
-        say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
-        for tier, slo in slos.items():
-            say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+            self._burst(server.url)
         samples = steps(trace.read(logs[0]))
         with self._server("vllm", {}, {}, None, "hold", logs[1]) as server:
-            self._burst(server.url, slos)
+            unloaded = self._unloaded(server.url)
+            slos = unloaded.slos()
+            say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
+            for tier, slo in slos.items():
+                say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+            self._burst(server.url)
             rate = self._rate(server.url, self._fit(samples), slos)
         return WarmUp(unloaded, self._fit(samples + steps(trace.read(logs[1]))), rate)
 
@@ -159,9 +159,9 @@ class Stage:
             raise bench.BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
         return Unloaded(median(ttft), median(tpot))
 
-    def _burst(self, url: str, slos: Mapping[str, SLO]) -> None:
+    def _burst(self, url: str) -> None:
         """Steps of every size for the latency model: two dozen requests at once."""
-        load = self.load(100.0, 60.0, slos, "burst")
+        load = self.load(100.0, 60.0, {tier: SLO() for tier in TIERS}, "burst")
         at_once = tuple(dataclasses.replace(a, at=0.0, output_tokens=min(a.output_tokens, 40)) for a in load.arrivals)
         self._bench(url, dataclasses.replace(load, arrivals=at_once[:24], duration=1.0), "burst")
 

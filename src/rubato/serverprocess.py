@@ -27,7 +27,7 @@ class ServerError(RuntimeError):
 class ServerProcess:
     """`with ServerProcess(config, log) as server: server.url`. config: as in the server's YAML; port 0 = a free one.
 
-    Leaving drains it by SIGTERM; what does not end within STOP_SECONDS is killed. The child dies with this process.
+    Leaving drains it by SIGTERM; what does not end within STOP_SECONDS is killed.
     """
 
     def __init__(self, config: Mapping[str, Any], log: Path) -> None:

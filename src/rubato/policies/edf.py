@@ -2,8 +2,9 @@
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
 that is due. Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all
-have their first token in time, the costliest are set aside, one by one, until the rest can (Moore and Hodgson's rule,
-which leaves the fewest late), with a cost that falls with its tier's attainment so that no tier is given up for good.
+have their first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule,
+which leaves the fewest late). That rule gives up long prompts first; a tier that falls behind for it goes first, and
+the others start nothing new meanwhile.
 What is set aside, and what has missed a token already, is served as best effort from what is left of each step, comes
 back if it could still be in time after all, and its oldest gets a turn now and then whatever is due: nobody starves.
 """
@@ -31,7 +32,7 @@ class Scheduler:
     """safety: predicted times count this much more. reserve: seconds kept before each deadline, for delivery.
     longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time.
     every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
-    fairness: 0 = fewest misses; above, misses are spread over the tiers.
+    fairness: how far (in attainment, 0 to 1) a tier may fall behind the best before its requests go first; 1 = never.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -40,7 +41,7 @@ class Scheduler:
     longest: float = 0.3
     every: int = 16
     least: int = 16
-    fairness: float = 1.0
+    fairness: float = 0.15
     _turn: int = field(default=0, init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _attained: dict[str, float] = field(default_factory=dict, init=False)
@@ -57,9 +58,10 @@ class Scheduler:
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Finished) and event.id in self._tiers:
-                tier = self._tiers.pop(event.id)
-                self._attained[tier] = 0.9 * self._attained.get(tier, 1.0) + 0.1 * event.verdict.met
+            if isinstance(event, Finished):
+                tier = self._tiers.pop(event.id, None)
+                if tier is not None and event.verdict.met:
+                    self._book(tier, 1.0)
 
     def plan(self, view: View) -> Plan:
         here = [*view.running, *view.waiting]
@@ -67,6 +69,8 @@ class Scheduler:
         aside = self._aside(view, here)
         strict = [s for s in here if s.id not in aside]
         declined = [s for s in here if s.id in aside and not s.best_effort]
+        for seq in declined:
+            self._book(seq.request.tier, 0.0)  # now, not when it ends: set aside, it may take long
         drop = {s.id: "rejected-slo-infeasible" for s in declined if self._refusable(s)}
         rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
         packing = Packing(view)
@@ -84,6 +88,9 @@ class Scheduler:
         )
 
     # ----------------------------------------------------------------- who is tried
+
+    def _book(self, tier: str, met: float) -> None:
+        self._attained[tier] = 0.9 * self._attained.get(tier, 1.0) + 0.1 * met
 
     def _meet(self, here: Iterable[SeqView]) -> None:
         for seq in here:
@@ -111,7 +118,9 @@ class Scheduler:
                 jobs.append(seq)
         rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety)
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
-        kept = self._schedulable(fresh, rate, view.now)
+        first = [s for s in fresh if self._behind(s) and view.now + rate.seconds_alone(s.pending) <= s.due]
+        ahead = sum(s.pending for s in first)
+        kept = [*first, *self._schedulable([s for s in fresh if s not in first], rate, view.now, ahead)]
         aside.update(s.id for s in fresh if s not in kept)
         # Set-aside ones come back when they fit beside all that are kept, by a margin, cheapest first.
         for seq in sorted((s for s in jobs if s.demoted), key=lambda s: s.pending):
@@ -122,17 +131,25 @@ class Scheduler:
                 aside.add(seq.id)
         return aside
 
-    def _schedulable(self, jobs: Sequence[SeqView], rate: _Rate, now: float) -> list[SeqView]:
-        """Moore-Hodgson: go through the jobs by deadline; whenever one is late, set aside the costliest so far."""
+    def _behind(self, seq: SeqView) -> bool:
+        """Is this sequence's tier behind the best by more than it may be?"""
+        own = self._attained.get(seq.request.tier, 1.0)
+        return own < max(self._attained.values(), default=1.0) - self.fairness
+
+    def _schedulable(self, jobs: Sequence[SeqView], rate: _Rate, now: float, ahead: int) -> list[SeqView]:
+        """Moore-Hodgson: go through the jobs by deadline; whenever one is late, set aside the longest so far.
+
+        ahead: tokens of prefill that go before them all.
+        """
         kept: list[SeqView] = []
-        tokens = 0
+        tokens = ahead
         for seq in jobs:
             kept.append(seq)
             tokens += seq.pending
             while kept and now + rate.seconds(tokens) > seq.due - self.reserve:
-                costliest = max(kept, key=self._cost)
-                kept.remove(costliest)
-                tokens -= costliest.pending
+                longest = max(kept, key=lambda s: s.pending)
+                kept.remove(longest)
+                tokens -= longest.pending
         return kept
 
     def _all_in_time(self, jobs: Iterable[SeqView], rate: _Rate, now: float) -> bool:
@@ -142,10 +159,6 @@ class Scheduler:
             if now + rate.seconds(tokens) > seq.due - self.reserve:
                 return False
         return True
-
-    def _cost(self, seq: SeqView) -> float:
-        attained = max(0.05, self._attained.get(seq.request.tier, 1.0))
-        return float(seq.pending * attained**self.fairness)
 
     def _refusable(self, seq: SeqView) -> bool:
         return seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt
@@ -169,11 +182,13 @@ class Scheduler:
     def _prefills(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float) -> None:
         view = packing.view
         active = [s for s in strict if s.cached]
-        for seq in sorted((s for s in strict if s.pending > 1), key=_due):
+        jobs = [s for s in strict if s.pending > 1]
+        behind = {s.id for s in jobs if self._behind(s)}
+        for seq in sorted(jobs, key=lambda s: (s.id not in behind, _due(s))):
             if seq in packing.preempted:
                 continue
             if not seq.cached:
-                if not self._sustainable(view, active, seq):
+                if (behind and seq.id not in behind) or not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
                 if packing.lacks_kv(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
@@ -248,6 +263,10 @@ class _Rate:
         self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - self._first) / (PROBE - 1)
         self._sprint = max(0.0, spare - self._first)
         self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
+
+    def seconds_alone(self, tokens: int) -> float:
+        """As if nothing were decoded meanwhile: no sooner than this."""
+        return self._first + tokens * self._token
 
     def seconds(self, tokens: int) -> float:
         """Seconds until `tokens` tokens of prefill are done."""
