@@ -1,0 +1,204 @@
+"""The embedded engine: any Llama-shaped Hugging Face checkpoint in PyTorch, on CPU or CUDA, with paged KV.
+
+One packed forward pass runs prefill chunks and decodes of many sequences together. The engine keeps token ids,
+sampling state and text; which tokens run, and where their KV lies, comes with each batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rubato.clock import WallClock
+from rubato.engines.torch import bundled
+from rubato.engines.torch.config import Config, ids_of, load_config, read_json
+from rubato.engines.torch.model import Model, bytes_per_token
+from rubato.engines.torch.packing import pack
+from rubato.engines.torch.sampling import choose
+from rubato.engines.torch.sequence import Sequence
+from rubato.engines.torch.text import Text
+from rubato.engines.torch.weights import load_weights
+from rubato.types import Batch, Emitted, Limits, Request, StepResult
+
+__all__ = ["Engine"]
+
+GIB = 1 << 30
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Engine:
+    """Runs batches of one model (an `interfaces.Engine`).
+
+    model: a local Hugging Face folder, or "bundled" (SmolLM2-135M-Instruct, fetched on first use). device: "auto"
+    (CUDA where there is one), "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens
+    bound one batch; max_length one sequence (None: what model and KV memory allow). block: tokens per KV block.
+    threads: of the forward pass on CPU (None: PyTorch's default). Raises ValueError or FileNotFoundError for a model
+    or a setting that cannot be served.
+    """
+
+    supports = frozenset({"chunked", "preempt", "mixed"})
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        kv_gib: float = 1.0,
+        max_seqs: int = 64,
+        max_tokens: int = 2048,
+        max_length: int | None = None,
+        block: int = 16,
+        threads: int | None = None,
+    ) -> None:
+        self._dtype = _dtype(dtype)
+        self._device = _device(device)
+        for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block, "threads": threads}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: give a whole number, 1 or more")
+        self._folder = bundled.ensure() if str(model) == "bundled" else Path(model)
+        self.model_name = bundled.NAME if str(model) == "bundled" else self._folder.resolve().name
+        self._config = load_config(self._folder)
+        self._limits = _limits(self._config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
+        self.text = Text(self._folder)
+        self._eos = _eos(self._folder, self._config, self.text)
+        self._threads = threads
+        self._clock = WallClock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._model: Model | None = None
+        self._seqs: dict[str, Sequence] = {}
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    async def start(self) -> None:
+        """Load the weights, preallocate KV and warm up; after a failed step, forget every sequence and go on."""
+        self._seqs = {}
+        if self._worker is None:
+            # one thread of our own: steps never overlap, and the event loop is free while one runs
+            self._worker = ThreadPoolExecutor(1, "torch-engine", self._set_threads)
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._prepare)
+
+    def add(self, request: Request) -> None:
+        """Raises ValueError when the request could never be run: too long, no token ids, settings out of range."""
+        if request.id in self._seqs:
+            raise ValueError(f"request id {request.id!r} is in the engine already: ids must be unique")
+        prompt = sum(stage.prompt for stage in request.stages)
+        most = request.sampling.max_tokens
+        if prompt + most > self._limits.max_length:
+            raise ValueError(
+                f"request {request.id!r} has {prompt} prompt tokens and max_tokens {most}, together "
+                f"{prompt + most}: this model serves at most {self._limits.max_length} (lower max_tokens or the prompt)"
+            )
+        for stage in request.stages:
+            if stage.token_ids and not 0 <= min(stage.token_ids) <= max(stage.token_ids) < self._config.vocab:
+                raise ValueError(
+                    f"request {request.id!r} has token ids outside the vocabulary, 0..{self._config.vocab - 1}"
+                )
+        eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
+        literals = [None if stage.ends == "eos" else self.text.id_of(stage.ends) for stage in request.stages]
+        self._seqs[request.id] = Sequence(request, self.text.token_bytes, eos, literals)
+
+    async def execute(self, batch: Batch) -> StepResult:
+        """Raises KeyError for a sequence that was not added, ValueError for tokens that it does not have yet,
+        RuntimeError before `start`."""
+        if self._worker is None or self._model is None:
+            raise RuntimeError("the torch engine is not running: call start() first")
+        for entry in batch.entries:
+            if entry.seq not in self._seqs:
+                raise KeyError(f"the batch mentions sequence {entry.seq!r}, which was not added to this engine")
+            end, there = entry.start + entry.count, len(self._seqs[entry.seq].tokens)
+            if end > there:
+                raise ValueError(
+                    f"the batch runs tokens {entry.start} to {end} of sequence {entry.seq!r}, which has {there} by now"
+                )
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._step, batch)
+
+    def forget(self, seqs: Iterable[str]) -> None:
+        for seq in seqs:
+            self._seqs.pop(seq, None)
+
+    async def close(self) -> None:
+        """Give back memory and thread. `start` would load again."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        self._worker = None
+        self._model = None
+        self._seqs = {}
+
+    # ----------------------------------------------------------------- on the engine's own thread
+
+    def _set_threads(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+
+    @torch.inference_mode()
+    def _prepare(self) -> None:
+        if self._model is None:
+            weights = load_weights(self._folder, self._config, self._dtype, self._device)
+            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block)
+        self._model.kv.zero_()  # touches every page now, not in the first steps; and nothing of a failed step remains
+        self._model.warm_up()
+
+    @torch.inference_mode()
+    def _step(self, batch: Batch) -> StepResult:
+        began = self._clock.now()
+        assert self._model is not None
+        seqs = self._seqs
+        tokens = {entry.seq: seqs[entry.seq].tokens for entry in batch.entries}
+        packed = pack(batch, tokens, self._limits.block, self._dtype, self._device)
+        emitted: dict[str, Emitted] = {}
+        if batch.entries:
+            logits = self._model.forward(packed)
+            if packed.seqs:
+                chosen = choose(logits, [seqs[id].choice for id in packed.seqs])
+                emitted = {id: seqs[id].take(token) for id, token in zip(packed.seqs, chosen, strict=True)}
+            elif self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the step is over when its KV is written
+        return StepResult(emitted, self._clock.now() - began)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported by the torch engine: choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is not supported by the torch engine: give auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but PyTorch sees no CUDA device here: give cpu or auto")
+    return torch.device(name)
+
+
+def _limits(
+    config: Config, dtype: torch.dtype, kv_gib: float, seqs: int, tokens: int, length: int | None, block: int
+) -> Limits:
+    per_block = block * bytes_per_token(config, dtype)
+    blocks = int(kv_gib * GIB) // per_block
+    if blocks < 1:
+        raise ValueError(f"kv_gib is {kv_gib}: less than one block of {block} tokens, which takes {per_block} bytes")
+    if length is not None and not 1 <= length <= config.context:
+        raise ValueError(f"max_length is {length}: this model's context is {config.context} tokens, give 1 to that")
+    most = min(length or config.context, blocks * block)
+    return Limits(max_seqs=seqs, max_tokens=tokens, max_length=most, kv_blocks=blocks, block=block)
+
+
+def _eos(folder: Path, config: Config, text: Text) -> frozenset[int]:
+    """Every id that some file of the folder calls the end of a text."""
+    ids = set(config.eos | ids_of(read_json(folder / "generation_config.json").get("eos_token_id")))
+    token = text.special("eos_token")
+    if token is not None and (id := text.id_of(token)) is not None:
+        ids.add(id)
+    return frozenset(ids)

@@ -1,0 +1,86 @@
+"""The packed forward pass of a Llama-shaped model over paged KV."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rubato.engines.torch.config import Config
+from rubato.engines.torch.packing import Chunk, Decodes, Packed, pack
+from rubato.engines.torch.weights import Layer, Weights
+from rubato.types import Batch, Entry
+
+
+def bytes_per_token(config: Config, dtype: torch.dtype) -> int:
+    """Bytes of KV that one token takes, all layers."""
+    return config.layers * 2 * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+class Model:
+    """Weights and KV. kv: (layers, blocks, block, 2, kv_heads, head_dim): per token its keys, then its values, so
+    that a step writes both at once and reads both at once."""
+
+    def __init__(self, config: Config, weights: Weights, blocks: int, block: int) -> None:
+        self.config = config
+        self.weights = weights
+        shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=weights.embed.dtype, device=weights.embed.device)
+        self.block = block
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Write the batch's KV and return the logits of its sampled rows, (len(packed.seqs), vocab)."""
+        w, eps = self.weights, self.config.norm_eps
+        hidden = (self.config.hidden,)
+        x = F.embedding(packed.ids, w.embed)
+        cos, sin = w.cos[packed.positions], w.sin[packed.positions]
+        for layer, kv in zip(w.layers, self.kv, strict=True):
+            y = F.rms_norm(x, hidden, layer.attention_norm, eps)
+            x = layer.out.add(self._attention(layer, kv, y, cos, sin, packed), x)
+            y = F.rms_norm(x, hidden, layer.mlp_norm, eps)
+            gate, up = layer.gate_up(y).chunk(2, -1)
+            x = layer.down.add(F.silu(gate).mul_(up), x)
+        if len(packed.seqs) != x.shape[0]:
+            x = x[packed.sampled]
+        return w.head(F.rms_norm(x, hidden, w.norm, eps))
+
+    def warm_up(self) -> None:
+        """Run one step of a decode and a chunk in block 0, so that kernels and buffers are there before the first."""
+        entries = (Entry("decode", 0, 1, (0,), True), Entry("chunk", 0, self.block, (0,), True))
+        ids = {entry.seq: (0,) * entry.count for entry in entries}
+        self.forward(pack(Batch(entries), ids, self.block, self.kv.dtype, self.kv.device))
+        self.kv[:, 0].zero_()
+
+    def _attention(self, layer: Layer, kv: Tensor, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        """(rows, hidden) normed -> (rows, heads * head_dim), the rows' keys and values written to `kv`."""
+        c = self.config
+        qkv = layer.qkv(x)
+        rotated = qkv[:, : (c.heads + c.kv_heads) * c.head_dim].view(x.shape[0], -1, 2, c.head_dim // 2)
+        swapped = rotated.flip(2)
+        rotated.mul_(cos).addcmul_(swapped, sin)
+        q, new = qkv.tensor_split((c.heads * c.head_dim,), -1)
+        kv.view(-1, new.shape[1]).index_copy_(0, packed.slots, new)
+        parts = [self._decode(q, kv, group) for group in packed.decodes]
+        parts += [self._prefill(q, kv, chunk) for chunk in packed.chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, q: Tensor, kv: Tensor, group: Decodes) -> Tensor:
+        """The query heads that share a KV head are the rows of one product: KV is read once, and never repeated."""
+        c = self.config
+        n = group.last - group.first
+        q = q[group.first : group.last].view(n, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        held = kv.index_select(0, group.blocks).view(n, group.width * self.block, 2, c.kv_heads, c.head_dim)
+        keys, values = held[:, : group.length].permute(2, 0, 3, 1, 4)
+        mask = None if group.mask is None else group.mask.expand(n, c.kv_heads, q.shape[2], group.length)
+        return F.scaled_dot_product_attention(q, keys, values, mask).reshape(n, -1)
+
+    def _prefill(self, q: Tensor, kv: Tensor, chunk: Chunk) -> Tensor:
+        c = self.config
+        n = chunk.last - chunk.first
+        q = q[chunk.first : chunk.last].view(1, n, c.heads, c.head_dim).transpose(1, 2)
+        held = kv.index_select(0, chunk.blocks).view(1, -1, 2, c.kv_heads, c.head_dim)
+        keys, values = held[:, : chunk.length].permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, chunk.mask, is_causal=chunk.mask is None, enable_gqa=c.heads != c.kv_heads
+        )
+        return mixed.transpose(1, 2).reshape(n, -1)

@@ -1,0 +1,69 @@
+"""One sequence in the engine: its token ids, how it samples, and what of its output is final text by now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from rubato.engines.torch.sampling import Choice
+from rubato.engines.torch.text import Detokeniser, StopText
+from rubato.types import Emitted, FinishReason, Request
+
+
+class Sequence:
+    """Raises ValueError for sampling settings out of range and for a prompt of which there are no token ids.
+
+    eos: the ids that end the text; empty where the request ignores them.
+    literals: for each stage the id of the special token that its `ends` is, if it is one (it has no text then).
+    """
+
+    def __init__(
+        self, request: Request, token_bytes: Items[bytes], eos: frozenset[int], literals: Items[int | None]
+    ) -> None:
+        for number, stage in enumerate(request.stages):
+            if len(stage.token_ids) != stage.prompt:
+                raise ValueError(
+                    f"request {request.id!r}, stage {number}: the torch engine needs the prompt's token_ids"
+                )
+        self.request = request
+        self.choice = Choice.of(request.sampling)
+        self.tokens = list(request.stages[0].token_ids)
+        self.output = 0
+        self.stage = 0
+        self._eos = eos
+        self._literals = literals
+        self._detokeniser = Detokeniser(token_bytes)
+        self._stop = StopText(request.sampling.stop)
+        self._tail = ""  # the end of this stage's text, as much of it as a part of its `ends` can be
+
+    def take(self, token: int) -> Emitted:
+        """Append a sampled token and say what came of it."""
+        self.tokens.append(token)
+        self.output += 1
+        if token in self._eos:
+            return Emitted(1, self._stop.flush(), (token,), "stop")
+        new = self._detokeniser.add(token)
+        text, stopped = self._stop.add(new)
+        if stopped:
+            return Emitted(1, text, (token,), "stop")
+        finish: FinishReason | None = None
+        if self.output >= self.request.sampling.max_tokens:
+            finish = "length"
+            text += self._stop.flush()
+        done = self._stage_ends(token, new)
+        return Emitted(1, text, (token,), finish, done)
+
+    def _stage_ends(self, token: int, new: str) -> bool:
+        """Whether this stage's literal is complete now; if so go on to the next stage (its prompt, if any, follows)."""
+        stages = self.request.stages
+        ends = stages[self.stage].ends
+        if ends == "eos":
+            return False
+        seen = self._tail + new
+        self._tail = seen[max(0, len(seen) - len(ends) + 1) :]
+        if ends not in seen and token != self._literals[self.stage]:
+            return False
+        if self.stage + 1 < len(stages):
+            self.stage += 1
+            self.tokens += stages[self.stage].token_ids
+            self._tail = ""
+        return True

