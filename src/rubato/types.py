@@ -322,7 +322,7 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stepped(Event):
-    """A replica (`id`) ran a batch of `shape` in `seconds`, plan and commit excluded."""
+    """A replica (`id`) planned and ran a batch of `shape` in `seconds`."""
 
     shape: Shape
     seconds: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rubato.clock import PLAN, Clock
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor, Scheduler, View
@@ -119,6 +120,7 @@ class LocalHost:
     async def _step(self, replica: Replica) -> None:
         await self.clock.settle()
         self._forget(replica)
+        began = self.clock.now()
         plan = Plan() if replica.empty else self.scheduler.plan(replica.view(self.clock.now()))
         batch, events = (Batch(), []) if replica.empty else replica.apply(plan, self.clock.now(), self.policy)
         self._outbox += events
@@ -131,7 +133,9 @@ class LocalHost:
         await asyncio.sleep(0)  # the engine starts before clients are written to
         self._flush()
         result = await running
-        self._outbox += self._commit(replica, batch, result)  # the outbox of after the wait, not of before
+        # The outbox of after the wait, not of before. What a step takes is what a client waits for: planning, the way
+        # to the engine's thread and back included, not only the engine's own time.
+        self._outbox += self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
         self._failures = 0
 
     def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> list[Event]:
