@@ -1,7 +1,7 @@
 """Earliest deadline first, down to the step: chunks sized so that no due token is late, hopeless requests step aside.
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
-that is due. Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all
+that is due, less a cushion: real steps are late now and then, and a decode without a lead then misses. Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all
 have their first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule,
 which leaves the fewest late). That rule gives up long prompts first; a tier that falls behind for it goes first, and
 the others start nothing new meanwhile.
@@ -32,6 +32,8 @@ class Scheduler:
     """safety: predicted times count this much more. reserve: seconds kept before each deadline, for delivery.
     longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time.
     every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
+    share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
+    cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
     fairness: how far (in attainment, 0 to 1) a tier may fall behind the best before its requests go first; 1 = never.
     """
 
@@ -41,7 +43,9 @@ class Scheduler:
     longest: float = 0.3
     every: int = 16
     least: int = 16
-    fairness: float = 0.15
+    fairness: float = 0.1
+    cushion: float = 3.0
+    share: float = 0.9
     _turn: int = field(default=0, init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _attained: dict[str, float] = field(default_factory=dict, init=False)
@@ -112,7 +116,7 @@ class Scheduler:
                 aside.add(seq.id)
             elif seq.pending == 1:
                 decodes = decodes.plus(1, seq.cached)
-                spare = min(spare, seq.due - view.now - self.reserve)
+                spare = min(spare, self._lendable(seq, view.now))
                 tpot = min(tpot, _tpot(seq))
             else:
                 jobs.append(seq)
@@ -176,8 +180,17 @@ class Scheduler:
             if seq in packing.preempted or packing.room(seq) == 0:
                 continue
             packing.add(seq, 1)
-            bound = min(bound, seq.due - view.now - self.reserve)
+            bound = min(bound, self._lendable(seq, view.now))
         return bound / (1.0 + self.safety)
+
+    def _lendable(self, seq: SeqView, now: float) -> float:
+        """Seconds that a step with this decode may take: what it is ahead of its deadline, less a cushion of some
+        tokens that absorbs a slow step; with less than that ahead, a pace at which the cushion grows again."""
+        ahead = seq.due - now - self.reserve
+        tpot = _tpot(seq)
+        if tpot == inf:
+            return ahead
+        return max(min(ahead, self.share * tpot), ahead - self.cushion * tpot)
 
     def _prefills(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float) -> None:
         view = packing.view
@@ -249,7 +262,7 @@ class Scheduler:
         together = [*active, more]
         tpot = min(map(_tpot, together))
         shape = Shape(len(together), len(together), sum(s.length for s in together))
-        return not active or view.latency.step_time(shape) * (1.0 + self.safety) <= tpot
+        return not active or view.latency.step_time(shape) * (1.0 + self.safety) <= self.share * tpot
 
 
 class _Rate:
