@@ -72,7 +72,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     out.mkdir(parents=True, exist_ok=True)
     stage = Stage(out, str(bundled.ensure()), seed, progress)
     warm = stage.warm_up()
-    load = stage.load(OVERLOAD * warm.rate, seconds or 40.0, warm.unloaded.slos())
+    load = stage.load(OVERLOAD * warm.rate, seconds or 32.0, warm.unloaded.slos())
     workload.write(load, out / "workload.jsonl")
     budget = stage.tuned_budget(warm, load)
     contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
@@ -137,7 +137,7 @@ class Stage:
         say("measuring this machine, unloaded ...")
         logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
         with self._server("sarathi", {"budget": 256}, {}, None, "measure", logs[0]) as server:
-            for requests in (48, 6, 16):  # many sequences at once, few, and in between
+            for requests in (36, 6, 12):  # many sequences at once, few, and in between
                 self._burst(server.url, requests)
         samples = steps(trace.read(logs[0]))
         with self._server("vllm", {}, {}, None, "hold", logs[1]) as server:
@@ -182,7 +182,7 @@ class Stage:
         say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
         rate = 0.9 * low  # the simulated server has its cores to itself, the real one shares them with its clients
         for _ in range(TRIES):
-            run = self._bench(url, self.load(rate, 20.0, slos, "hold"), f"{rate:.2f}/s")
+            run = self._bench(url, self.load(rate, 15.0, slos, "hold"), f"{rate:.2f}/s")
             attained = sum(r.verdict.met for r in run.records) / len(run.records)
             say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
             if attained >= HOLDS:

@@ -1,10 +1,13 @@
 """Earliest deadline first, down to the step: chunks sized so that no due token is late, hopeless requests step aside.
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
-that is due, less a cushion: real steps are late now and then, and a decode without a lead then misses. Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all
-have their first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule,
-which leaves the fewest late). That rule gives up long prompts first; a tier that falls behind for it goes first, and
-the others start nothing new meanwhile.
+that is due, less a cushion: real steps are late now and then, and a decode without a lead then misses.
+
+Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all have their
+first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule, which leaves
+the fewest late). That rule gives up long prompts first; a tier that falls behind for it goes first, and the others
+start nothing new meanwhile.
+
 What is set aside, and what has missed a token already, is served as best effort from what is left of each step, comes
 back if it could still be in time after all, and its oldest gets a turn now and then whatever is due: nobody starves.
 """
