@@ -171,13 +171,13 @@ def _asked(args: argparse.Namespace) -> workload.Workload:
     path = getattr(args, "workload", None)
     if path:
         read = workload.read(path)
-        return read.rescaled(args.rate) if args.rate else read
+        return read if args.rate is None else read.rescaled(args.rate)
     kinds = [
         workload.chat(args.chat, share=0.4),
         workload.code(args.code, share=0.3),
         workload.summary(args.summary, share=0.3),
     ]
-    return workload.make("mix", kinds, args.rate or 1.0, duration=args.duration, seed=args.seed)
+    return workload.make("mix", kinds, 1.0 if args.rate is None else args.rate, duration=args.duration, seed=args.seed)
 
 
 def _workload(args: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     out.mkdir(parents=True, exist_ok=True)
     stage = Stage(out, str(bundled.ensure()), seed, progress)
     warm = stage.warm_up()
-    load = stage.load(OVERLOAD * warm.rate, seconds or 32.0, warm.unloaded.slos())
+    load = stage.load(OVERLOAD * warm.rate, 32.0 if seconds is None else seconds, warm.unloaded.slos())
     workload.write(load, out / "workload.jsonl")
     budget = stage.tuned_budget(warm, load)
     contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]

@@ -124,7 +124,7 @@ def _distribution(axes: Any, policies: dict[str, list[Run]], tier: str, measure:
         axes.axvline(1000.0 * slo, color="#222222", linewidth=1.0)
         left = axes.transAxes.inverted().transform(axes.transData.transform((1000.0 * slo, 0.0)))[0] > 0.75
         axes.annotate(
-            f"SLO {1000.0 * slo:g}", (1000.0 * slo, 0.03), xycoords=("data", "axes fraction"),
+            f"SLO {1000.0 * slo:.4g}", (1000.0 * slo, 0.03), xycoords=("data", "axes fraction"),
             xytext=(-4 if left else 4, 0), ha="right" if left else "left", textcoords="offset points", fontsize=8,
             color="#222222",
         )  # fmt: skip
