@@ -12,15 +12,15 @@ Every unknown or impossible setting is a ConfigError that names it and the neare
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rubato.policies import nearest
 from rubato.slo import RULES
 from rubato.types import SLO, OnDecline
 
@@ -131,15 +131,6 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(tree, details) for details in error.errors(include_url=False))) from None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    if close:
-        return f": did you mean {close[0]!r}?"
-    return f": known are {', '.join(names)}" if names else ": there is none"
 
 
 def _tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

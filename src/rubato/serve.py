@@ -24,9 +24,10 @@ from fastapi import FastAPI
 
 from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, local_cluster
-from rubato.config import Config, ConfigError, Named, nearest
+from rubato.config import Config, ConfigError, Named
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.lengths import RunningMean
+from rubato.policies import nearest
 from rubato.server.app import Service, create_app
 from rubato.server.slo_input import Tier, Tiers
 from rubato.trace import TraceWriter

@@ -11,7 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -96,9 +96,10 @@ def _same_kind(value: object, default: object) -> bool:
     return isinstance(value, type(default))
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """ "; did you mean 'x'?" or the known ones, for the end of an error."""
-    close = difflib.get_close_matches(word, known, n=1)
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: what was meant, or what there is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
     if close:
         return f": did you mean {close[0]!r}?"
-    return f": known are {', '.join(known)}" if known else ": it has none"
+    return f": known are {', '.join(names)}" if names else ": there is none"
