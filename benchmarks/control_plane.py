@@ -72,6 +72,8 @@ async def measure(url: str, pid: int, seqs: int, tokens: int, windows: int) -> l
             if any(task.done() for task in streams):
                 break
             steps = count_ - count
+            if steps < 3:  # still in the prefills, or the machine is elsewhere
+                continue
             rows.append({"steps": steps, "control": (cpu_ - cpu) / steps, "step": (seconds_ - seconds) / steps})
         for task in streams:
             task.cancel()

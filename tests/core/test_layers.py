@@ -23,7 +23,7 @@ LAYERS = [
     ["demo"],
     ["cli"],
 ]
-ENGINE = dict.fromkeys(["torch", "safetensors", "tokenizers", "gguf", "jinja2", "numba"], "engines/torch")
+ENGINE = dict.fromkeys(["torch", "safetensors", "tokenizers", "gguf", "jinja2", "llvmlite"], "engines/torch")
 HEAVY = {**ENGINE, "fastapi": "server", "starlette": "server", "matplotlib": "plot"}
 FILES = sorted(SRC.rglob("*.py"))
 

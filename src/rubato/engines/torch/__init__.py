@@ -18,7 +18,6 @@ from rubato.clock import WallClock
 from rubato.engines.torch import bundled
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
-from rubato.engines.torch.packing import pack
 from rubato.engines.torch.sampling import choose
 from rubato.engines.torch.sequence import Sequence
 from rubato.engines.torch.text import Text
@@ -152,7 +151,7 @@ class Engine:
         assert self._model is not None
         seqs = self._seqs
         tokens = {entry.seq: seqs[entry.seq].tokens for entry in batch.entries}
-        packed = pack(batch, tokens, self._limits.block, self._dtype, self._device)
+        packed = self._model.pack(batch, tokens)
         emitted: dict[str, Emitted] = {}
         if batch.entries:
             logits = self._model.forward(packed)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rubato.engines.torch import native
 from rubato.engines.torch.config import Config
 from rubato.engines.torch.packing import Chunk, Decodes, Packed, pack
 from rubato.engines.torch.weights import Layer, Weights
@@ -19,20 +22,55 @@ def bytes_per_token(config: Config, dtype: torch.dtype) -> int:
 
 class Model:
     """Weights and KV. kv: (layers, blocks, block, 2, kv_heads, head_dim): per token its keys, then its values, so
-    that a step writes both at once and reads both at once."""
+    that a step writes both at once and reads both at once. Where the native kernels suit, they do all but the matrix
+    products, and kv is (layers, blocks, ...) as they lay it out."""
 
     def __init__(self, config: Config, weights: Weights, blocks: int, block: int) -> None:
         self.config = config
         self.weights = weights
-        shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
-        self.kv = torch.zeros(shape, dtype=weights.embed.dtype, device=weights.embed.device)
+        dtype, device = weights.embed.dtype, weights.embed.device
+        self.native: native.Native | None = None
+        if native.suits(config, dtype, device, block):
+            self.native = native.Native(config, weights.cos, weights.sin, torch.get_num_threads())
+            self.kv = self.native.kv(blocks, block)
+        else:
+            shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
+            self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.block = block
+
+    def pack(self, batch: Batch, tokens: Mapping[str, Sequence[int]]) -> Packed:
+        """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it."""
+        return pack(batch, tokens, self.block, self.kv.dtype, self.kv.device, self.native is not None)
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.seqs), vocab)."""
+        x = F.embedding(packed.ids, self.weights.embed)
+        x = self._layers(x, packed) if self.native is None else self._native_layers(self.native, x, packed)
+        if len(packed.seqs) != x.shape[0]:
+            x = x[packed.sampled]
+        if self.native is not None:
+            return self.weights.head(self.native.norm(x, self.weights.norm))
+        return self.weights.head(F.rms_norm(x, (self.config.hidden,), self.weights.norm, self.config.norm_eps))
+
+    def warm_up(self) -> None:
+        """Run one step of a decode and a chunk in block 0, so that kernels and buffers are there before the first."""
+        entries = (Entry("decode", 0, 1, (0,), True), Entry("chunk", 0, self.block, (0,), True))
+        ids = {entry.seq: (0,) * entry.count for entry in entries}
+        self.forward(self.pack(Batch(entries), ids))
+        self.kv[:, 0].zero_()
+
+    def _native_layers(self, kernels: native.Native, x: Tensor, packed: Packed) -> Tensor:
+        assert packed.work is not None
+        for layer, kv in zip(self.weights.layers, self.kv, strict=True):
+            mixed = kernels.attention(layer.qkv(kernels.norm(x, layer.attention_norm)), kv, packed.work)
+            x = layer.out.add(mixed, x)
+            gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
+            x = layer.down.add(gated, x)
+        return x
+
+    def _layers(self, x: Tensor, packed: Packed) -> Tensor:
         w, eps = self.weights, self.config.norm_eps
         hidden = (self.config.hidden,)
-        x = F.embedding(packed.ids, w.embed)
         cos, sin = w.cos[packed.positions], w.sin[packed.positions]
         for layer, kv in zip(w.layers, self.kv, strict=True):
             y = F.rms_norm(x, hidden, layer.attention_norm, eps)
@@ -40,16 +78,7 @@ class Model:
             y = F.rms_norm(x, hidden, layer.mlp_norm, eps)
             gate, up = layer.gate_up(y).chunk(2, -1)
             x = layer.down.add(F.silu(gate).mul_(up), x)
-        if len(packed.seqs) != x.shape[0]:
-            x = x[packed.sampled]
-        return w.head(F.rms_norm(x, hidden, w.norm, eps))
-
-    def warm_up(self) -> None:
-        """Run one step of a decode and a chunk in block 0, so that kernels and buffers are there before the first."""
-        entries = (Entry("decode", 0, 1, (0,), True), Entry("chunk", 0, self.block, (0,), True))
-        ids = {entry.seq: (0,) * entry.count for entry in entries}
-        self.forward(pack(Batch(entries), ids, self.block, self.kv.dtype, self.kv.device))
-        self.kv[:, 0].zero_()
+        return x
 
     def _attention(self, layer: Layer, kv: Tensor, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
         """(rows, hidden) normed -> (rows, heads * head_dim), the rows' keys and values written to `kv`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rubato.engines.torch import native
 from rubato.types import Batch, Entry
 
 SPREAD = 1.5  # decodes share one attention call when the longest has at most this many times the blocks of the shortest
@@ -46,7 +47,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """ids, positions, slots: (rows,) int64; slot = block id * block size + offset. sampled: the rows whose logits
-    are wanted, for `seqs` in this order."""
+    are wanted, for `seqs` in this order. Attention reads `work` with the native kernels, else decodes and chunks."""
 
     ids: Tensor
     positions: Tensor
@@ -55,10 +56,16 @@ class Packed:
     chunks: tuple[Chunk, ...]
     sampled: Tensor
     seqs: tuple[str, ...]
+    work: native.Work | None
 
 
 def pack(
-    batch: Batch, tokens: Mapping[str, Sequence[int]], block: int, dtype: torch.dtype, device: torch.device
+    batch: Batch,
+    tokens: Mapping[str, Sequence[int]],
+    block: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    for_native: bool = False,
 ) -> Packed:
     """Lay the batch out; `tokens` holds every token id so far of each sequence in it."""
     single = sorted((e for e in batch.entries if e.count == 1), key=lambda e: e.start)
@@ -73,20 +80,27 @@ def pack(
         slots += _slots(e, block)
         if e.sample:
             sampled.append(len(ids) - 1)
-    chunks = []
-    first = len(single)
-    for e in many:
-        chunks.append(_chunk(e, first, block, dtype, device))
-        first += e.count
     packed = torch.tensor([ids, positions, slots]).to(device)
+    decodes: list[Decodes] = []
+    chunks: list[Chunk] = []
+    work = None
+    if for_native:
+        work = native.work([*single, *many], packed[1], packed[2], block)
+    else:
+        decodes = _groups(single, block, dtype, device)
+        first = len(single)
+        for e in many:
+            chunks.append(_chunk(e, first, block, dtype, device))
+            first += e.count
     return Packed(
         ids=packed[0],
         positions=packed[1],
         slots=packed[2],
-        decodes=tuple(_groups(single, block, dtype, device)),
+        decodes=tuple(decodes),
         chunks=tuple(chunks),
         sampled=torch.tensor(sampled, dtype=torch.int64, device=device),
         seqs=tuple(e.seq for e in (*single, *many) if e.sample),
+        work=work,
     )
 
 

@@ -1,0 +1,349 @@
+"""Vector code compiled at start-up by LLVM, run on PyTorch's own OpenMP threads.
+
+A kernel is a Python function that writes its code through `Code`: 64-bit integers (also as addresses) and vectors of
+16 lanes. PyTorch's idle threads spin, so a second pool beside them would take their cores: `launch` runs a kernel on
+the libgomp that PyTorch brings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from llvmlite import binding as llvm
+    from llvmlite import ir
+except ImportError:  # the plain PyTorch path serves then
+    llvm = ir = None
+
+LANES = 16
+
+
+def available() -> bool:
+    """Whether kernels can be compiled and run on PyTorch's threads here."""
+    return llvm is not None and sys.platform == "linux" and platform.machine() == "x86_64" and _libgomp() is not None
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return ctypes.CDLL(str(found[0])) if found else None
+
+
+if ir is not None:
+
+    class _BFloat(ir.Type):  # type: ignore[misc]
+        """LLVM's bfloat, which llvmlite has no name for; only ever cast to and from integers."""
+
+        def _to_string(self) -> str:
+            return "bfloat"
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, _BFloat)
+
+        def __hash__(self) -> int:
+            return hash(_BFloat)
+
+    I1, I16, I32, I64, F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+    VH, VI, VF = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+    pairs_of = ir.VectorType(I32, LANES // 2)  # 16 x 16 bits as 8 x 32
+    _VB = ir.VectorType(_BFloat(), LANES)
+    _VB2 = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+class Value:
+    """A 64-bit integer, a float, or a vector, with the operators that its type has. Python numbers mix in."""
+
+    __slots__ = ("code", "ir")
+
+    def __init__(self, code: Code, value: Any) -> None:
+        self.code, self.ir = code, value
+
+    def _two(self, other: Operand, ints: str, floats: str) -> Value:
+        other = self.code.like(self, other)
+        name = floats if self.code.is_float(self.ir.type) else ints
+        return Value(self.code, getattr(self.code.b, name)(self.ir, other.ir, **self.code.flags(name)))
+
+    def __add__(self, other: Operand) -> Value:
+        return self._two(other, "add", "fadd")
+
+    def __sub__(self, other: Operand) -> Value:
+        return self._two(other, "sub", "fsub")
+
+    def __mul__(self, other: Operand) -> Value:
+        return self._two(other, "mul", "fmul")
+
+    def __floordiv__(self, other: Operand) -> Value:
+        """Of integers that are not negative."""
+        return self._two(other, "udiv", "fdiv")
+
+    def __truediv__(self, other: Operand) -> Value:
+        return self._two(other, "udiv", "fdiv")
+
+    def __mod__(self, other: Operand) -> Value:
+        return self._two(other, "urem", "frem")
+
+    def __lshift__(self, other: int) -> Value:
+        return self._two(other, "shl", "shl")
+
+    def __rshift__(self, other: int) -> Value:
+        return self._two(other, "lshr", "lshr")
+
+    def __and__(self, other: Operand) -> Value:
+        return self._two(other, "and_", "and_")
+
+    def _compare(self, sign: str, other: Operand) -> Value:
+        other = self.code.like(self, other)
+        how = self.code.b.fcmp_ordered if self.code.is_float(self.ir.type) else self.code.b.icmp_signed
+        return Value(self.code, how(sign, self.ir, other.ir))
+
+    def __lt__(self, other: Operand) -> Value:
+        return self._compare("<", other)
+
+    def __gt__(self, other: Operand) -> Value:
+        return self._compare(">", other)
+
+    def equals(self, other: Operand) -> Value:
+        return self._compare("==", other)
+
+
+Operand = Value | int | float
+
+
+class Variable:
+    """A value that changes."""
+
+    def __init__(self, code: Code, value: Value) -> None:
+        self.code = code
+        with code.b.goto_entry_block():
+            self.slot = code.b.alloca(value.ir.type)
+        self.set(value)
+
+    def set(self, value: Value) -> None:
+        self.code.b.store(value.ir, self.slot)
+
+    def get(self) -> Value:
+        return Value(self.code, self.code.b.load(self.slot))
+
+
+class Code:
+    """Writes one kernel, `void(int64 *arguments)`."""
+
+    def __init__(self, module: Any, name: str, dot: bool) -> None:
+        self.module, self.dot = module, dot
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), name)
+        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
+
+    # ------------------------------------------------------------- numbers
+
+    @staticmethod
+    def is_float(type: Any) -> bool:
+        return type in (F32, VF)
+
+    @staticmethod
+    def flags(name: str) -> dict[str, Any]:
+        return {"flags": ("contract",)} if name in ("fadd", "fsub", "fmul") else {}
+
+    def short(self, x: int) -> Value:
+        return Value(self, ir.Constant(I16, x))
+
+    def like(self, model: Value, x: Operand) -> Value:
+        """`x` as a value of the model's type."""
+        if isinstance(x, Value):
+            return x
+        type = model.ir.type
+        return Value(self, ir.Constant(type, [x] * LANES if isinstance(type, ir.VectorType) else x))
+
+    def whole(self, x: int) -> Value:
+        return Value(self, ir.Constant(I64, x))
+
+    def floats(self, x: float) -> Value:
+        return Value(self, ir.Constant(VF, [x] * LANES))
+
+    def lanes(self) -> Value:
+        """0, 1, ... 15"""
+        return Value(self, ir.Constant(VI, list(range(LANES))))
+
+    def splat(self, x: Value) -> Value:
+        """A scalar (float or 32-bit integer) in every lane; a 64-bit one becomes 32 bits."""
+        value = self.b.trunc(x.ir, I32) if x.ir.type == I64 else x.ir
+        type = ir.VectorType(value.type, LANES)
+        one = self.b.insert_element(ir.Constant(type, ir.Undefined), value, ir.Constant(I32, 0))
+        zeros = ir.Constant(VI, [0] * LANES)
+        return Value(self, self.b.shuffle_vector(one, ir.Constant(type, ir.Undefined), zeros))
+
+    def lane(self, x: Value, i: int) -> Value:
+        return Value(self, self.b.extract_element(x.ir, ir.Constant(I32, i)))
+
+    def cast(self, x: Value, type: Any) -> Value:
+        return Value(self, self.b.bitcast(x.ir, type))
+
+    def select(self, condition: Value, yes: Value, no: Operand) -> Value:
+        return Value(self, self.b.select(condition.ir, yes.ir, self.like(yes, no).ir))
+
+    def call(self, name: str, type: Any, *values: Value) -> Value:
+        function = self.module.globals.get(name)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(type, [v.ir.type for v in values]), name)
+        return Value(self, self.b.call(function, [v.ir for v in values]))
+
+    def largest(self, x: Value, y: Value) -> Value:
+        return self.select(x > y, x, y)
+
+    def smallest(self, x: Value, y: Value) -> Value:
+        return self.select(x < y, x, y)
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        return self.call("llvm.fma.v16f32", VF, x, y, z)
+
+    def reduce(self, x: Value, how: Callable[[Value, Value], Value]) -> Value:
+        """Every lane the sum, the maximum, ... of all."""
+        width = LANES // 2
+        while width:
+            order = ir.Constant(VI, [i ^ width for i in range(LANES)])
+            x = how(x, Value(self, self.b.shuffle_vector(x.ir, x.ir, order)))
+            width //= 2
+        return x
+
+    def exp2(self, x: Value) -> Value:
+        """2**x to 3e-6 of its size for x < 127; exactly 0 from about -127 down."""
+        x = self.largest(x, self.floats(-127.0))
+        whole = self.call("llvm.rint.v16f32", VF, x)
+        f = x - whole
+        y = self.floats(0.0013333558146428443)
+        for c in (0.009618129107628477, 0.05550410866482158, 0.2402265069591007, 0.6931471805599453, 1.0):
+            y = self.fma(y, f, self.floats(c))
+        power = Value(self, self.b.fptosi(whole.ir, VI))
+        return y * self.cast((power + 127) << 23, VF)
+
+    # ------------------------------------------------------------- bfloat16
+
+    def widen(self, x: Value) -> Value:
+        """16 bfloat16 as float32."""
+        return self.cast(Value(self, self.b.zext(x.ir, VI)) << 16, VF)
+
+    def narrow(self, x: Value) -> Value:
+        """16 float32 as bfloat16, rounded to the nearest even."""
+        if self.dot:
+            return self.cast(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _VB, x), VH)
+        bits = self.cast(x, VI)
+        return Value(self, self.b.trunc(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).ir, VH))
+
+    def dots(self, total: Value, x: Value, y: Value) -> Value:
+        """total[i] + x[2i] * y[2i] + x[2i+1] * y[2i+1]: x and y 16 pairs of bfloat16 (as 32-bit integers)."""
+        if self.dot:
+            a, b = self.cast(x, _VB2), self.cast(y, _VB2)
+            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VF, total, a, b)
+        low = self.fma(self.cast(x << 16, VF), self.cast(y << 16, VF), total)
+        high = -0x10000 & 0xFFFFFFFF
+        return self.fma(self.cast(x & high, VF), self.cast(y & high, VF), low)
+
+    # ------------------------------------------------------------- memory and flow
+
+    def load(self, address: Value, type: Any) -> Value:
+        pointer = self.b.inttoptr(address.ir, type.as_pointer())
+        return Value(self, self.b.load(pointer, align=2 if type in (VH, I16) else 8 if type == I64 else 4))
+
+    def store(self, x: Value, address: Value) -> None:
+        type = x.ir.type
+        pointer = self.b.inttoptr(address.ir, type.as_pointer())
+        self.b.store(x.ir, pointer, align=2 if type in (VH, I16) else 8 if type == I64 else 4)
+
+    def arguments(self, count: int) -> list[Value]:
+        base = Value(self, self.function.args[0])
+        return [self.load(base + 8 * i, I64) for i in range(count)]
+
+    def next(self, counter: Value) -> Value:
+        """The number at this address, which is one more for whoever asks next."""
+        pointer = self.b.inttoptr(counter.ir, I64.as_pointer())
+        return Value(self, self.b.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic"))
+
+    def thread(self) -> tuple[Value, Value]:
+        """This thread's number, and how many there are."""
+        found = [self.call(name, I32) for name in ("omp_get_thread_num", "omp_get_num_threads")]
+        number, count = (Value(self, self.b.zext(x.ir, I64)) for x in found)
+        return number, count
+
+    def barrier(self) -> None:
+        self.call("GOMP_barrier", ir.VoidType())
+
+    def share(self, total: Value) -> tuple[Value, Value]:
+        """This thread's part [first, last) of 0..total."""
+        number, count = self.thread()
+        return total * number // count, total * (number + 1) // count
+
+    @contextmanager
+    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+        model = self.whole(0)
+        at = Variable(self, self.like(model, start))
+        head, body, done = (self.function.append_basic_block() for _ in range(3))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        self.b.cbranch((at.get() < stop).ir, body, done)
+        self.b.position_at_end(body)
+        yield at.get()
+        at.set(at.get() + step)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.b.if_then(condition.ir):
+            yield
+
+    @contextmanager
+    def tasks(self, counter: Value, total: Value) -> Iterator[Value]:
+        """The threads take the numbers 0..total one by one, each the next one when it is free."""
+        head, body, done = (self.function.append_basic_block() for _ in range(3))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        task = self.next(counter)
+        self.b.cbranch((task < total).ir, body, done)
+        self.b.position_at_end(body)
+        yield task
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+
+class Kernels:
+    """Compiled kernels. `writers`: name -> the function that writes the kernel's code."""
+
+    def __init__(self, writers: dict[str, Callable[[Code], None]]) -> None:
+        gomp = _libgomp()
+        assert gomp is not None
+        for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+            llvm.add_symbol(name, ctypes.cast(getattr(gomp, name), ctypes.c_void_p).value)
+        self._parallel = gomp.GOMP_parallel
+        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
+        features = llvm.get_host_cpu_features()
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        module = ir.Module("rubato")
+        for name, write in writers.items():
+            code = Code(module, name, bool(features.get("avx512bf16")))
+            write(code)
+            code.b.ret_void()
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
+        )
+        parsed = llvm.parse_assembly(str(module))
+        parsed.verify()
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+        passes.getModulePassManager().run(parsed, passes)
+        self._engine = llvm.create_mcjit_compiler(parsed, machine)
+        self._engine.finalize_object()
+        self._addresses = {name: self._engine.get_function_address(name) for name in writers}
+
+    def launch(self, name: str, threads: int, *arguments: int) -> None:
+        """Run a kernel on so many threads and wait for it."""
+        block = (ctypes.c_int64 * len(arguments))(*arguments)
+        self._parallel(self._addresses[name], ctypes.addressof(block), threads, 0)

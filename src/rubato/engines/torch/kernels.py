@@ -1,0 +1,288 @@
+"""The code of the native kernels: attention over paged KV, RMS norm, and the gate of the MLP.
+
+KV is kept in units of 16 tokens, each unit of each KV head contiguous: its keys as (head_dim/2, 16, 2), so that one
+vector holds two dimensions of 16 tokens, then its values as (8, head_dim, 2), so that one holds two tokens in 16
+dimensions. Both are what the bfloat16 dot product takes; sums, softmax and rotation are float32.
+"""
+
+from __future__ import annotations
+
+from rubato.engines.torch import jit
+from rubato.engines.torch.config import Config
+from rubato.engines.torch.jit import Code, Value, Variable
+
+UNIT = 16  # tokens
+STEP = 4 * UNIT  # keys that are scored together
+SPAN = 256  # keys between two updates of the softmax
+ROWS = 6  # queries scored together in prefill: 6 x 4 sums fill the vector registers
+LOG2E = 1.4426950408889634
+LOWEST = -1e30  # a masked score; finite, so that differences are numbers
+
+
+# --------------------------------------------------------------------------- row by row
+
+
+def norm(code: Code, hidden: int, eps: float) -> None:
+    x, weight, out, rows = code.arguments(4)
+    parts = range(0, hidden, jit.LANES)
+    first, last = code.share(rows)
+    with code.loop(first, last) as row:
+        at = row * (2 * hidden)
+        sums = [code.floats(0.0)] * 4
+        for i, d in enumerate(parts):
+            value = code.widen(code.load(x + at + 2 * d, jit.VH))
+            sums[i % 4] = code.fma(value, value, sums[i % 4])
+        total = code.reduce(sums[0] + sums[1] + (sums[2] + sums[3]), lambda a, b: a + b)
+        scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", jit.VF, total / float(hidden) + eps)
+        for d in parts:
+            value = code.widen(code.load(x + at + 2 * d, jit.VH)) * scale
+            value = value * code.widen(code.load(weight + 2 * d, jit.VH))
+            code.store(code.narrow(value), out + at + 2 * d)
+
+
+def gate(code: Code, width: int) -> None:
+    x, out, rows = code.arguments(3)
+    first, last = code.share(rows)
+    with code.loop(first, last) as row, code.loop(0, 2 * width, 2 * jit.LANES) as d:
+        at = row * (4 * width) + d
+        gate = code.widen(code.load(x + at + 0, jit.VH))
+        up = code.widen(code.load(x + at + 2 * width, jit.VH))
+        silu = gate / (code.exp2(code.smallest(gate * -LOG2E, code.floats(126.0))) + 1.0)
+        code.store(code.narrow(silu * up), out + row * (2 * width) + d)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+class Scratch:
+    """Byte offsets in a thread's scratch memory: for `rows` queries at most."""
+
+    def __init__(self, dim: int, rows: int) -> None:
+        self.query = 0
+        self.mixed = self.query + rows * dim * 2  # float32 (rows, dim)
+        self.top = self.mixed + rows * dim * 4  # float32 (rows, 16): the largest score so far, in every lane
+        self.sum = self.top + rows * 64  # float32 (rows, 16): sums of weights, one in each lane
+        self.scores = self.sum + rows * 64  # float32 (ROWS, SPAN)
+        self.weights = self.scores + ROWS * SPAN * 4  # bfloat16 (ROWS, SPAN)
+        self.size = -(-(self.weights + ROWS * SPAN * 2) // 4096) * 4096 + 256
+
+
+def attention(code: Code, c: Config, layout: Scratch, few: int) -> None:
+    (qkv, out, kv, rows, positions, slots, ends, tasks, decodes, total, counter, scratch, angles, units) = (
+        code.arguments(14)
+    )
+    number, _ = code.thread()
+    scratch = scratch + number * layout.size
+    first, last = code.share(rows)
+    with code.loop(first, last) as row:
+        position, slot, end = (code.load(x + row * 8, jit.I64) for x in (positions, slots, ends))
+        _rotate_and_write(code, c, qkv, kv, angles, position, slot, end, row)
+    code.barrier()
+    for i, (begin, end, size) in enumerate(((code.whole(0), decodes, few), (decodes, total, ROWS))):
+        with code.tasks(counter + 8 * i, (end - begin) * c.kv_heads) as task:
+            head = task % c.kv_heads
+            at = tasks + (begin + task // c.kv_heads) * 32
+            row, tokens, start, table = (code.load(at + 8 * j, jit.I64) for j in range(4))
+            tile = _Tile(code, c, layout, size, scratch, row, tokens, start, units + table * 8, kv, head)
+            tile.fill(qkv)
+            tile.run()
+            tile.write(out)
+
+
+def _rotate_and_write(
+    code: Code, c: Config, qkv: Value, kv: Value, angles: Value, position: Value, slot: Value, end: Value, row: Value
+) -> None:
+    """Rotate a row's queries in place; rotate its keys, and write them and its values to KV. Behind an entry's last
+    token the rest of the unit's values becomes 0: its weights are 0 there, but 0 times what lay there may not be."""
+    dim, half = c.head_dim, c.head_dim // 2
+    base = qkv + row * ((c.heads + 2 * c.kv_heads) * dim * 2)
+    angle = angles + position * (dim * 4)
+    turns = [
+        (code.load(angle + 4 * d, jit.VF), code.load(angle + 4 * (half + d), jit.VF)) for d in range(0, half, jit.LANES)
+    ]
+
+    def rotated(at: Value) -> list[tuple[int, Value]]:
+        found = []
+        for i, (cos, sin) in enumerate(turns):
+            d = i * jit.LANES
+            x = code.widen(code.load(at + 2 * d, jit.VH))
+            y = code.widen(code.load(at + 2 * (half + d), jit.VH))
+            found.append((d, code.narrow(x * cos - y * sin)))
+            found.append((half + d, code.narrow(y * cos + x * sin)))
+        return found
+
+    with code.loop(0, c.heads) as head:
+        at = base + head * (dim * 2)
+        for d, x in rotated(at):
+            code.store(x, at + 2 * d)
+    unit, offset = slot // UNIT, slot % UNIT
+    with code.loop(0, c.kv_heads) as head:
+        keys = kv + (unit * c.kv_heads + head) * (4 * UNIT * dim)
+        pairs = jit.pairs_of
+        for d, x in rotated(base + (head + c.heads) * (dim * 2)):
+            x = code.cast(x, pairs)
+            for i in range(jit.LANES // 2):
+                code.store(code.lane(x, i), keys + (d // 2 + i) * (4 * UNIT) + offset * 4)
+        values = keys + 2 * UNIT * dim
+        at = base + (head + c.heads + c.kv_heads) * (dim * 2)
+        to = values + offset // 2 * (4 * dim) + offset % 2 * 2
+        for d in range(0, dim, jit.LANES):
+            x = code.load(at + 2 * d, jit.VH)
+            for i in range(jit.LANES):
+                code.store(code.lane(x, i), to + 4 * (d + i))
+        with code.when(end.equals(1)), code.loop(offset + 1, UNIT) as behind:
+            to = values + behind // 2 * (4 * dim) + behind % 2 * 2
+            for d in range(dim):
+                code.store(code.short(0), to + 4 * d)
+
+
+class _Tile:
+    """Writes the code for one task: `tokens` rows of one sequence, and the query heads that share one KV head. A query
+    is (token, head of the group); `size` of them are scored together."""
+
+    def __init__(
+        self,
+        code: Code,
+        c: Config,
+        layout: Scratch,
+        size: int,
+        scratch: Value,
+        row: Value,
+        tokens: Value,
+        start: Value,
+        table: Value,
+        kv: Value,
+        head: Value,
+    ) -> None:
+        self.code, self.c, self.layout, self.size = code, c, layout, size
+        self.scratch, self.row, self.tokens, self.start, self.table = scratch, row, tokens, start, table
+        self.group = c.heads // c.kv_heads
+        self.head = head
+        self.stride = c.kv_heads * 4 * UNIT * c.head_dim  # bytes of a unit, all heads
+        self.kv = kv + head * (4 * UNIT * c.head_dim)
+        self.queries = tokens * self.group
+        self.rounded = (self.queries + (size - 1)) // size * size
+
+    def fill(self, qkv: Value) -> None:
+        """The queries, contiguous; the states of their softmaxes empty."""
+        code, c, dim = self.code, self.c, self.c.head_dim
+        with code.loop(0, self.tokens) as token:
+            at = qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
+            to = self.scratch + self.layout.query + token * (self.group * dim * 2)
+            for d in range(0, self.group * dim, jit.LANES):
+                code.store(code.load(at + 2 * d, jit.VH), to + 2 * d)
+        with code.loop(0, self.rounded) as query:
+            code.store(code.floats(LOWEST), self.scratch + self.layout.top + query * 64)
+            code.store(code.floats(0.0), self.scratch + self.layout.sum + query * 64)
+            for d in range(0, dim, jit.LANES):
+                code.store(code.floats(0.0), self.scratch + self.layout.mixed + query * (4 * dim) + 4 * d)
+
+    def run(self) -> None:
+        code = self.code
+        length = self.start + self.tokens
+        with code.loop(0, length, SPAN) as first, code.loop(0, self.rounded, self.size) as query:
+            beyond = self.position(query + (self.size - 1)) + 1  # keys that the last of these queries sees
+            stop = code.smallest(first + SPAN, (beyond + (STEP - 1)) // STEP * STEP)
+            with code.when(first < stop):
+                with code.loop(first, stop, STEP) as key:
+                    self.score(query, key, key - first)
+                    with code.when(self.position(query) < key + (STEP - 1)):
+                        self.mask(query, key, key - first)
+                shrink = self.soften(query, stop - first)
+                self.mix(query, first, stop - first, shrink)
+
+    def position(self, query: Value) -> Value:
+        return self.start + self.code.smallest(query // self.group, self.tokens - 1)
+
+    def unit(self, key: Value) -> Value:
+        return self.kv + self.code.load(self.table + key // UNIT * 8, jit.I64) * self.stride
+
+    def score(self, query: Value, key: Value, to: Value) -> None:
+        """Scores of `size` queries and STEP keys, in units of the softmax to base 2."""
+        code, dim = self.code, self.c.head_dim
+        keys = [self.unit(key + i * UNIT) for i in range(STEP // UNIT)]
+        at = self.scratch + self.layout.query + query * (dim * 2)
+        sums = [[Variable(code, code.floats(0.0)) for _ in keys] for _ in range(self.size)]
+        with code.loop(0, dim // 2) as pair:
+            columns = [code.load(k + pair * (4 * UNIT), jit.VI) for k in keys]
+            for r in range(self.size):
+                q = code.splat(code.load(at + pair * 4 + r * dim * 2, jit.I32))
+                for total, column in zip(sums[r], columns, strict=True):
+                    total.set(code.dots(total.get(), q, column))
+        scale = LOG2E / dim**0.5
+        for r in range(self.size):
+            for i, total in enumerate(sums[r]):
+                place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + i * UNIT) * 4
+                code.store(total.get() * scale, place)
+
+    def mask(self, query: Value, key: Value, to: Value) -> None:
+        code = self.code
+        for r in range(self.size):
+            seen = code.splat(self.position(query + r) - key)
+            for i in range(STEP // UNIT):
+                place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + i * UNIT) * 4
+                hidden = code.lanes() + i * UNIT > seen
+                code.store(code.select(hidden, code.floats(LOWEST), code.load(place, jit.VF)), place)
+
+    def soften(self, query: Value, count: Value) -> list[Value]:
+        """Scores to weights. Returns by how much to scale what was mixed before, for each query."""
+        code = self.code
+        found = []
+        for r in range(self.size):
+            scores = self.scratch + self.layout.scores + r * SPAN * 4
+            weights = self.scratch + self.layout.weights + r * SPAN * 2
+            top_at = self.scratch + self.layout.top + (query + r) * 64
+            sum_at = self.scratch + self.layout.sum + (query + r) * 64
+            before = code.load(top_at, jit.VF)
+            tops = [Variable(code, before) for _ in range(4)]
+            with code.loop(0, count, STEP) as key:
+                for i, top in enumerate(tops):
+                    top.set(code.largest(top.get(), code.load(scores + key * 4 + i * UNIT * 4, jit.VF)))
+            most = code.largest(code.largest(tops[0].get(), tops[1].get()), code.largest(tops[2].get(), tops[3].get()))
+            most = code.reduce(most, code.largest)
+            shrink = code.exp2(before - most)
+            sums = [
+                Variable(code, code.load(sum_at, jit.VF) * shrink if i == 0 else code.floats(0.0)) for i in range(4)
+            ]
+            with code.loop(0, count, STEP) as key:
+                for i, total in enumerate(sums):
+                    weight = code.exp2(code.load(scores + key * 4 + i * UNIT * 4, jit.VF) - most)
+                    total.set(total.get() + weight)
+                    code.store(code.narrow(weight), weights + key * 2 + i * UNIT * 2)
+            code.store(most, top_at)
+            code.store(sums[0].get() + sums[1].get() + (sums[2].get() + sums[3].get()), sum_at)
+            found.append(shrink)
+        return found
+
+    def mix(self, query: Value, first: Value, count: Value, shrink: list[Value]) -> None:
+        """Add the weighted values of `count` keys from `first`."""
+        code, dim = self.code, self.c.head_dim
+        for part in range(0, dim, 64):
+            places = range(part, min(part + 64, dim), jit.LANES)
+            at = self.scratch + self.layout.mixed + query * (dim * 4)
+            sums = [
+                [Variable(code, code.load(at + (r * dim + d) * 4, jit.VF) * shrink[r]) for d in places]
+                for r in range(self.size)
+            ]
+            with code.loop(0, count, UNIT) as key:
+                values = self.unit(first + key) + 2 * UNIT * dim
+                weights = self.scratch + self.layout.weights + key * 2
+                with code.loop(0, UNIT // 2) as pair:
+                    rows = [code.load(values + pair * (4 * dim) + 4 * d, jit.VI) for d in places]
+                    for r in range(self.size):
+                        weight = code.splat(code.load(weights + pair * 4 + r * SPAN * 2, jit.I32))
+                        for total, row in zip(sums[r], rows, strict=True):
+                            total.set(code.dots(total.get(), weight, row))
+            for r in range(self.size):
+                for total, d in zip(sums[r], places, strict=True):
+                    code.store(total.get(), at + (r * dim + d) * 4)
+
+    def write(self, out: Value) -> None:
+        code, c, dim = self.code, self.c, self.c.head_dim
+        with code.loop(0, self.queries) as query:
+            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, jit.VF), lambda a, b: a + b)
+            row, head = self.row + query // self.group, self.head * self.group + query % self.group
+            at = self.scratch + self.layout.mixed + query * (dim * 4)
+            to = out + (row * c.heads + head) * (dim * 2)
+            for d in range(0, dim, jit.LANES):
+                code.store(code.narrow(code.load(at + 4 * d, jit.VF) / total), to + 2 * d)
