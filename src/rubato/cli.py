@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import yaml
 from rubato import bench, policies, results, trace, workload
 from rubato import plot as plotting
 from rubato.config import Config, load
-from rubato.latency import affine
 from rubato.metrics import steps
 from rubato.slo import RULES
 from rubato.types import SLO, Limits
@@ -24,12 +24,13 @@ from rubato.types import SLO, Limits
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status. 2: what was asked for is impossible, and the message says why."""
+    sys.path.append(os.getcwd())  # for a policy of one's own, `--policy my_package.my_module`
     parser = _parser()
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
-    except (ValueError, ImportError, OSError, bench.BenchError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"rubato {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -69,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--model", help="model name (default: the first that the server lists)")
     _workload_options(run)
     run.add_argument("--label", default="run", help="what the table calls this run")
-    run.add_argument("--slo", choices=("slo", "body", "tier", "none"), default="slo", help="how to state SLOs")
+    run.add_argument(
+        "--slo", choices=("slo", "body", "tier", "none"), default="body",
+        help="how to state SLOs: body = in the body; slo = and the tier by its name, which the server must know",
+    )  # fmt: skip
     run.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
     run.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
     run.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
@@ -123,7 +127,7 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
             f"--{tier}", type=_slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
             help=f"SLO of tier {tier} (default {ttft},{tpot})",
         )  # fmt: skip
-    parser.add_argument("--judge", choices=RULES, default="deadline")
+    parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
 
 
 def _result_options(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +201,7 @@ def _bench(args: argparse.Namespace) -> int:
             model,
             label=args.label,
             tier_field=args.slo,
-            rule=args.judge,
+            rule=args.judge or "deadline",
             timeout=args.timeout,
             max_delay=args.max_delay,
             progress=not args.no_progress,
@@ -208,15 +212,16 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serve import simulation_limits
+    from rubato.serve import latency_of, lengths_of, simulation_limits
     from rubato.simulate import Setup, simulated_run
 
     config = _config(args)
-    model = affine.Model(**(config.latency.settings if config.latency else {}))
+    asked = _asked(args)
+    model = latency_of(config)
     if args.steps:
         model.fit(steps(trace.read(args.steps)))
     setup = Setup(
-        latency=lambda: replace(model),
+        latency=lambda: copy.deepcopy(model),
         limits=Limits(**simulation_limits(config)),
         policy=config.policy.name,
         settings=config.policy.settings,
@@ -226,9 +231,10 @@ def _simulate(args: argparse.Namespace) -> int:
         noise=args.noise,
         seed=args.seed,
         max_in_flight=config.max_in_flight,
-        rule=args.judge,
+        lengths=lengths_of(config, {a.id: a.output_tokens for a in asked.arrivals}),
+        rule=args.judge or config.judge,
     )
-    _report(args, [simulated_run(_asked(args), setup)])
+    _report(args, [simulated_run(asked, setup)])
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,6 +13,8 @@ from rubato.policies import load, load_router
 from rubato.slo import judge
 from rubato.types import Event, Finished, Offered, Placed, Request
 from rubato.worker import LocalHost
+
+log = logging.getLogger(__name__)
 
 RECENT = 64  # completions that the estimate of Retry-After looks back on
 
@@ -155,8 +158,12 @@ class Cluster:
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         if own is not None:
             own(event)
-        for listener in self._listeners:
-            listener(event)
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:  # a full disk under the event log must not cost a request its end
+                log.exception("listener %r failed and gets no more events", listener)
+                self._listeners.remove(listener)
         self._router.observe((event,))
         if last:
             if not self.in_flight:

@@ -26,7 +26,7 @@ from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, local_cluster
 from rubato.config import Config, ConfigError, Named
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor
-from rubato.lengths import RunningMean
+from rubato.lengths import Oracle, RunningMean
 from rubato.policies import nearest
 from rubato.server.app import Service, create_app
 from rubato.server.slo_input import Tier, Tiers
@@ -35,6 +35,7 @@ from rubato.types import Limits
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
+REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
 SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
 
 log = logging.getLogger(__name__)
@@ -145,13 +146,13 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
     engines = [_engine(config, clock, replica) for replica in range(config.replicas)]
     cluster = local_cluster(
         engines,
-        [_latency(config) for _ in engines],
+        [latency_of(config) for _ in engines],
         clock,
         policy=config.policy.name,
         settings=config.policy.settings,
         router=config.router.name,
         router_settings=config.router.settings,
-        lengths=_lengths(config),
+        lengths=lengths_of(config),
         max_in_flight=config.max_in_flight,
         rule=config.judge,
     )
@@ -192,7 +193,7 @@ def _engine(config: Config, clock: Clock, replica: int) -> Engine:
     elif "model" in takes and takes["model"].default is inspect.Parameter.empty:
         raise ConfigError(f"model: engine {config.engine.name!r} needs one; set model to its path or name")
     if "latency" in takes:
-        given["latency"] = _latency(config)
+        given["latency"] = latency_of(config)
     settings = {**{name: value for name, value in given.items() if name in takes}, **settings}
     if "seed" in takes:
         settings["seed"] = settings.get("seed", 0) + replica
@@ -204,6 +205,9 @@ def _engine(config: Config, clock: Clock, replica: int) -> Engine:
 
 def simulation_limits(config: Config) -> dict[str, int]:
     """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
+    for name in config.engine.settings:
+        if name not in (known := [*SIMULATED, *REAL_ONLY]) and config.engine.name in ("torch", "simulated"):
+            raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
     limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED.items()}
     for name, value in limits.items():
         if type(value) is not int or value < 1:
@@ -211,7 +215,7 @@ def simulation_limits(config: Config) -> dict[str, int]:
     return limits
 
 
-def _latency(config: Config) -> LatencyModel:
+def latency_of(config: Config) -> LatencyModel:
     """`latency.kind` is a module of `rubato.latency`, or anyone's, with a class `Model`; by default `affine`, which
     begins with a guess and learns from each step."""
     named = config.latency or Named(name="affine")
@@ -220,19 +224,26 @@ def _latency(config: Config) -> LatencyModel:
     return cast(LatencyModel, model)
 
 
-def _lengths(config: Config) -> LengthPredictor | None:
-    """`lengths.kind`: running_mean, or a dotted module with a class `Lengths`; default: nothing is known."""
+def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
+    """`lengths.kind`: running_mean, or a dotted module with a class `Lengths`; default: nothing is known.
+
+    In simulation, where `truth` (request id -> output tokens) is given, also oracle.
+    """
     if config.lengths is None:
         return None
-    name = config.lengths.name
+    name, settings = config.lengths.name, dict(config.lengths.settings)
+    if name == "oracle":
+        if truth is None:
+            raise ConfigError("lengths: the oracle knows simulated requests only; serve with running_mean")
+        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, {"truth": truth, **settings}, ["noise"]))
     cls: Any = RunningMean if name == "running_mean" else _class("lengths", "", name, "Lengths")
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
-    return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, config.lengths.settings, known))
+    return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
 
 
 def _class(what: str, package: str, kind: str, name: str) -> Any:
     """The class `name` of module `kind`. Raises ConfigError for a module that is not there or has no such class."""
-    known = ["running_mean"]
+    known = ["oracle", "running_mean"]
     if package:
         path = importlib.import_module(package).__path__
         known = [module.name for module in pkgutil.iter_modules(path)]

@@ -85,7 +85,8 @@ def judge(
         raise ValueError(f"unknown judging rule {rule!r}: choose one of {', '.join(RULES)}")
     margin = _margin(request, stages, rule)
     completed = outcome == "completed"
-    met = completed and (margin is None or margin >= -TOLERANCE)
+    nothing = not any(stage.tokens for stage in stages) and not request.best_effort
+    met = completed and not nothing and (margin is None or margin >= -TOLERANCE)
     cause: Cause | None = None
     if outcome == "refused" or outcome == "failed":
         cause = outcome

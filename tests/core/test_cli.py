@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_a_higher_rate_attains_no_more(mix: Path, capsysbinary: pytest.CaptureFi
     assert rates[0] >= rates[1] > rates[2]
 
 
+@pytest.mark.parametrize("words", [["--set", "latency=roofline"], ["--set", "lengths=oracle"], ["--set", "judge=mean"]])
+def test_simulation_obeys_the_configuration(
+    mix: Path, words: list[str], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    capsysbinary.readouterr()
+    assert main(["simulate", "--workload", str(mix), "--json", "-", *words]) == 0
+    (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
+    assert run["judge"] == ("mean" if "judge=mean" in words else "deadline")
+
+
 def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     """A latency model fitted to a log whose steps took 10 ms + 1 ms a token predicts a lone request's TTFT."""
     made = read(mix)
@@ -108,13 +119,29 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--workload", "nowhere.jsonl"], "nowhere.jsonl"),
         (["simulate", "--rate", "0"], "give a positive number"),
         (["simulate", "--steps", "nowhere"], "nowhere"),
+        (["simulate", "--set", "lengths=nope"], "known are oracle, running_mean"),
+        (["simulate", "--set", "engine.bloc=5"], "did you mean 'block'"),
+        (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
         (["serve", "--set", "engine.kind=tourch"], "did you mean 'torch'"),
         (["bench", "http://127.0.0.1:9", "--no-progress"], "http://127.0.0.1:9"),
     ],
 )
 def test_what_is_impossible_is_one_sentence_and_status_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "idle").mkdir()
+    (tmp_path / "idle" / "policy.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from rubato.types import Plan\n"
+        "@dataclass\n"
+        "class Scheduler:\n"
+        "    needs: ClassVar[frozenset[str]] = frozenset()\n"
+        "    def observe(self, events): ...\n"
+        "    def plan(self, view): return Plan()\n"
+    )
+    monkeypatch.chdir(tmp_path)  # where a user's own policies are found
+    monkeypatch.setattr("sys.path", sys.path[:])
     assert main(words) == 2
     error = capsys.readouterr().err
     assert says in error

@@ -56,6 +56,10 @@ def test_best_effort_completed_is_met() -> None:
     assert (verdict.ttft, verdict.tpot, verdict.e2e) == (100.0, 100.0, 200.0)
 
 
+def test_a_promise_needs_a_token_to_be_kept() -> None:
+    assert not judge(request(ttft=1.0), [StageTimes(0.0, [])]).met
+
+
 def test_cause_is_the_largest_loss() -> None:
     verdict = judge(request(ttft=1.0), [StageTimes(0.0, [3.0])], lost={"queue": 0.5, "prefill interference": 1.5})
     assert verdict.cause == "prefill interference"

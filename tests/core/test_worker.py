@@ -190,3 +190,13 @@ def test_a_policy_that_needs_what_the_engine_lacks_is_refused_at_start() -> None
 
     with pytest.raises(ValueError, match="needs chunked"):
         local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), policy="sarathi")
+
+
+def test_a_listener_that_fails_costs_no_request_its_end() -> None:
+    def fails(event: Event) -> None:
+        raise OSError("no space left on device")
+
+    steps = [(0.0, lambda cluster: cluster.listen(fails)), (0.1, offer(request("a"))), (1.0, offer(request("b")))]
+    cluster, events, _ = scenario(steps)
+    assert {e.outcome for e in ends(events).values()} == {"completed"}
+    assert cluster.in_flight == 0

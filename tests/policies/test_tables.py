@@ -137,6 +137,35 @@ def test_edf_prompts_wait_when_one_more_decode_would_break_the_tightest_tpot() -
     assert "a" not in work(plan)
 
 
+def test_edf_doubts_a_prediction_after_idle_seconds() -> None:
+    """A refused request runs no step: a model that saw a slow machine must not refuse on an idle one for ever."""
+    policy = load("edf", {**EDF, "stale": 5.0})
+    assert work(policy.plan(seen([prompt("warm", 10)], []))) == {"warm": 10}
+    hopeful = prompt("a", 100, ttft=0.05, refuse=True)  # predicted at 110 ms
+    assert policy.plan(seen([hopeful], [], now=0.01)).drop == {"a": "rejected-slo-infeasible"}
+    later = Seq(request("b", 100, ttft=0.05, refuse=True, arrival=6.0), 100, due=6.05)
+    assert work(policy.plan(seen([later], [], now=6.0))) == {"b": 100}
+    absurd = Seq(request("c", 100, ttft=0.001, refuse=True, arrival=20.0), 100, due=20.001)
+    assert policy.plan(seen([absurd], [], now=20.0)).drop == {"c": "rejected-slo-infeasible"}
+
+
+@pytest.mark.parametrize(
+    ("slo", "predicted", "refused"),
+    [
+        ({"ttft": 1.0, "tpot": 0.005}, None, True),  # a step alone takes 11 ms
+        ({"ttft": 1.0, "tpot": 0.05}, None, False),
+        ({"e2e": 0.3}, 100.0, True),  # 100 steps of 11 ms
+        ({"e2e": 0.3}, 10.0, False),
+        ({"e2e": 0.3}, None, False),
+    ],
+)
+def test_edf_refuses_a_pace_that_cannot_be_kept(slo: dict[str, float], predicted: float | None, refused: bool) -> None:
+    policy = load("edf", EDF)
+    policy.plan(seen([prompt("warm", 10)], []))
+    asked = Seq(request("a", 10, refuse=True, **slo), 10, due=1.0, predicted=predicted)
+    assert bool(policy.plan(seen([asked], [], now=0.1)).drop) is refused
+
+
 def fleet(*pending: int) -> list[View]:
     views = []
     for i, tokens in enumerate(pending):

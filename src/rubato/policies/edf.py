@@ -27,6 +27,7 @@ from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all
+DOUBT = 8.0  # how much too slow a stale model may be: the bound of the drift that latency models follow
 RECENT = 64  # requests that the tightest TTFT is remembered over
 
 
@@ -37,6 +38,7 @@ class Scheduler:
     every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
     share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
     cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
+    stale: after so many idle seconds predictions are doubted, and a request is tried unless it is far from possible.
     fairness: how far (in attainment, 0 to 1) a tier may fall behind the best before its requests go first; 1 = never.
     """
 
@@ -48,8 +50,11 @@ class Scheduler:
     least: int = 16
     fairness: float = 0.1
     cushion: float = 3.0
+    stale: float = 10.0
     share: float = 0.9
     _turn: int = field(default=0, init=False)
+    _worked: float = field(default=-inf, init=False)
+    _probe: str = field(default="", init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _attained: dict[str, float] = field(default_factory=dict, init=False)
     _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
@@ -88,6 +93,8 @@ class Scheduler:
         if not packing.work and (strict or rest):
             first = min(strict, key=_due) if strict else rest[0]
             self._force(packing, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
+        if packing.work:
+            self._worked = view.now
         return packing.plan(
             demote=[s.id for s in declined if s.id not in drop],
             promote=[s.id for s in strict if s.demoted],
@@ -125,9 +132,15 @@ class Scheduler:
                 jobs.append(seq)
         rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety)
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
-        first = [s for s in fresh if self._behind(s) and view.now + rate.seconds_alone(s.pending) <= s.due]
+        able = [s for s in fresh if not self._refusable(s) or self._pace(view, s, rate)]
+        first = [s for s in able if self._behind(s) and view.now + rate.seconds_alone(s.pending) <= s.due]
         ahead = sum(s.pending for s in first)
-        kept = [*first, *self._schedulable([s for s in fresh if s not in first], rate, view.now, ahead)]
+        kept = [*first, *self._schedulable([s for s in able if s not in first], rate, view.now, ahead)]
+        stale = not view.running and view.now - self._worked > self.stale
+        if stale and not kept and fresh and rate.seconds_alone(fresh[0].pending) / DOUBT <= fresh[0].due - view.now:
+            # A refused request runs no step, so a model that once saw a slow machine would refuse for ever: try one.
+            kept = fresh[:1]
+            self._probe = fresh[0].id
         aside.update(s.id for s in fresh if s not in kept)
         # Set-aside ones come back when they fit beside all that are kept, by a margin, cheapest first.
         for seq in sorted((s for s in jobs if s.demoted), key=lambda s: s.pending):
@@ -167,8 +180,20 @@ class Scheduler:
                 return False
         return True
 
+    def _pace(self, view: View, seq: SeqView, rate: _Rate) -> bool:
+        """Could it keep its TPOT, and its e2e as far as its length can be predicted, if it were alone?"""
+        step = view.latency.step_time(Shape(1, 1, seq.length))
+        slo = seq.request.stages[seq.stage].slo
+        if slo.tpot is not None and step > slo.tpot:
+            return False
+        if slo.e2e is None or seq.predicted is None:
+            return True
+        end = view.now + rate.seconds_alone(seq.pending) + (seq.predicted - 1.0) * step
+        return end <= seq.request.arrival + slo.e2e
+
     def _refusable(self, seq: SeqView) -> bool:
-        return seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt
+        new = seq.length == seq.request.stages[0].prompt and seq.id != self._probe
+        return seq.request.on_decline == "refuse" and new
 
     # ----------------------------------------------------------------- what they get
 

@@ -65,6 +65,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 MOST_STOPS = 4
 INT64 = 2**63
+LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
 
 
 class Body(BaseModel):
@@ -76,8 +77,8 @@ class Body(BaseModel):
 class SLODimensions(Body):
     model_config = ConfigDict(extra="forbid")
 
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
+    ttft_ms: float | None = Field(default=None, ge=LEAST_MS)
+    tpot_ms: float | None = Field(default=None, ge=LEAST_MS)
 
 
 class StageBody(SLODimensions):
@@ -85,7 +86,7 @@ class StageBody(SLODimensions):
 
 
 class SLOBody(SLODimensions):
-    e2e_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, ge=LEAST_MS)
     stages: list[StageBody] | None = Field(default=None, min_length=1)
     on_decline: Literal["best_effort", "refuse"] | None = None
 
@@ -119,7 +120,7 @@ class Completion(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, lt=INT64)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Any = None
     stream: bool | None = None

@@ -84,7 +84,7 @@ def _draw_cut(scaled: Tensor, uniform: Tensor, settings: Sequence[Sampling]) -> 
     vocab = scaled.shape[1]
     seen = min(vocab, max([NUCLEUS, *(s.top_k for s in settings)]))
     values, ids = scaled.topk(seen, -1)
-    k = torch.tensor([s.top_k or vocab for s in settings], device=scaled.device)
+    k = torch.tensor([min(s.top_k or vocab, vocab) for s in settings], device=scaled.device)
     p = torch.tensor([s.top_p for s in settings], device=scaled.device)
     whole = torch.where(k >= vocab, scaled.logsumexp(-1), _first(values, k).logsumexp(-1))
     probabilities = (_first(values, k) - whole[:, None]).exp()
