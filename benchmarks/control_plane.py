@@ -66,9 +66,11 @@ async def measure(url: str, pid: int, seqs: int, tokens: int, windows: int) -> l
         streams = [asyncio.create_task(stream(session, url, i, tokens)) for i in range(seqs)]
         await asyncio.sleep(4.0)  # the prefills
         for _ in range(windows):
-            cpu, (count, seconds) = main_thread_cpu(pid), await asyncio.to_thread(steps_so_far, url)
+            count, seconds = await asyncio.to_thread(steps_so_far, url)
+            cpu = main_thread_cpu(pid)  # the scrapes before and after are not a step's cost
             await asyncio.sleep(1.5)
-            cpu_, (count_, seconds_) = main_thread_cpu(pid), await asyncio.to_thread(steps_so_far, url)
+            cpu_ = main_thread_cpu(pid)
+            count_, seconds_ = await asyncio.to_thread(steps_so_far, url)
             if any(task.done() for task in streams):
                 break
             steps = count_ - count

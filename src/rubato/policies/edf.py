@@ -27,6 +27,7 @@ from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all
+DIP = 0.5  # of a token: the lead decodes keep while they lend the rest to a tier that fell behind
 DOUBT = 8.0  # how much too slow a stale model may be: the bound of the drift that latency models follow
 RECENT = 64  # requests that the tightest TTFT is remembered over
 
@@ -48,7 +49,7 @@ class Scheduler:
     longest: float = 0.3
     every: int = 16
     least: int = 16
-    fairness: float = 0.1
+    fairness: float = 0.03
     cushion: float = 3.0
     stale: float = 10.0
     share: float = 0.9
@@ -87,8 +88,8 @@ class Scheduler:
         rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
         packing = Packing(view)
         self._give_turn(packing, rest, strict)
-        bound = self._decodes(packing, strict, rest)
-        self._prefills(packing, strict, rest, bound)
+        bound, deep = self._decodes(packing, strict, rest)
+        self._prefills(packing, strict, rest, bound, deep)
         self._leftover(packing, rest, bound)
         if not packing.work and (strict or rest):
             first = min(strict, key=_due) if strict else rest[0]
@@ -126,7 +127,7 @@ class Scheduler:
                 aside.add(seq.id)
             elif seq.pending == 1:
                 decodes = decodes.plus(1, seq.cached)
-                spare = min(spare, self._lendable(seq, view.now))
+                spare = min(spare, self._lendable(seq, view.now, self.cushion))
                 tpot = min(tpot, _tpot(seq))
             else:
                 jobs.append(seq)
@@ -197,10 +198,11 @@ class Scheduler:
 
     # ----------------------------------------------------------------- what they get
 
-    def _decodes(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView]) -> float:
-        """Every strict decode, tightest first; returns the seconds this step may take."""
+    def _decodes(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView]) -> tuple[float, float]:
+        """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for the
+        prefill of a tier that fell behind."""
         view = packing.view
-        bound = self.longest * min(self._ttfts, default=inf)
+        bound = deep = self.longest * min(self._ttfts, default=inf)
         order = sorted((s for s in strict if s.pending == 1), key=_due)
         for seq in order:
             if packing.lacks_kv(seq, 1):
@@ -208,19 +210,22 @@ class Scheduler:
             if seq in packing.preempted or packing.room(seq) == 0:
                 continue
             packing.add(seq, 1)
-            bound = min(bound, self._lendable(seq, view.now))
-        return bound / (1.0 + self.safety)
+            bound = min(bound, self._lendable(seq, view.now, self.cushion))
+            deep = min(deep, self._lendable(seq, view.now, min(DIP, self.cushion)))
+        return bound / (1.0 + self.safety), deep / (1.0 + self.safety)
 
-    def _lendable(self, seq: SeqView, now: float) -> float:
+    def _lendable(self, seq: SeqView, now: float, cushion: float) -> float:
         """Seconds that a step with this decode may take: what it is ahead of its deadline, less a cushion of some
         tokens that absorbs a slow step; with less than that ahead, a pace at which the cushion grows again."""
         ahead = seq.due - now - self.reserve
         tpot = _tpot(seq)
         if tpot == inf:
             return ahead
-        return max(min(ahead, self.share * tpot), ahead - self.cushion * tpot)
+        return max(min(ahead, self.share * tpot), ahead - cushion * tpot)
 
-    def _prefills(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float) -> None:
+    def _prefills(
+        self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
+    ) -> None:
         view = packing.view
         active = [s for s in strict if s.cached]
         jobs = [s for s in strict if s.pending > 1]
@@ -235,7 +240,7 @@ class Scheduler:
                 if packing.lacks_kv(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
                     continue
                 active.append(seq)
-            self._chunk(packing, seq, bound)
+            self._chunk(packing, seq, deep if seq.id in behind else bound)
 
     def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""
