@@ -259,7 +259,8 @@ class Replica:
         if out.tokens:
             if seq.first_token_at is None:
                 seq.first_token_at = now
-                seq.deadlines = deadlines_of(seq)
+                if seq.deadlines.first == inf:  # a TPOT without TTFT runs from the first token
+                    seq.renew_due()
             if now > seq.deadlines.token(seq.output) + TOLERANCE:
                 seq.missed = True
             seq.times[-1].extend([now] * out.tokens)
@@ -351,11 +352,3 @@ class Replica:
         for seq in self._seqs.values():
             assert blocks_for(seq.cached, self.limits.block) <= seq.blocks or seq.ended, "KV cached beyond its blocks"
             assert seq.cached <= seq.length, "more cached than there is"
-
-
-def deadlines_of(seq: Seq) -> Deadlines:
-    """The deadlines of the current stage, now that its first token is out (a TPOT without TTFT runs from it)."""
-    if seq.deadlines.first < inf:
-        return seq.deadlines
-    stage = seq.request.stages[seq.stage]
-    return deadlines(stage.slo, seq.request.arrival, seq.stage_start, seq.first_token_at, None)

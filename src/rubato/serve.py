@@ -205,8 +205,9 @@ def _engine(config: Config, clock: Clock, replica: int) -> Engine:
 
 def simulation_limits(config: Config) -> dict[str, int]:
     """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
+    known = [*SIMULATED, *REAL_ONLY]
     for name in config.engine.settings:
-        if name not in (known := [*SIMULATED, *REAL_ONLY]) and config.engine.name in ("torch", "simulated"):
+        if name not in known and config.engine.name in ("torch", "simulated"):
             raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
     limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED.items()}
     for name, value in limits.items():
