@@ -54,6 +54,7 @@ class Seq:
     length: int = 10
     cached: int = 0
     blocks: int = 0
+    in_flight: int = 0
     output: int = 0
     due: float = inf
     stage: int = 0
@@ -66,6 +67,10 @@ class Seq:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def own_blocks(self) -> int:
+        return self.blocks
 
     @property
     def pending(self) -> int:

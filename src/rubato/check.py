@@ -66,7 +66,7 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
 def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: set[str]) -> Iterable[str]:
     limits = view.limits
     gone = set(plan.preempt) | set(plan.drop)
-    free = view.kv_free + sum(known[id].blocks for id in gone)
+    free = view.kv_free + sum(known[id].own_blocks for id in gone)
     tokens = need = 0
     for work in plan.work:
         seq = known[work.seq]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Protocol
 
 from rubato.types import Batch, Event, Limits, Plan, Request, Sample, Shape, StepResult
@@ -31,11 +32,15 @@ class SeqView(Protocol):
     @property
     def length(self) -> int: ...  # prompt + output so far, all stages
     @property
-    def cached(self) -> int: ...  # of which in KV
+    def cached(self) -> int: ...  # of which in KV; of a waiting one: what the prefix cache would save if it started
     @property
     def pending(self) -> int: ...  # length - cached: 1 = decode, more = prefill
     @property
-    def blocks(self) -> int: ...  # KV blocks held
+    def blocks(self) -> int: ...  # KV blocks held; of a waiting one: cached ones that others hold, no new memory
+    @property
+    def own_blocks(self) -> int: ...  # of these, the blocks that preempting it would free: nobody shares them
+    @property
+    def in_flight(self) -> int: ...  # tokens in batches not yet returned; they count in `cached` and `output` already
     @property
     def best_effort(self) -> bool: ...  # as served now: asked for, or demoted
     @property
@@ -51,7 +56,10 @@ class SeqView(Protocol):
 @dataclass(frozen=True, slots=True)
 class View:
     """One replica, just before a step. `waiting` holds no KV (in order of arrival, preempted ones at their arrival's
-    place); `running` holds KV (in order of start). kv_free and kv_total count blocks of `limits.block` tokens."""
+    place); `running` holds KV (in order of start). kv_free and kv_total count blocks of `limits.block` tokens.
+
+    as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
+    """
 
     id: str
     now: float
@@ -63,6 +71,12 @@ class View:
     latency: LatencyModel
     supports: frozenset[str] = frozenset()
     busy_until: float = 0.0  # when the step in flight is predicted to end; <= now when idle
+    as_of: float = inf  # inf = now
+
+    @property
+    def age(self) -> float:
+        """Seconds since this was known."""
+        return max(0.0, self.now - self.as_of)
 
 
 class LatencyModel(Protocol):
@@ -118,6 +132,21 @@ class Router(Protocol):
     def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch: ...
 
 
+@dataclass(frozen=True, slots=True)
+class KV:
+    """The KV of `tokens` tokens on its way between engines, in the host's memory.
+
+    shape: what both engines must agree in, e.g. (layers, kv_heads, head_dim); data: raw bytes in the order the
+    engines' `form` names (empty in simulation, where `size` alone counts). size: bytes on the wire.
+    """
+
+    tokens: int
+    form: str
+    shape: tuple[int, ...]
+    data: bytes
+    size: int
+
+
 class Engine(Protocol):
     """Runs batches. It keeps each sequence's token ids, sampling state and text; the replica keeps counts and KV
     blocks. Block ids in a batch are indices into the engine's own KV memory, [0, limits.kv_blocks)."""
@@ -132,7 +161,8 @@ class Engine(Protocol):
         ...
 
     def add(self, request: Request) -> None:
-        """A sequence that batches will soon mention. Raises ValueError when it can never be run."""
+        """A sequence that batches will soon mention, with what it has received already if it moved here
+        (`Request.progress`). Raises ValueError when it can never be run."""
         ...
 
     async def execute(self, batch: Batch) -> StepResult:
@@ -143,12 +173,21 @@ class Engine(Protocol):
         """These have ended; never while a batch that mentions them runs."""
         ...
 
+    async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
+        """A copy of the KV of the first `tokens` tokens that `blocks` hold, after the steps given so far."""
+        ...
+
+    async def import_kv(self, blocks: Sequence[int], kv: KV) -> None:
+        """Write KV into blocks, before the steps given later. Raises ValueError for KV of another shape or too long."""
+        ...
+
     async def close(self) -> None: ...
 
 
 class Host(Protocol):
     """One replica wherever it runs. Events come out through the callback given at construction, in order, and every
-    request submitted ends in exactly one `Finished`."""
+    request submitted ends in exactly one `Finished`, unless the host is lost: then it says so, once, through the
+    other callback, with the requests that must go elsewhere and what they had received."""
 
     @property
     def id(self) -> str: ...

@@ -9,12 +9,13 @@ which `cached` are in KV, and the difference is pending.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from rubato.check import check
 from rubato.interfaces import LatencyModel, LengthPredictor, View
-from rubato.kv import KVBlocks, blocks_for
+from rubato.kv import KVBlocks, blocks_for, first_key, next_key
 from rubato.slo import TOLERANCE, Deadlines, StageTimes, deadlines, judge
 from rubato.types import (
     Batch,
@@ -28,6 +29,7 @@ from rubato.types import (
     Outcome,
     Plan,
     Preempted,
+    Progress,
     Promoted,
     Request,
     Shape,
@@ -56,10 +58,17 @@ class Seq:
     missed: bool = False
     started: bool = False
     ended: bool = False  # finished while its batch was in flight: KV goes back at commit
+    held: bool = False  # behind the first of its group, whose prompt's KV it will share
+    shared: int = 0  # while it waits: blocks it would share with two or more
     block_ids: list[int] = field(default_factory=list)
+    kv: KVBlocks | None = None
+    ids: list[int] | None = None  # all token ids so far, where they are known and can be shared
+    keys: list[bytes] = field(default_factory=list)  # of its blocks; the first is where the chain begins
+    seen: int = -1  # the version of `kv` that `cached` was looked up at
     times: list[list[float]] = field(default_factory=lambda: [[]])
     starts: list[float] = field(default_factory=list)
     lost: dict[Cause, float] = field(default_factory=dict)
+    continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
     deadlines: Deadlines = NO_DEADLINES
     due: float = inf
     lengths: LengthPredictor | None = None
@@ -74,7 +83,15 @@ class Seq:
 
     @property
     def blocks(self) -> int:
-        return len(self.block_ids)
+        return len(self.block_ids) or self.shared
+
+    @property
+    def own_blocks(self) -> int:
+        return self.kv.own(self.block_ids) if self.kv else 0
+
+    @property
+    def in_flight(self) -> int:
+        return 0  # a replica here plans between steps
 
     @property
     def best_effort(self) -> bool:
@@ -97,6 +114,20 @@ class Seq:
         if not self.missed and seconds > 0.0:
             self.lost[cause] = self.lost.get(cause, 0.0) + seconds
 
+    def learn_keys(self, block: int) -> None:
+        """Name the blocks that the tokens so far fill."""
+        if self.ids is not None:
+            for end in range(len(self.keys) * block, len(self.ids) + 1, block):
+                self.keys.append(next_key(self.keys[-1], self.ids[end - block : end]))
+
+    def extend(self, ids: Sequence[int], tokens: int) -> None:
+        """`tokens` more tokens, of these ids; where the ids are not known no further block has a name."""
+        if self.ids is not None:
+            if len(ids) == tokens:
+                self.ids += ids
+            else:
+                self.ids = None
+
     def renew_due(self, continues: float | None = None) -> None:
         stage = self.request.stages[self.stage]
         self.deadlines = deadlines(stage.slo, self.request.arrival, self.stage_start, self.first_token_at, continues)
@@ -104,7 +135,10 @@ class Seq:
 
 
 class Replica:
-    """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference."""
+    """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
+
+    prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first has ended.
+    """
 
     def __init__(
         self,
@@ -115,12 +149,13 @@ class Replica:
         supports: frozenset[str] = frozenset(),
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
+        prefix_cache: bool = False,
     ) -> None:
         self.id = id
         self.limits = limits
         self.latency = latency
         self.supports = supports
-        self.kv = KVBlocks(limits.kv_blocks, limits.block)
+        self.kv = KVBlocks(limits.kv_blocks, limits.block, keep=prefix_cache)
         self.waiting: list[Seq] = []
         self.running: dict[str, Seq] = {}
         self.in_flight: Batch | None = None
@@ -129,6 +164,8 @@ class Replica:
         self._order = 0
         self._lengths = lengths
         self._rule = rule
+        self._prefix_cache = prefix_cache
+        self._groups: dict[str, list[Seq]] = {}
         self._gone: list[str] = []
 
     # ----------------------------------------------------------------- coming and going
@@ -139,15 +176,27 @@ class Replica:
             raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
         self._order += 1
         seq = Seq(request, self._order, request.arrival, now, request.stages[0].prompt, lengths=self._lengths)
+        seq.kv = self.kv
+        if request.stages[0].token_ids and (self._prefix_cache or request.group):
+            seq.ids = list(request.stages[0].token_ids)
+            seq.keys.append(first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}"))
         seq.starts.append(request.arrival)
         seq.renew_due()
+        if request.progress is not None:
+            self._resume(seq, request.progress)
+        seq.learn_keys(self.limits.block)
         most = sum(stage.prompt for stage in request.stages) + request.sampling.max_tokens
         if most > self.limits.max_length:
             return [self._finished(seq, now, "refused", "rejected-too-long")]
         if blocks_for(most, self.limits.block) > self.kv.total:
             return [self._finished(seq, now, "refused", "rejected-exceeds-kv")]
         self._seqs[request.id] = seq
-        insort(self.waiting, seq, key=lambda s: s.key)
+        group = self._groups.setdefault(request.group, []) if request.group else []
+        group.append(seq)
+        if len(group) > 1 and not self._prompt_is_in(group[0]):
+            seq.held = True
+        else:
+            insort(self.waiting, seq, key=lambda s: s.key)
         return []
 
     def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:
@@ -167,6 +216,7 @@ class Replica:
                 self._release(seq)
             else:
                 events.append(self._end(seq, now, "failed", reason))
+        self.kv.clear()
         return events
 
     def gone(self) -> list[str]:
@@ -181,6 +231,9 @@ class Replica:
     # ----------------------------------------------------------------- one step
 
     def view(self, now: float) -> View:
+        for seq in self.waiting:
+            if seq.seen != self.kv.version:
+                self._look_up(seq)
         return View(
             id=self.id,
             now=now,
@@ -199,6 +252,10 @@ class Replica:
         if self.in_flight is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
         check(plan, self.view(now), policy)
+        starting = [self._seqs[work.seq] for work in plan.work if work.seq not in self.running]
+        for seq in starting:  # before anything is given back or reused: what the plan counted on is still there
+            self.kv.take(seq.block_ids, self.kv.find(seq.keys[1 : 1 + seq.cached // self.limits.block]))
+            seq.shared = 0
         events: list[Event] = []
         for id, reason in plan.drop.items():
             events.append(self._end(self._seqs[id], now, "refused", reason))
@@ -230,19 +287,65 @@ class Replica:
             if seq.ended:
                 self._release(seq)
                 continue
-            seq.cached += entry.count
+            self._advance(seq, entry.count)
             if entry.sample:
                 self._emit(seq, result.emitted[entry.seq], now, events)
         return events
 
     # ----------------------------------------------------------------- parts
 
+    def _resume(self, seq: Seq, progress: Progress) -> None:
+        """Put a request that moved here to where it was: everything but its KV."""
+        at = 0
+        for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
+            ids = progress.token_ids[at : at + len(times)]
+            at += len(times)
+            if i:
+                self._next_stage(seq, start)
+            seq.times[-1] = list(times)
+            seq.first_token_at = times[0] if times else None
+            seq.output = len(times)
+            seq.length += len(times)
+            seq.extend(ids, len(times))
+            seq.renew_due(seq.continues)
+            seq.missed |= any(t > seq.deadlines.token(k) + TOLERANCE for k, t in enumerate(times))
+        seq.started = True
+
+    def _prompt_is_in(self, first: Seq) -> bool:
+        """Whether the others of its group, if they start now, find its prompt's KV."""
+        block = self.limits.block
+        return first.cached >= first.request.stages[0].prompt // block * block
+
+    def _release_group(self, name: str) -> None:
+        """Let those wait in the queue who were held behind the first of their group, or the next of them."""
+        group = self._groups.get(name, [])
+        for at, seq in enumerate(group):
+            if seq.held and (at == 0 or self._prompt_is_in(group[0])):
+                seq.held = False
+                insort(self.waiting, seq, key=lambda s: s.key)
+
+    def _look_up(self, seq: Seq) -> None:
+        """What the prefix cache would save it: full blocks, and at least one token is left to run."""
+        seq.seen = self.kv.version
+        found = self.kv.find(seq.keys[1 : 1 + (seq.length - 1) // self.limits.block])
+        seq.cached = len(found) * self.limits.block
+        seq.shared = self.kv.shared(found)
+
+    def _advance(self, seq: Seq, tokens: int) -> None:
+        """`tokens` more are in KV; the blocks they filled can be found from now on."""
+        before, block = seq.cached // self.limits.block, self.limits.block
+        seq.cached += tokens
+        for i in range(before, min(seq.cached // block, len(seq.keys) - 1)):
+            self.kv.name(seq.block_ids[i], seq.keys[i + 1])
+        if seq.request.group:
+            self._release_group(seq.request.group)
+
     def _entry(self, seq: Seq, tokens: int, now: float, events: list[Event]) -> Entry:
         if seq.id not in self.running:
             self.waiting.remove(seq)
             self.running[seq.id] = seq
             seq.lose("preemption" if seq.started else "queue", now - seq.since)
-            events.append(Started(now, seq.id, resumed=seq.started))
+            events.append(Started(now, seq.id, resumed=seq.started, cached=seq.cached))
             seq.started = True
         self.kv.grow(seq.block_ids, seq.cached + tokens)
         return Entry(seq.id, seq.cached, tokens, tuple(seq.block_ids), sample=tokens == seq.pending)
@@ -251,6 +354,7 @@ class Replica:
         del self.running[seq.id]
         self.kv.release(seq.block_ids)
         seq.cached = 0
+        seq.seen = -1
         seq.since = now
         insort(self.waiting, seq, key=lambda s: s.key)
         return Preempted(now, seq.id)
@@ -266,9 +370,11 @@ class Replica:
             seq.times[-1].extend([now] * out.tokens)
             seq.output += out.tokens
             seq.length += out.tokens
+            seq.extend(out.token_ids, out.tokens)
+            seq.learn_keys(self.limits.block)
             seq.due = seq.deadlines.token(seq.output)
         if out.tokens or out.text:
-            events.append(Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage))
+            events.append(Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs))
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))
         elif out.stage_done and seq.stage + 1 < len(seq.request.stages):
@@ -276,7 +382,6 @@ class Replica:
 
     def _next_stage(self, seq: Seq, now: float) -> None:
         last_due = seq.deadlines.token(seq.output - 1)
-        continues = last_due if last_due < inf else now
         seq.stage += 1
         stage = seq.request.stages[seq.stage]
         seq.stage_start = now
@@ -285,7 +390,10 @@ class Replica:
         seq.output = 0
         seq.first_token_at = None
         seq.length += stage.prompt
-        seq.renew_due(continues if stage.prompt == 0 else None)
+        seq.extend(stage.token_ids, stage.prompt)
+        seq.learn_keys(self.limits.block)
+        seq.continues = None if stage.prompt else (last_due if last_due < inf else now)
+        seq.renew_due(seq.continues)
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         seq.ended = True
@@ -293,11 +401,20 @@ class Replica:
         event = self._finished(seq, now, outcome, reason)
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, event.output)
-        if seq.id not in self.running:
+        if seq.request.group:
+            self._leave_group(seq)
+        if seq.id not in self.running and not seq.held:
             self.waiting.remove(seq)
         if not busy:
             self._release(seq)
         return event
+
+    def _leave_group(self, seq: Seq) -> None:
+        group = self._groups[seq.request.group]
+        group.remove(seq)
+        self._release_group(seq.request.group)
+        if not group:
+            del self._groups[seq.request.group]
 
     def _release(self, seq: Seq) -> None:
         self.running.pop(seq.id, None)
@@ -344,11 +461,12 @@ class Replica:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless KV is conserved and the queues agree with each other."""
-        held = [b for s in self._seqs.values() for b in s.block_ids]
-        assert len(set(held)) == len(held), "a KV block is held twice"
-        assert len(held) + self.kv.free == self.kv.total, "a KV block is lost"
-        ids = [s.id for s in self.waiting] + list(self.running)
-        assert sorted(ids) == sorted(self._seqs), "waiting and running are not a partition"
+        self.kv.check_integrity([s.block_ids for s in self._seqs.values()])
+        held = [s for group in self._groups.values() for s in group if s.held]
+        ids = [s.id for s in [*self.waiting, *held]] + list(self.running)
+        assert sorted(ids) == sorted(self._seqs), "waiting, held and running are not a partition"
+        assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         for seq in self._seqs.values():
-            assert blocks_for(seq.cached, self.limits.block) <= seq.blocks or seq.ended, "KV cached beyond its blocks"
+            here = len(seq.block_ids) if seq.id in self.running else seq.cached
+            assert blocks_for(seq.cached, self.limits.block) <= here or seq.ended, "KV cached beyond its blocks"
             assert seq.cached <= seq.length, "more cached than there is"

@@ -15,6 +15,7 @@ from rubato.types import (
     Demoted,
     Event,
     Finished,
+    Lost,
     Offered,
     Placed,
     Preempted,
@@ -26,7 +27,7 @@ from rubato.types import (
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
-    for kind in (Offered, Placed, Started, Tokens, Preempted, Demoted, Promoted, Finished, Stepped)
+    for kind in (Offered, Placed, Started, Tokens, Lost, Preempted, Demoted, Promoted, Finished, Stepped)
 }
 
 
@@ -38,10 +39,10 @@ def encode(event: Event) -> bytes:
 def without_content(event: Event) -> Event:
     """The event without what was said: no text, no token ids."""
     if isinstance(event, Tokens):
-        return replace(event, text="", token_ids=())
+        return replace(event, text="", token_ids=(), logprobs=())
     if isinstance(event, Offered):
         stages = tuple(replace(stage, token_ids=()) for stage in event.request.stages)
-        return replace(event, request=replace(event.request, stages=stages))
+        return replace(event, request=replace(event.request, stages=stages, progress=None))
     return event
 
 

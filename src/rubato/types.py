@@ -61,25 +61,52 @@ class Stage:
 class Sampling:
     """How output tokens are chosen and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
 
-    ignore_eos: go on to max_tokens whatever the model says (vLLM's field: fixed lengths for benchmarks).
+    min_p: tokens less likely than this share of the likeliest are left out (0 = off). Penalties as OpenAI (presence,
+    frequency; over output tokens; 0 = off) and Hugging Face (repetition; over prompt and output; 1 = off) define them.
+    stop_ids: token ids that end the output as eos does. ignore_eos: go on to max_tokens whatever the model says
+    (vLLM's field: fixed lengths for benchmarks). logprobs: how many of the likeliest tokens to report beside each
+    chosen one's log probability (0: the chosen one's alone; None: none).
     """
 
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 OnDecline = Literal["best_effort", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What a request had received where it was served before: it moves with the request to another replica.
+
+    starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
+    far, in order (empty in simulation). Times are in the clock of who places it.
+    """
+
+    starts: tuple[float, ...]
+    times: tuple[tuple[float, ...], ...]
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as offered. `arrival` is in the clock's seconds; on_decline: what a client wants when its SLO
-    cannot be met: to be served late as best effort, or to be refused at once."""
+    cannot be met: to be served late as best effort, or to be refused at once.
+
+    group: requests that name the same one have the same prompt, go to the same replica and share the prompt's KV (the
+    choices of `n` > 1). progress: of a request that began on another replica.
+    """
 
     id: str
     stages: tuple[Stage, ...]
@@ -89,6 +116,8 @@ class Request:
     app: str = ""
     sampling: Sampling = Sampling()
     on_decline: OnDecline = "best_effort"
+    group: str = ""
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].prompt < 1:
@@ -211,11 +240,22 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A chosen token's natural log probability under the model (before temperature, cuts and penalties), and those of
+    the likeliest tokens, descending: (id, logprob) pairs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Emitted:
     """What one sequence got out of a step: `tokens` new tokens, their ids where there is a model, and the text that is
     final by now (never half a character, never the beginning of a stop string).
 
-    finish: "stop" (eos or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
+    finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
+    logprobs: one a token, where the request asked for them.
     """
 
     tokens: int
@@ -223,6 +263,7 @@ class Emitted:
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     stage_done: bool = False
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +318,11 @@ class Placed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """The first work of this sequence since it waited. `resumed`: after a preemption."""
+    """The first work of this sequence since it waited. `resumed`: after a preemption, or on another replica than
+    before. cached: tokens whose KV was there already (prefix cache, or its group's prompt)."""
 
     resumed: bool = False
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +331,19 @@ class Tokens(Event):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     stage: int = 0
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Lost(Event):
+    """The replica that served this request is gone; the request is held again, with what it had received."""
+
+    replica: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,20 +31,31 @@ class Load:
     requests: tuple[Request, ...]
     truth: dict[str, tuple[int, ...]]
     limits: Limits
+    prefix_cache: bool = False
 
 
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
-    """Few distinct times and sizes (ties), KV of 1 to 2 times the largest request (scarcity)."""
+    """Few distinct times and sizes (ties), KV of 1 to 2 times the largest request (scarcity), prompts that begin alike
+    (shared KV) and siblings of one group."""
     slos = st.sampled_from(
         [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
     )
-    requests = []
+    prefix_cache = draw(st.booleans())
+    requests: list[Request] = []
     truth: dict[str, tuple[int, ...]] = {}
     for i in range(draw(st.integers(1, 12))):
         output = draw(st.sampled_from([1, 2, 5, 20]))
         thinking = draw(st.booleans())
-        stages = [Stage(draw(st.sampled_from([1, 7, 16, 17, 60])), draw(slos), "</think>" if thinking else "eos")]
+        sibling = draw(st.sampled_from(requests)) if requests and draw(st.booleans()) else None
+        if sibling is not None and sibling.group:
+            ids: tuple[int, ...] = sibling.stages[0].token_ids
+        else:
+            ids = draw(st.sampled_from([(), (0,), (0, 1)])) * 60  # none known, or one of two that begin alike
+            ids = ids[: draw(st.sampled_from([1, 7, 16, 17, 60]))]
+        group = sibling.group if sibling is not None else draw(st.sampled_from(["", f"g{i}"]))
+        prompt = len(ids) or 7
+        stages = [Stage(prompt, draw(slos), "</think>" if thinking else "eos", ids)]
         truth[f"q{i}"] = (output,)
         if thinking:
             stages.append(Stage(0, draw(slos)))
@@ -57,6 +68,7 @@ def loads(draw: st.DrawFn) -> Load:
                 tier=draw(st.sampled_from(["a", "b"])),
                 sampling=Sampling(max_tokens=sum(truth[f"q{i}"])),
                 on_decline=draw(st.sampled_from(["best_effort", "refuse"])),
+                group=group,
             )
         )
     block = draw(st.sampled_from([1, 4, 16]))
@@ -68,7 +80,7 @@ def loads(draw: st.DrawFn) -> Load:
         kv_blocks=largest + draw(st.integers(0, largest)),
         block=block,
     )
-    return Load(tuple(requests), truth, limits)
+    return Load(tuple(requests), truth, limits, prefix_cache)
 
 
 def run(load: Load, policy: str, **changes: object) -> list[Event]:
@@ -80,7 +92,7 @@ def run(load: Load, policy: str, **changes: object) -> list[Event]:
             for host in cluster.hosts.values():
                 host.replica.check_integrity()  # type: ignore[attr-defined]
 
-    setup = replace(Setup(Linear, load.limits, policy), **changes)  # type: ignore[arg-type]
+    setup = replace(Setup(Linear, load.limits, policy, prefix_cache=load.prefix_cache), **changes)  # type: ignore[arg-type]
     return simulate(load.requests, load.truth, setup, watch=watch)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rubato.clock import COMPLETION, Clock
-from rubato.interfaces import LatencyModel
+from rubato.interfaces import KV, LatencyModel
 from rubato.types import Batch, Emitted, Limits, Request, StepResult
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
@@ -29,6 +29,9 @@ class ByteText:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i % 256 for i in ids).decode(errors="replace")
 
+    def spell(self, id: int) -> bytes:
+        return bytes((id % 256,))
+
 
 @dataclass(slots=True)
 class _Progress:
@@ -42,10 +45,10 @@ class Engine:
     """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
-    to its max_tokens. A request never goes beyond its max_tokens.
+    to its max_tokens. A request never goes beyond its max_tokens. kv_bytes: of one token's KV, what moving it costs.
     """
 
-    supports = frozenset({"chunked", "preempt", "mixed"})
+    supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
     model_name = "simulated"
     text = ByteText()
 
@@ -58,6 +61,7 @@ class Engine:
         lengths: Mapping[str, Sequence[int]] | None = None,
         noise: float = 0.0,
         seed: int = 0,
+        kv_bytes: int = 0,
     ) -> None:
         if not 0.0 <= noise < 1.0:
             raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
@@ -67,6 +71,7 @@ class Engine:
         self._lengths = lengths or {}
         self._noise = noise
         self._rng = np.random.default_rng(seed)
+        self._kv_bytes = kv_bytes
         self._seqs: dict[str, _Progress] = {}
 
     @property
@@ -77,7 +82,10 @@ class Engine:
         self._seqs.clear()
 
     def add(self, request: Request) -> None:
-        self._seqs[request.id] = _Progress(request)
+        seq = self._seqs[request.id] = _Progress(request)
+        if request.progress is not None:
+            times = request.progress.times
+            seq.stage, seq.output, seq.total = len(times) - 1, len(times[-1]), sum(map(len, times))
 
     async def execute(self, batch: Batch) -> StepResult:
         seconds = self._latency.step_time(batch.shape)
@@ -89,6 +97,16 @@ class Engine:
     def forget(self, seqs: Iterable[str]) -> None:
         for id in seqs:
             self._seqs.pop(id, None)
+
+    async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
+        return KV(tokens, "simulated", (self._kv_bytes,), b"", tokens * self._kv_bytes)
+
+    async def import_kv(self, blocks: Sequence[int], kv: KV) -> None:
+        if (kv.form, kv.shape) != ("simulated", (self._kv_bytes,)) or kv.tokens > len(blocks) * self._limits.block:
+            raise ValueError(
+                f"KV of {kv.tokens} tokens, {kv.form} {kv.shape}, into {len(blocks)} blocks of {self._limits.block}: "
+                f"this engine takes simulated ({self._kv_bytes},), no more tokens than the blocks hold"
+            )
 
     async def close(self) -> None:
         self._seqs.clear()

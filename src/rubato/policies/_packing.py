@@ -64,7 +64,7 @@ class Packing:
         """Give back a running sequence's KV, and its place in this batch if it has one."""
         if seq.id in self.work:
             self.remove(seq)
-        self.kv_left += seq.blocks
+        self.kv_left += seq.own_blocks
         self.preempted.append(seq)
 
     def plan(self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,

@@ -227,13 +227,14 @@ class Scheduler:
         self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
     ) -> None:
         view = packing.view
-        active = [s for s in strict if s.cached]
+        running = {s.id for s in view.running}
+        active = [s for s in strict if s.id in running]
         jobs = [s for s in strict if s.pending > 1]
         behind = {s.id for s in jobs if self._behind(s)}
         for seq in sorted(jobs, key=lambda s: (s.id not in behind, _due(s))):
             if seq in packing.preempted:
                 continue
-            if not seq.cached:
+            if seq.id not in running:
                 if (behind and seq.id not in behind) or not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
@@ -244,10 +245,11 @@ class Scheduler:
 
     def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""
+        running = {s.id for s in packing.view.running}
         for at, seq in enumerate(rest):
             if seq in packing.preempted or seq.id in packing.work:
                 continue
-            if seq.cached:
+            if seq.id in running:
                 if packing.lacks_kv(seq, 1):
                     self._make_room(packing, seq, 1, rest[:at:-1])
                 self._chunk(packing, seq, bound)
@@ -280,9 +282,9 @@ class Scheduler:
 
     def _make_room(self, packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
         """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
-        able = [v for v in victims if v.blocks and v is not seq and v not in packing.preempted]
+        able = [v for v in victims if v.own_blocks and v is not seq and v not in packing.preempted]
         lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
-        if lacking > sum(v.blocks for v in able):
+        if lacking > sum(v.own_blocks for v in able):
             return False
         for victim in able:
             if not packing.lacks_kv(seq, tokens):
