@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from rubato.clock import Clock
+from rubato.fairness import FairShare
 from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, Router
 from rubato.policies import load, load_router
 from rubato.slo import judge
-from rubato.types import Event, Finished, Offered, Placed, Request
+from rubato.types import Event, Finished, Lost, Offered, Placed, Request
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
@@ -19,27 +20,30 @@ log = logging.getLogger(__name__)
 RECENT = 64  # completions that the estimate of Retry-After looks back on
 
 Listener = Callable[[Event], None]
+HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
 
 
 class Cluster:
-    """Local hosts behind a router.
+    """Hosts behind a router, in this process or elsewhere.
 
-    The hosts are built by `make_hosts`, which is given where to send events and where to report a dead host.
-    max_in_flight: requests beyond it are refused as saturated (None: no bound).
+    The hosts are built by `make_hosts`, which is given where to send events and where to report the loss of a host:
+    its requests go to the others. `dead` is set when none is left. max_in_flight: requests beyond it are refused as
+    saturated (None: no bound). fair: the tenants' shares, None for first come, first served.
     """
 
     def __init__(
         self,
-        make_hosts: Callable[[Listener, Callable[[BaseException], None]], Sequence[Host]],
+        make_hosts: Callable[[Listener, HostLost], Sequence[Host]],
         router: Router,
         clock: Clock,
         *,
         max_in_flight: int | None = None,
         rule: str = "deadline",
+        fair: FairShare | None = None,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
-        self.hosts = {host.id: host for host in make_hosts(self._emit, self._died)}
+        self.hosts = {host.id: host for host in make_hosts(self._emit, self._lost)}
         self.clock = clock
         self.offered = 0
         self.finished = 0
@@ -48,13 +52,16 @@ class Cluster:
         self._router = router
         self._max_in_flight = max_in_flight
         self._rule = rule
+        self._fair = fair
         self._held: dict[str, Request] = {}
-        self._placed: dict[str, str] = {}
+        self._placed: dict[str, tuple[str, Request]] = {}
+        self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners: list[Listener] = []
         self._own: dict[str, Listener] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._draining = False
         self._placing = False
+        self._gone: list[Host] = []
         self._empty = asyncio.Event()
 
     @property
@@ -73,8 +80,13 @@ class Cluster:
         if request.id in self._held or request.id in self._placed:
             raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
         full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight
+        if full and self._fair is not None and self._max_in_flight is not None:
+            # a tenant with less than its share of the places gets one: another's flood must not take them all
+            full = self._fair.beyond_share(request, self._max_in_flight, self.clock.now())
         self.offered += 1
         self._held[request.id] = request
+        if self._fair is not None:
+            self._fair.enter(request, self.clock.now())
         if listener is not None:
             self._own[request.id] = listener
         now = self.clock.now()
@@ -83,6 +95,9 @@ class Cluster:
             self._refuse(request, "rejected-shutting-down")
         elif full:
             self._refuse(request, "rejected-saturated")
+        elif not self.hosts:
+            verdict = judge(request, [], "failed", self._rule)
+            self._emit(Finished(now, request.id, "failed", f"no replica is left: {self.error}", verdict))
         else:
             self._place()
 
@@ -93,7 +108,7 @@ class Cluster:
             verdict = judge(request, [], "cancelled", self._rule)
             self._emit(Finished(self.clock.now(), id, "cancelled", reason, verdict))
         elif id in self._placed:
-            self.hosts[self._placed[id]].cancel(id, reason)
+            self.hosts[self._placed[id][0]].cancel(id, reason)
 
     def retry_after(self) -> float:
         """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
@@ -112,7 +127,7 @@ class Cluster:
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = True
-        for host in self.hosts.values():
+        for host in [*self.hosts.values(), *self._gone]:
             await host.close()
         for id in list(self._held):
             self.cancel(id, "the server closed")
@@ -133,15 +148,42 @@ class Cluster:
     def _place_once(self) -> bool:
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
-        dispatch = self._router.place(list(self._held.values()), views, now)
+        held = list(self._held.values()) if self._fair is None else self._fair.open(self._held.values(), views, now)
+        joining = [r for r in held if r.group in self._groups]
+        for request in joining:
+            if request.id in self._held and request.group in self._groups:
+                self._submit(request, self._groups[request.group][0], now)
+        held = [r for r in held if r.group not in self._groups and r.id in self._held]
+        if not held:
+            return bool(joining)
+        dispatch = self._router.place(held, views, now)
         for id, reason in dispatch.reject.items():
             self._refuse(self._held[id], reason)
         for id, replica in dispatch.place.items():
-            request = self._held.pop(id)
-            self._placed[id] = replica
-            self._emit(Placed(now, id, replica))
-            self.hosts[replica].submit(request)
-        return bool(dispatch.reject or dispatch.place)
+            if id in self._held and replica in self.hosts:  # placing one may end another, or find its host gone
+                request = self._held[id]
+                self._submit(request, self._groups.get(request.group, (replica,))[0], now)
+        return bool(joining or dispatch.reject or dispatch.place)
+
+    def _submit(self, request: Request, replica: str, now: float) -> None:
+        del self._held[request.id]
+        self._placed[request.id] = (replica, request)
+        if request.group:
+            self._groups.setdefault(request.group, (replica, set()))[1].add(request.id)
+        if self._fair is not None:
+            self._fair.placed(request.id)
+        self._emit(Placed(now, request.id, replica))
+        self.hosts[replica].submit(request)
+
+    def _forget(self, id: str) -> None:
+        """It is placed no longer."""
+        placed = self._placed.pop(id, None)
+        if placed is None or placed[1].group not in self._groups:
+            return
+        _, left = self._groups[placed[1].group]
+        left.discard(id)
+        if not left:
+            del self._groups[placed[1].group]
 
     def _refuse(self, request: Request, reason: str) -> None:
         verdict = judge(request, [], "refused", self._rule)
@@ -151,7 +193,9 @@ class Cluster:
         last = isinstance(event, Finished)
         if isinstance(event, Finished):
             self._held.pop(event.id, None)
-            self._placed.pop(event.id, None)
+            self._forget(event.id)
+            if self._fair is not None:
+                self._fair.finished(event.id, event.output, event.at)
             self.finished += 1
             if event.outcome == "completed":
                 self._recent.append(event.at)
@@ -170,9 +214,26 @@ class Cluster:
                 self._empty.set()
             self._place()
 
-    def _died(self, error: BaseException) -> None:
+    def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
+        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails."""
+        log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
+        self._gone.append(self.hosts.pop(id))
+        now = self.clock.now()
+        for request in requests:
+            if request.id in self._placed:
+                self._forget(request.id)
+                self._held[request.id] = request
+                if self._fair is not None:
+                    self._fair.returned(request.id)
+                self._emit(Lost(now, request.id, id))
+        if self.hosts:
+            self._place()
+            return
         self.error = error
         self.dead.set()
+        for request in list(self._held.values()):
+            verdict = judge(request, [], "failed", self._rule)
+            self._emit(Finished(now, request.id, "failed", f"no replica is left: {error}", verdict))
 
 
 def local_cluster(
@@ -187,13 +248,15 @@ def local_cluster(
     lengths: LengthPredictor | None = None,
     max_in_flight: int | None = None,
     rule: str = "deadline",
+    prefix_cache: bool = False,
+    fair: FairShare | None = None,
 ) -> Cluster:
     """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
 
     Raises PolicyError for an unknown policy, router or setting, ValueError for an engine that lacks what it needs.
     """
 
-    def hosts(emit: Listener, dead: Callable[[BaseException], None]) -> list[Host]:
+    def hosts(emit: Listener, lost: HostLost) -> list[Host]:
         return [
             LocalHost(
                 f"r{i}",
@@ -202,12 +265,14 @@ def local_cluster(
                 latency,
                 clock,
                 emit=emit,
-                dead=dead,
+                lost=lost,
                 policy=policy,
                 lengths=lengths,
                 rule=rule,
+                prefix_cache=prefix_cache,
             )
             for i, (engine, latency) in enumerate(zip(engines, latencies, strict=True))
         ]
 
-    return Cluster(hosts, load_router(router, router_settings), clock, max_in_flight=max_in_flight, rule=rule)
+    placing = load_router(router, router_settings)
+    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import Engine
+from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.metrics import Timeline, timelines
 from rubato.results import Record, Run
@@ -33,6 +34,8 @@ class Setup:
     seed: int = 0
     max_in_flight: int | None = None
     rule: str = "deadline"
+    prefix_cache: bool = False
+    fair: Callable[[], FairShare] | None = None
 
 
 def simulate(
@@ -72,6 +75,8 @@ async def _run(
         lengths=setup.lengths,
         max_in_flight=setup.max_in_flight,
         rule=setup.rule,
+        prefix_cache=setup.prefix_cache,
+        fair=setup.fair() if setup.fair else None,
     )
     events: list[Event] = []
     cluster.listen(events.append)

@@ -20,8 +20,8 @@ FAILURES = 3  # consecutive steps that may fail, each followed by a restart of t
 class LocalHost:
     """Replica + Scheduler + Engine in this process (`Host`).
 
-    emit: called with each event, in order, on the event loop. dead: called once with the error when the engine is
-    beyond recovery; by then every request has ended.
+    emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
+    requests, when the engine is beyond recovery; by then every request here has ended.
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class LocalHost:
         clock: Clock,
         *,
         emit: Callable[[Event], None],
-        dead: Callable[[BaseException], None],
+        lost: Callable[[str, BaseException, Sequence[Request]], None],
         policy: str,
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
+        prefix_cache: bool = False,
     ) -> None:
         missing = scheduler.needs - engine.supports
         if missing:
@@ -54,8 +55,9 @@ class LocalHost:
         self.error: BaseException | None = None
         self._lengths = lengths
         self._rule = rule
+        self._prefix_cache = prefix_cache
         self._emit = emit
-        self._dead = dead
+        self._lost = lost
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -74,6 +76,7 @@ class LocalHost:
             supports=self.engine.supports,
             lengths=self._lengths,
             rule=self._rule,
+            prefix_cache=self._prefix_cache,
         )
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
 
@@ -166,12 +169,12 @@ class LocalHost:
             if self._failures >= FAILURES:
                 raise RuntimeError(f"{self._failures} steps in a row failed; the last: {error}") from error
             await self._restart(replica)
-        except Exception as fatal:  # beyond recovery: reported through `dead`, which ends the process
+        except Exception as fatal:  # beyond recovery: reported through `lost`, which may ends the process
             self.error = fatal
             self._outbox += replica.fail(self.clock.now(), f"replica {self.id} is dead: {fatal}")
             self._flush()
             self._idle.set()
-            self._dead(fatal)
+            self._lost(self.id, fatal, ())
 
     async def _restart(self, replica: Replica) -> None:
         """A fresh engine that knows what was submitted meanwhile, and nothing else."""

@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[2] / "src" / "rubato"
 LAYERS = [
     ["types"],
     ["interfaces", "clock"],
-    ["kv", "slo", "lengths"],
+    ["kv", "slo", "lengths", "fairness"],
     ["check", "latency", "engines"],
     ["replica", "policies", "metrics", "trace"],
     ["worker"],

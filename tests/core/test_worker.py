@@ -95,7 +95,7 @@ def test_an_engine_that_goes_on_failing_is_given_up() -> None:
     assert cluster.dead.is_set()
     assert isinstance(cluster.error, RuntimeError)
     assert {e.outcome for e in ends(events).values()} == {"failed"}
-    assert "is dead" in ends(events)["r4"].reason
+    assert "no replica is left" in ends(events)["r4"].reason
 
 
 def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:

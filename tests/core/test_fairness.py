@@ -1,0 +1,125 @@
+"""A flooding tenant takes what others leave, not what is theirs.
+
+A tenant's fair-share value is what it attains alone on a machine of its share of the speed: with two equal tenants,
+every step twice as long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from rubato.fairness import FairShare
+from rubato.policies import describe
+from rubato.simulate import Setup, simulate
+from rubato.types import SLO, Finished, Limits, Request, Sampling, Stage
+from tests.doubles import Linear, request, view
+
+SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
+LIMITS = Limits(max_seqs=32, max_tokens=512, max_length=2048, kv_blocks=4000, block=16)
+SECONDS = 12.0
+
+
+def stream(tenant: str, rate: float, seed: int, scale: int = 1) -> list[Request]:
+    rng = np.random.default_rng([seed, ord(tenant[0])])
+    found: list[Request] = []
+    at = float(rng.exponential(1 / rate))
+    while at < SECONDS:
+        prompt, output = int(rng.integers(50, 300)) * scale, int(rng.integers(20, 80))
+        stage = Stage(prompt, SLO(ttft=0.6, tpot=0.03))
+        name = f"{tenant}{len(found)}"
+        found.append(Request(name, (stage,), at, tier="chat", tenant=tenant, sampling=Sampling(output)))
+        at += float(rng.exponential(1 / rate))
+    return found
+
+
+def ends(policy: str, requests: list[Request], fair: Callable[[], FairShare] | None, slow: float = 1.0,
+         most: int | None = None) -> dict[str, list[Finished]]:  # fmt: skip
+    """Per tenant what became of its requests."""
+    setup = Setup(
+        lambda: Linear(0.01 * slow, 0.0004 * slow, 2e-7 * slow), LIMITS, policy, fair=fair, max_in_flight=most
+    )
+    tenants = {r.id: r.tenant for r in requests}
+    found: dict[str, list[Finished]] = {}
+    for event in simulate(sorted(requests, key=lambda r: r.arrival), {}, setup):
+        if isinstance(event, Finished):
+            found.setdefault(tenants[event.id], []).append(event)
+    assert Counter({t: len(e) for t, e in found.items()}) == Counter(tenants.values())
+    return found
+
+
+def attained(policy: str, rates: Mapping[str, float], *args: object, scale: int = 1) -> float:
+    """Of tenant `victim`, over two seeds."""
+    met = offered = 0
+    for seed in range(2):
+        requests = [r for t, rate in rates.items() for r in stream(t, rate, seed, scale if t != "victim" else 1)]
+        mine = ends(policy, requests, *args)["victim"]  # type: ignore[arg-type]
+        met += sum(e.verdict.met for e in mine)
+        offered += len(mine)
+    return met / offered
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+def test_a_flood_leaves_another_tenant_its_fair_share_value(policy: str) -> None:
+    own = attained(policy, {"victim": 1.2}, None, 2.0)
+    flooded = attained(policy, {"victim": 1.2, "flood": 20.0}, FairShare)
+    unfair = attained(policy, {"victim": 1.2, "flood": 20.0}, None)
+    assert flooded >= own > 0.5
+    assert unfair < 0.6 * flooded  # there was something to protect from
+
+
+def test_also_a_flood_of_longer_prompts() -> None:
+    own = attained("edf", {"victim": 1.2}, None, 2.0)
+    assert attained("edf", {"victim": 1.2, "flood": 7.0}, FairShare, scale=3) >= own
+
+
+def test_weights_divide_the_tokens_of_those_who_all_want_more() -> None:
+    requests = [*stream("heavy", 15.0, 0), *stream("light", 15.0, 0)]
+    sizes = {r.id: r.stages[0].prompt + r.sampling.max_tokens for r in requests}
+    found = ends("vllm", requests, lambda: FairShare({"heavy": 3.0}))
+    served = {t: sum(sizes[e.id] for e in events if e.at < SECONDS) for t, events in found.items()}
+    assert 2.5 < served["heavy"] / served["light"] < 3.5
+
+
+def test_one_tenant_cannot_take_all_places() -> None:
+    requests = [*stream("flood", 20.0, 1), *stream("victim", 1.0, 1)]
+    refused = {
+        t: sum(e.reason == "rejected-saturated" for e in events)
+        for t, events in ends("vllm", requests, FairShare, 1.0, 20).items()
+    }
+    assert refused["flood"] > 50
+    assert refused["victim"] == 0
+
+
+def test_alone_a_tenant_has_the_whole_window() -> None:
+    fair = FairShare(window=4)
+    asked = [request(f"a{i}", 10) for i in range(6)]
+    for r in asked:
+        fair.enter(r, 0.0)
+    through = fair.open(asked, [view()], 0.0)
+    assert len(through) == 4
+    for r in through:
+        fair.placed(r.id)
+    assert fair.open(asked[4:], [view()], 0.0) == []
+    fair.finished("a0", 16, 1.0)
+    assert [r.id for r in fair.open(asked[4:], [view()], 1.0)] == ["a4"]
+    fair.returned("a1")  # its replica is gone: it goes before those who came later
+    assert next(r.id for r in fair.open([*asked[4:], asked[1]], [view()], 1.0)) == "a1"
+
+
+def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
+    fair = FairShare()
+    for i in range(8):
+        fair.enter(request(f"a{i}", 90, tpot=0.05, most=30), 0.0)
+    # 0.01 + 0.001 * (n + 3 n) <= 0.9 * 0.05
+    assert fair._sustained(view(latency=Linear(0.01, 0.001))) == 8
+    assert FairShare()._sustained(view()) == 64  # nothing is promised: what the engine takes
+
+
+@pytest.mark.parametrize("wrong", [{"weights": {"a": 0.0}}, {"window": 0}])
+def test_settings_that_mean_nothing(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        FairShare(**wrong)  # type: ignore[arg-type]
