@@ -21,7 +21,7 @@ setup: $(STAMP)  ## installation alone; does nothing when it is done and pyproje
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,ray,dev]'
 	$(BIN)/python -m rubato.engines.torch.bundled
 	touch $@
 

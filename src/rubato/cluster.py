@@ -136,7 +136,7 @@ class Cluster:
 
     def _place(self) -> None:
         """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
-        if self._placing:
+        if self._placing or not self.hosts:
             return
         self._placing = True
         try:

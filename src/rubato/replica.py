@@ -9,14 +9,12 @@ which `cached` are in KV, and the difference is pending.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf
 
 from rubato.check import check
 from rubato.interfaces import LatencyModel, LengthPredictor, View
-from rubato.kv import KVBlocks, blocks_for, first_key, next_key
-from rubato.slo import TOLERANCE, Deadlines, StageTimes, deadlines, judge
+from rubato.kv import KVBlocks, blocks_for, first_key
+from rubato.seq import Seq
+from rubato.slo import StageTimes, judge
 from rubato.types import (
     Batch,
     Cause,
@@ -29,7 +27,6 @@ from rubato.types import (
     Outcome,
     Plan,
     Preempted,
-    Progress,
     Promoted,
     Request,
     Shape,
@@ -37,101 +34,6 @@ from rubato.types import (
     StepResult,
     Tokens,
 )
-
-NO_DEADLINES = Deadlines()
-
-
-@dataclass(slots=True, eq=False)
-class Seq:
-    """One request being served (a `SeqView` to policies)."""
-
-    request: Request
-    order: int  # of submission: breaks ties of arrival
-    stage_start: float
-    since: float  # waiting since; attributes the wait when it starts
-    length: int
-    stage: int = 0
-    first_token_at: float | None = None
-    output: int = 0
-    cached: int = 0
-    demoted: bool = False
-    missed: bool = False
-    started: bool = False
-    ended: bool = False  # finished while its batch was in flight: KV goes back at commit
-    held: bool = False  # behind the first of its group, whose prompt's KV it will share
-    shared: int = 0  # while it waits: blocks it would share with two or more
-    block_ids: list[int] = field(default_factory=list)
-    kv: KVBlocks | None = None
-    ids: list[int] | None = None  # all token ids so far, where they are known and can be shared
-    keys: list[bytes] = field(default_factory=list)  # of its blocks; the first is where the chain begins
-    seen: int = -1  # the version of `kv` that `cached` was looked up at
-    times: list[list[float]] = field(default_factory=lambda: [[]])
-    starts: list[float] = field(default_factory=list)
-    lost: dict[Cause, float] = field(default_factory=dict)
-    continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
-    deadlines: Deadlines = NO_DEADLINES
-    due: float = inf
-    lengths: LengthPredictor | None = None
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def pending(self) -> int:
-        return self.length - self.cached
-
-    @property
-    def blocks(self) -> int:
-        return len(self.block_ids) or self.shared
-
-    @property
-    def own_blocks(self) -> int:
-        return self.kv.own(self.block_ids) if self.kv else 0
-
-    @property
-    def in_flight(self) -> int:
-        return 0  # a replica here plans between steps
-
-    @property
-    def best_effort(self) -> bool:
-        return self.demoted or self.request.best_effort
-
-    @property
-    def predicted(self) -> float | None:
-        return self.lengths.remaining(self.request, self.total_output) if self.lengths else None
-
-    @property
-    def total_output(self) -> int:
-        return sum(map(len, self.times))
-
-    @property
-    def key(self) -> tuple[float, int]:
-        return (self.request.arrival, self.order)
-
-    def lose(self, cause: Cause, seconds: float) -> None:
-        """Book time lost, until the first miss: what comes after did not cause it."""
-        if not self.missed and seconds > 0.0:
-            self.lost[cause] = self.lost.get(cause, 0.0) + seconds
-
-    def learn_keys(self, block: int) -> None:
-        """Name the blocks that the tokens so far fill."""
-        if self.ids is not None:
-            for end in range(len(self.keys) * block, len(self.ids) + 1, block):
-                self.keys.append(next_key(self.keys[-1], self.ids[end - block : end]))
-
-    def extend(self, ids: Sequence[int], tokens: int) -> None:
-        """`tokens` more tokens, of these ids; where the ids are not known no further block has a name."""
-        if self.ids is not None:
-            if len(ids) == tokens:
-                self.ids += ids
-            else:
-                self.ids = None
-
-    def renew_due(self, continues: float | None = None) -> None:
-        stage = self.request.stages[self.stage]
-        self.deadlines = deadlines(stage.slo, self.request.arrival, self.stage_start, self.first_token_at, continues)
-        self.due = self.deadlines.token(self.output)
 
 
 class Replica:
@@ -183,7 +85,7 @@ class Replica:
         seq.starts.append(request.arrival)
         seq.renew_due()
         if request.progress is not None:
-            self._resume(seq, request.progress)
+            seq.resume(request.progress)
         seq.learn_keys(self.limits.block)
         most = sum(stage.prompt for stage in request.stages) + request.sampling.max_tokens
         if most > self.limits.max_length:
@@ -294,23 +196,6 @@ class Replica:
 
     # ----------------------------------------------------------------- parts
 
-    def _resume(self, seq: Seq, progress: Progress) -> None:
-        """Put a request that moved here to where it was: everything but its KV."""
-        at = 0
-        for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
-            ids = progress.token_ids[at : at + len(times)]
-            at += len(times)
-            if i:
-                self._next_stage(seq, start)
-            seq.times[-1] = list(times)
-            seq.first_token_at = times[0] if times else None
-            seq.output = len(times)
-            seq.length += len(times)
-            seq.extend(ids, len(times))
-            seq.renew_due(seq.continues)
-            seq.missed |= any(t > seq.deadlines.token(k) + TOLERANCE for k, t in enumerate(times))
-        seq.started = True
-
     def _prompt_is_in(self, first: Seq) -> bool:
         """Whether the others of its group, if they start now, find its prompt's KV."""
         block = self.limits.block
@@ -360,40 +245,20 @@ class Replica:
         return Preempted(now, seq.id)
 
     def _emit(self, seq: Seq, out: Emitted, now: float, events: list[Event]) -> None:
-        if out.tokens:
-            if seq.first_token_at is None:
-                seq.first_token_at = now
-                if seq.deadlines.first == inf:  # a TPOT without TTFT runs from the first token
-                    seq.renew_due()
-            if now > seq.deadlines.token(seq.output) + TOLERANCE:
-                seq.missed = True
-            seq.times[-1].extend([now] * out.tokens)
-            seq.output += out.tokens
-            seq.length += out.tokens
-            seq.extend(out.token_ids, out.tokens)
-            seq.learn_keys(self.limits.block)
-            seq.due = seq.deadlines.token(seq.output)
+        seq.got([now] * out.tokens)
+        seq.extend(out.token_ids, out.tokens)
+        seq.learn_keys(self.limits.block)
+        stage_done = out.finish is None and out.stage_done and seq.stage + 1 < len(seq.request.stages)
         if out.tokens or out.text:
-            events.append(Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs))
+            event = Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs, stage_done)
+            events.append(event)
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))
-        elif out.stage_done and seq.stage + 1 < len(seq.request.stages):
-            self._next_stage(seq, now)
-
-    def _next_stage(self, seq: Seq, now: float) -> None:
-        last_due = seq.deadlines.token(seq.output - 1)
-        seq.stage += 1
-        stage = seq.request.stages[seq.stage]
-        seq.stage_start = now
-        seq.starts.append(now)
-        seq.times.append([])
-        seq.output = 0
-        seq.first_token_at = None
-        seq.length += stage.prompt
-        seq.extend(stage.token_ids, stage.prompt)
-        seq.learn_keys(self.limits.block)
-        seq.continues = None if stage.prompt else (last_due if last_due < inf else now)
-        seq.renew_due(seq.continues)
+        elif stage_done:
+            seq.next_stage(now)
+            stage = seq.request.stages[seq.stage]
+            seq.extend(stage.token_ids, stage.prompt)
+            seq.learn_keys(self.limits.block)
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         seq.ended = True

@@ -327,11 +327,14 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Event):
+    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it."""
+
     tokens: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     stage: int = 0
     logprobs: tuple[Logprob, ...] = ()
+    stage_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,9 @@ def loads(draw: st.DrawFn) -> Load:
             ids = draw(st.sampled_from([(), (0,), (0, 1)])) * 60  # none known, or one of two that begin alike
             ids = ids[: draw(st.sampled_from([1, 7, 16, 17, 60]))]
         group = sibling.group if sibling is not None else draw(st.sampled_from(["", f"g{i}"]))
-        prompt = len(ids) or 7
+        prompt = len(ids) or draw(st.sampled_from([1, 7, 16, 17, 60]))
+        if sibling is not None and sibling.group:
+            prompt = sibling.stages[0].prompt
         stages = [Stage(prompt, draw(slos), "</think>" if thinking else "eos", ids)]
         truth[f"q{i}"] = (output,)
         if thinking:

@@ -1,0 +1,268 @@
+"""Replicas in Ray actors: each a whole `LocalHost` with its engine, in a process of its own, on any node of a cluster.
+
+Commands go to an actor in numbered batches, reports come back by long polling. An actor that dies is noticed by the
+poll that was waiting for it; what it served goes to the others with the tokens it had received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rubato.clock import Clock, WallClock, unix_time
+from rubato.cluster import Cluster, HostLost, Listener
+from rubato.fairness import FairShare
+from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
+from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, View
+from rubato.policies import load, load_router
+from rubato.types import Event, Limits, Request
+from rubato.worker import LocalHost
+
+log = logging.getLogger(__name__)
+
+Command = tuple[str, Any]  # ("submit", Request) or ("cancel", (id, reason))
+Made = tuple[Engine, LatencyModel]
+
+
+class HostLostError(Exception):
+    """A replica's process is gone, or its engine is beyond recovery."""
+
+
+class _Actor:
+    """The replica's side. Every method runs on the actor's one event loop."""
+
+    def __init__(self, id: str, make: Callable[[Clock], Made], policy: str, settings: Mapping[str, object],
+                 options: Mapping[str, Any]) -> None:  # fmt: skip
+        self._clock = WallClock()
+        engine, latency = make(self._clock)
+        self._engine = engine
+        self._events: list[Event] = []
+        self._news = asyncio.Event()
+        self._error: str | None = None
+        self._done = 0  # batches of commands carried out
+        self._turn = asyncio.Condition()
+        self._host = LocalHost(
+            id,
+            engine,
+            load(policy, settings),
+            latency,
+            self._clock,
+            emit=self._emit,
+            lost=self._lost,
+            policy=policy,
+            **options,
+        )
+
+    async def start(self) -> tuple[Limits, frozenset[str], LatencyModel, float]:
+        """Limits, capabilities, what steps take as far as is known, and what to add to this clock for Unix time."""
+        await self._host.start()
+        return self._engine.limits, self._engine.supports, self._host.latency, unix_time() - self._clock.now()
+
+    async def do(self, number: int, commands: Sequence[Command]) -> None:
+        """Carry out batch `number` after the one before it, in whatever order they arrive."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._done == number)
+            for name, what in commands:
+                if name == "submit":
+                    self._host.submit(what)
+                else:
+                    self._host.cancel(*what)
+            self._done += 1
+            self._turn.notify_all()
+        self._news.set()
+
+    async def report(self) -> Report:
+        """What happened since the last call, as soon as there is something."""
+        await self._news.wait()
+        self._news.clear()
+        events, self._events = self._events, []
+        replica = self._host.replica
+        assert replica is not None, "reports are asked for after start"
+        held = {s.id: (s.cached, s.blocks, s.own_blocks) for s in replica.running.values() if not s.ended}
+        return Report(
+            as_of=self._clock.now(),
+            events=tuple(events),
+            kv_free=replica.kv.free,
+            busy_until=replica.busy_until,
+            held=held,
+            error=self._error,
+        )
+
+    async def close(self) -> None:
+        await self._host.close()
+        self._news.set()
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
+        self._error = f"{type(error).__name__}: {error}"
+        self._news.set()
+
+
+class RayHost:
+    """One replica in a Ray actor (`interfaces.Host`).
+
+    make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
+    e.g. {"num_gpus": 1}. emit and lost: as every host's.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        make: Callable[[Clock], Made],
+        clock: Clock,
+        *,
+        emit: Listener,
+        lost: HostLost,
+        policy: str,
+        settings: Mapping[str, object] | None = None,
+        options: Mapping[str, Any] | None = None,
+        resources: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.id = id
+        self.clock = clock
+        self._emit = emit
+        self._lost = lost
+        remote = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(_Actor)
+        self.actor: Any = remote.remote(id, make, policy, dict(settings or {}), dict(options or {}))
+        self._mirror: Mirror | None = None
+        self._ahead = 0.0  # what the actor's clock shows more than this one
+        self._outbox: list[Command] = []
+        self._sent = 0
+        self._gone = False
+        self._idle = asyncio.Event()
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    async def start(self) -> None:
+        limits, supports, latency, to_unix = await self.actor.start.remote()
+        now = self.clock.now()
+        # Both clocks by way of Unix time: nodes are expected to agree in it (NTP); in one machine they do.
+        self._ahead = (unix_time() - now) - to_unix
+        self._mirror = Mirror(self.id, limits, latency, supports, now)
+        self._spawn(self._listen(self._mirror))
+
+    def submit(self, request: Request) -> None:
+        self._started().submit(request, self.clock.now())
+        self._send(("submit", shifted_request(request, self._ahead)))
+
+    def cancel(self, id: str, reason: str) -> None:
+        self._send(("cancel", (id, reason)))
+
+    def view(self) -> View:
+        return self._started().view(self.clock.now())
+
+    async def drain(self) -> None:
+        while not self._started().empty and not self._gone:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def close(self) -> None:
+        """End the actor's requests as failed, tell so, and end the actor."""
+        if not self._gone:
+            try:
+                await self.actor.close.remote()
+                await self.drain()  # the last report is on its way
+            except RayError as error:
+                log.warning("replica %s ended before it was closed: %s", self.id, error)
+        self._gone = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ray.kill(self.actor)
+
+    # ----------------------------------------------------------------- parts
+
+    async def _listen(self, mirror: Mirror) -> None:
+        while not self._gone:
+            try:
+                self._hear(mirror, shifted_report(await self.actor.report.remote(), -self._ahead))
+            except RayError as error:
+                self._die(HostLostError(f"the process of replica {self.id} is gone ({type(error).__name__})"))
+            except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
+                log.exception("replica %s: its report could not be used", self.id)
+                self._die(HostLostError(f"{type(error).__name__}: {error}"))
+
+    def _hear(self, mirror: Mirror, report: Report) -> None:
+        mirror.take(report)
+        for event in report.events:
+            self._emit(event)
+        if mirror.empty:
+            self._idle.set()
+        if report.error is not None:
+            self._die(HostLostError(report.error))
+
+    def _die(self, error: HostLostError) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        self._idle.set()
+        self._lost(self.id, error, self._started().left())
+
+    def _send(self, command: Command) -> None:
+        """With whatever else is said in this turn of the loop, as one message."""
+        if self._gone:
+            return
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(command)
+
+    def _flush(self) -> None:
+        commands, self._outbox = self._outbox, []
+        self._spawn(self._deliver(self._sent, commands))
+        self._sent += 1
+
+    async def _deliver(self, number: int, commands: Sequence[Command]) -> None:
+        try:
+            await self.actor.do.remote(number, commands)
+        except RayError as error:  # the listener notices the same, and moves the requests
+            log.warning("replica %s did not take %d commands: %s", self.id, len(commands), type(error).__name__)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _started(self) -> Mirror:
+        if self._mirror is None:
+            raise RuntimeError(f"host {self.id!r} is not started: await start() first")
+        return self._mirror
+
+
+def ray_cluster(
+    make: Sequence[Callable[[Clock], Made]],
+    clock: Clock,
+    *,
+    policy: str,
+    settings: Mapping[str, object] | None = None,
+    router: str = "least_loaded",
+    router_settings: Mapping[str, object] | None = None,
+    lengths: LengthPredictor | None = None,
+    max_in_flight: int | None = None,
+    rule: str = "deadline",
+    prefix_cache: bool = False,
+    fair: FairShare | None = None,
+    resources: Mapping[str, Any] | None = None,
+) -> Cluster:
+    """A cluster of Ray actors, one for each of `make`, under the same names and settings as `cluster.local_cluster`.
+
+    `ray.init` has been called. Raises PolicyError for an unknown policy, router or setting.
+    """
+    load(policy, settings)  # an unknown name or setting is an error here, not in another process
+    options = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
+
+    def hosts(emit: Listener, lost: HostLost) -> list[Host]:
+        return [
+            RayHost(f"r{i}", each, clock, emit=emit, lost=lost, policy=policy, settings=settings, options=options,
+                    resources=resources)
+            for i, each in enumerate(make)
+        ]  # fmt: skip
+
+    placing = load_router(router, router_settings)
+    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)

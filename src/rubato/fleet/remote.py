@@ -1,0 +1,177 @@
+"""What a controller knows of a replica elsewhere: a fold over what that replica tells, and how it is told.
+
+The replica reports in batches: events in order, and the few numbers of its state that events do not carry. What was
+submitted and is not yet acknowledged counts as waiting there. Times are in the replica's own clock on the way and in
+the controller's after `shifted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rubato.interfaces import LatencyModel, View
+from rubato.seq import Seq
+from rubato.types import (
+    Demoted,
+    Event,
+    Finished,
+    Limits,
+    Offered,
+    Preempted,
+    Progress,
+    Promoted,
+    Request,
+    Sample,
+    Started,
+    Stepped,
+    Tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened at a replica up to `as_of`, and its state then. held: running sequence -> (tokens in KV, KV blocks,
+    of which its own). error: it is beyond recovery; by then every request there has ended."""
+
+    as_of: float
+    events: tuple[Event, ...]
+    kv_free: int
+    busy_until: float
+    held: Mapping[str, tuple[int, int, int]]
+    error: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class RemoteSeq(Seq):
+    """A sequence of another process's replica: KV is known by number, not by block."""
+
+    held_blocks: int = 0
+    held_own: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        return self.held_blocks
+
+    @property
+    def own_blocks(self) -> int:
+        return self.held_own
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(tuple(self.starts), tuple(map(tuple, self.times)), tuple(self.token_ids))
+
+
+class Mirror:
+    """The controller's side of one replica: submissions and reports in, views out."""
+
+    def __init__(self, id: str, limits: Limits, latency: LatencyModel, supports: frozenset[str], now: float) -> None:
+        self.id = id
+        self.limits = limits
+        self.latency = latency
+        self.supports = supports
+        self.as_of = now
+        self._kv_free = limits.kv_blocks
+        self._busy_until = now
+        self._waiting: dict[str, RemoteSeq] = {}
+        self._running: dict[str, RemoteSeq] = {}
+        self._submitted = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self._waiting and not self._running
+
+    def submit(self, request: Request, now: float) -> None:
+        self._submitted += 1
+        seq = RemoteSeq(request, self._submitted, request.arrival, now, request.stages[0].prompt)
+        seq.starts.append(request.arrival)
+        seq.renew_due()
+        if request.progress is not None:
+            seq.resume(request.progress)
+            seq.token_ids = list(request.progress.token_ids)
+        self._waiting[request.id] = seq
+
+    def take(self, report: Report) -> None:
+        """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
+        for event in report.events:
+            self._fold(event)
+        for id, (cached, blocks, own) in report.held.items():
+            seq = self._running.get(id)
+            if seq is not None:
+                seq.cached, seq.held_blocks, seq.held_own = cached, blocks, own
+        self.as_of = report.as_of
+        self._kv_free = report.kv_free
+        self._busy_until = report.busy_until
+
+    def view(self, now: float) -> View:
+        waiting = list(self._waiting.values())
+        waiting.sort(key=lambda s: s.key)
+        return View(
+            id=self.id,
+            now=now,
+            waiting=waiting,
+            running=list(self._running.values()),
+            kv_free=self._kv_free,
+            kv_total=self.limits.kv_blocks,
+            limits=self.limits,
+            latency=self.latency,
+            supports=self.supports,
+            busy_until=self._busy_until,
+            as_of=min(now, self.as_of),
+        )
+
+    def left(self) -> list[Request]:
+        """The requests that have not ended, each with what it has received: to be served elsewhere."""
+        seqs = [*self._running.values(), *self._waiting.values()]
+        return [replace(s.request, progress=s.progress if s.total_output else s.request.progress) for s in seqs]
+
+    def _fold(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self.latency.update(Sample(event.shape, event.seconds))
+            return
+        seq = self._running.get(event.id) or self._waiting.get(event.id)
+        if seq is None:
+            return
+        match event:
+            case Started():
+                self._running[event.id] = self._waiting.pop(event.id, seq)
+                seq.started, seq.cached = True, event.cached
+            case Preempted():
+                self._waiting[event.id] = self._running.pop(event.id, seq)
+                seq.cached = seq.held_blocks = seq.held_own = 0
+            case Tokens():
+                seq.got([event.at] * event.tokens)
+                seq.token_ids += event.token_ids
+                if event.stage_done:
+                    seq.next_stage(event.at)
+            case Demoted() | Promoted():
+                seq.demoted = isinstance(event, Demoted)
+            case Finished():
+                self._running.pop(event.id, None)
+                self._waiting.pop(event.id, None)
+
+
+def shifted(event: Event, by: float) -> Event:
+    """The event in a clock that shows `by` seconds more."""
+    changes: dict[str, Any] = {"at": event.at + by}
+    if isinstance(event, Offered):
+        changes["request"] = shifted_request(event.request, by)
+    return replace(event, **changes)
+
+
+def shifted_request(request: Request, by: float) -> Request:
+    """The request in a clock that shows `by` seconds more."""
+    progress = request.progress
+    if progress is not None:
+        starts = tuple(t + by for t in progress.starts)
+        times = tuple(tuple(t + by for t in of_stage) for of_stage in progress.times)
+        progress = replace(progress, starts=starts, times=times)
+    return replace(request, arrival=request.arrival + by, progress=progress)
+
+
+def shifted_report(report: Report, by: float) -> Report:
+    """The report in a clock that shows `by` seconds more."""
+    events: Sequence[Event] = [shifted(event, by) for event in report.events]
+    return replace(report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events))

@@ -1,0 +1,145 @@
+"""Two Ray actors with the simulated engine on the wall clock; one is killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from rubato.clock import Clock, WallClock
+from rubato.cluster import Cluster
+from rubato.engines.simulated import WORDS, Engine
+from rubato.fleet.ray import RayHost, ray_cluster
+from rubato.interfaces import LatencyModel
+from rubato.types import Event, Finished, Limits, Lost, Placed, Request, Sampling, Stage, Tokens
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=8, max_tokens=256, max_length=500, kv_blocks=200, block=16)
+SECONDS = 60.0  # after which a test is not merely slow
+
+
+def make(clock: Clock) -> tuple[Engine, LatencyModel]:
+    return Engine(Linear(0.004, 0.00001), LIMITS, clock, lengths={"talk": (5, 7)}), Linear(0.004, 0.00001)
+
+
+def broken(clock: Clock) -> tuple[Engine, LatencyModel]:
+    class Broken(Engine):
+        async def execute(self, batch: object) -> object:  # type: ignore[override]
+            raise RuntimeError("the device fell off")
+
+    return Broken(Linear(), LIMITS, clock), Linear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_ray_cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+class Fleet:
+    """A started cluster, its events, and the books checked at each."""
+
+    def __init__(self, *makers: object, **options: object) -> None:
+        self.cluster: Cluster = ray_cluster(makers, WallClock(), **{"policy": "edf", **options})  # type: ignore[arg-type]
+        self.events: list[Event] = []
+        self.cluster.listen(self.hear)
+
+    def hear(self, event: Event) -> None:
+        assert self.cluster.offered == self.cluster.finished + self.cluster.in_flight
+        self.events.append(event)
+
+    async def run(self, requests: list[Request], kill_at: int | None = None) -> None:
+        """Offer all, kill the first host when so many tokens are out, and wait for the end."""
+        clock, cluster = self.cluster.clock, self.cluster
+        await cluster.start()
+        killed = asyncio.Event()
+
+        def watch(event: Event) -> None:
+            tokens = sum(isinstance(e, Tokens) for e in self.events)
+            if kill_at is not None and tokens >= kill_at and not killed.is_set():
+                killed.set()
+                host = cluster.hosts["r0"]
+                assert isinstance(host, RayHost)
+                ray.kill(host.actor)
+
+        cluster.listen(watch)
+        for r in requests:
+            cluster.offer(Request(r.id, r.stages, clock.now(), sampling=r.sampling, group=r.group))
+        await asyncio.wait_for(cluster.drain(), SECONDS)
+        assert killed.is_set() == (kill_at is not None)
+        await cluster.close()
+
+    def ends(self) -> dict[str, Finished]:
+        found = [e for e in self.events if isinstance(e, Finished)]
+        assert max(Counter(e.id for e in found).values()) == 1
+        return {e.id: e for e in found}
+
+    def text(self, id: str) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, Tokens) and e.id == id)
+
+
+def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
+    fleet = Fleet(make, make)
+    requests = [request(f"q{i}", 40, ttft=5.0, tpot=0.5, most=60) for i in range(12)]
+    asyncio.run(fleet.run(requests, kill_at=100))
+    placed = Counter(e.replica for e in fleet.events if isinstance(e, Placed))
+    moved = {e.id for e in fleet.events if isinstance(e, Lost)}
+    assert placed["r0"] == len(moved) == 6
+    assert placed["r1"] == 12
+    ends = fleet.ends()
+    assert {e.outcome for e in ends.values()} == {"completed"}
+    for id, end in ends.items():
+        # nothing twice and nothing missing: the tokens before the move and those after it are one output
+        assert end.output == sum(e.tokens for e in fleet.events if isinstance(e, Tokens) and e.id == id) == 60
+        assert fleet.text(id) == "".join(WORDS[n % len(WORDS)] for n in range(1, 61))
+        assert end.verdict.ttft is not None
+        assert end.verdict.ttft < 5.0
+    assert fleet.cluster.in_flight == 0
+
+
+def test_stages_and_cancelling_across_processes() -> None:
+    fleet = Fleet(make, make, policy="sarathi")
+    talk = Request("talk", (Stage(10, ends="</think>"), Stage(0)), 0.0, sampling=Sampling(100))
+
+    async def main() -> None:
+        fleet.cluster.listen(
+            lambda e: fleet.cluster.cancel("long") if isinstance(e, Tokens) and e.id == "long" else None
+        )
+        await fleet.run([talk, request("long", 10, most=400)])
+
+    asyncio.run(main())
+    ends = fleet.ends()
+    assert (ends["talk"].outcome, ends["talk"].output) == ("completed", 12)
+    assert [e.stage for e in fleet.events if isinstance(e, Tokens) and e.id == "talk"] == [0] * 5 + [1] * 7
+    assert (ends["long"].outcome, ends["long"].reason) == ("cancelled", "client disconnected")
+    assert ends["long"].output < 400
+
+
+def test_with_nobody_left_requests_fail_and_the_cluster_is_dead() -> None:
+    fleet = Fleet(make)
+    asyncio.run(fleet.run([request("a", most=400), request("b", most=400)], kill_at=10))
+    assert {id: e.outcome for id, e in fleet.ends().items()} == {"a": "failed", "b": "failed"}
+    assert "no replica is left" in fleet.ends()["a"].reason
+    assert fleet.cluster.dead.is_set()
+
+
+def test_an_engine_beyond_recovery_is_told_across_processes() -> None:
+    fleet = Fleet(broken)
+
+    async def main() -> None:
+        await fleet.cluster.start()
+        for i in range(4):
+            fleet.cluster.offer(request(f"q{i}"))
+            await asyncio.wait_for(
+                fleet.cluster.hosts["r0"].drain() if fleet.cluster.hosts else asyncio.sleep(0), SECONDS
+            )
+        await asyncio.wait_for(fleet.cluster.dead.wait(), SECONDS)
+        await fleet.cluster.close()
+
+    asyncio.run(main())
+    assert {e.outcome for e in fleet.ends().values()} == {"failed"}
+    assert "the device fell off" in str(fleet.cluster.error)
