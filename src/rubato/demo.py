@@ -54,6 +54,23 @@ class Unloaded:
         return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
 
 
+def held(tries: Sequence[tuple[float, float]]) -> float:
+    """The rate at which 90 % is attained, from (rate, attainment) tried: on the line between the highest that held and
+    the lowest above it that did not. Raises BenchError when none held."""
+    holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
+    if not holding:
+        lowest = min(rate for rate, _ in tries)
+        raise bench.BenchError(
+            f"vllm held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
+        )
+    low, at_low = max(holding)
+    beyond = [(rate, attained) for rate, attained in tries if rate > low]
+    if not beyond:
+        return low
+    high, at_high = min(beyond)
+    return low + (high - low) * (at_low - HOLDS) / (at_low - at_high)
+
+
 def kinds(slos: Mapping[str, SLO]) -> list[workload.Kind]:
     """The demo's mix: mostly chat that is read along, code completions, and a few long documents to summarise."""
     return [
@@ -173,7 +190,7 @@ class Stage:
         return model
 
     def _rate(self, url: str, model: affine.Model, slos: Mapping[str, SLO]) -> float:
-        """The largest rate at which vllm attains 90 %: bracketed in simulation, then tried on the real server."""
+        """The rate at which vllm attains 90 %: bracketed in simulation, then tried on the real server."""
         pattern = self.load(1.0, 60.0, slos, "hold")
         low, high = 0.05, 50.0
         while high / low > 1.02:
@@ -181,16 +198,16 @@ class Stage:
             low, high = (rate, high) if self._attained_in_simulation(pattern.rescaled(rate), model) else (low, rate)
         say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
         rate = 0.9 * low  # the simulated server has its cores to itself, the real one shares them with its clients
+        tries: list[tuple[float, float]] = []
         for _ in range(TRIES):
             run = self._bench(url, self.load(rate, 15.0, slos, "hold"), f"{rate:.2f}/s")
             attained = sum(r.verdict.met for r in run.records) / len(run.records)
             say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
-            if attained >= HOLDS:
-                return rate
-            rate *= 0.85
-        raise bench.BenchError(
-            f"vllm held none of {TRIES} rates down to {rate / 0.85:.2f}/s: is something else using this machine?"
-        )
+            tries.append((rate, attained))
+            if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
+                break
+            rate *= 1.15 if attained >= HOLDS else 0.85
+        return held(tries)
 
     def _attained_in_simulation(self, load: workload.Workload, model: affine.Model) -> bool:
         records = simulated_run(load, self._setup("vllm", {}, model)).records

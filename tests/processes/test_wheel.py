@@ -1,0 +1,59 @@
+"""The distribution: a wheel is built and installed into an environment that knows nothing of the source tree."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, f"{words} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out, tree = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, tree)
+    # from a copy: setuptools builds in the tree and would put what an earlier build left there into the wheel
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, tree, cwd=out)
+    (found,) = out.glob("rubato_llm-*.whl")
+    return found
+
+
+def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    source = ROOT / "src"
+    wanted = {str(p.relative_to(source)) for p in (source / "rubato").rglob("*.py")} | {"rubato/py.typed"}
+    info = {name for name in names if ".dist-info/" in name}
+    assert set(names) - info == wanted
+    assert {Path(name).name for name in info} >= {"LICENSE", "NOTICE", "entry_points.txt", "METADATA"}
+
+
+def test_the_command_runs_from_it(wheel: Path, tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    venv.create(env)
+    python = env / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel, cwd=tmp_path)
+    # the dependencies, as they are installed here; a .pth file in there, as of an editable rubato, is not followed
+    (next((env / "lib").glob("python3*")) / "site-packages" / "dependencies.pth").write_text(
+        sysconfig.get_path("purelib")
+    )
+    where = run(python, "-c", "import rubato; print(rubato.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(env)
+    assert "edf" in run(env / "bin" / "rubato", "policies", cwd=tmp_path)
+    workload = tmp_path / "load.jsonl"
+    run(env / "bin" / "rubato", "workload", workload, "--rate", "2", "--duration", "3", cwd=tmp_path)
+    assert "attained" in run(env / "bin" / "rubato", "simulate", "--workload", workload, cwd=tmp_path)
