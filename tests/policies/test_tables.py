@@ -115,20 +115,25 @@ def test_edf_takes_kv_from_best_effort_first() -> None:
     assert "r" in work(plan)
 
 
-def test_edf_lets_the_tier_that_fell_behind_go_first() -> None:
-    policy = load("edf", EDF)
-    loser = prompt("x", 30, ttft=1.0)
-    for i in range(6):  # six misses of tier "default", none of tier "other"
-        policy.plan(seen([Seq(request(f"m{i}", 10, ttft=1.0), 10, due=1.0)], []))
-        policy.observe([Finished(0.0, f"m{i}", "completed", "stop", Verdict(False, "deadline"))])
-    hopeless = Seq(request("h", 90, ttft=0.001), 90, due=0.001)
-    other = Seq(request("o", 60, ttft=0.5, tier="other"), 60, due=0.5)
-    policy.plan(seen([hopeless, other], []))
-    for _ in range(3):
-        policy.plan(seen([Seq(request("h2", 90, ttft=0.001), 90, due=0.001)], []))
-    policy.observe([Finished(0.0, "o", "completed", "stop", Verdict(True, "deadline"))])
-    plan = policy.plan(seen([Seq(request("o2", 60, ttft=0.5, tier="other"), 60, due=0.5), loser], []))
-    assert work(plan) == {"x": 30}  # though o2 is due sooner; it starts nothing new meanwhile
+def test_edf_sets_the_longest_aside_unless_its_tier_would_fall_behind() -> None:
+    """Two prompts of which one can be in time; the longer goes, but for a tier that has lost more than the others."""
+
+    def kept(lost: int, outcome: str = "completed") -> dict[str, int]:
+        policy = load("edf", EDF)
+        for i in range(20):
+            for tier, misses in (("long", lost), ("other", 0)):
+                seq = Seq(request(f"{tier}{i}", 10, ttft=1.0, tier=tier), 10, due=1.0)
+                policy.plan(seen([seq], []))
+                verdict = Verdict(i >= misses, "deadline")
+                policy.observe([Finished(0.0, seq.id, outcome, "stop", verdict)])  # type: ignore[arg-type]
+        long = Seq(request("x", 60, ttft=0.1, tier="long"), 60, due=0.1)
+        short = Seq(request("o", 50, ttft=0.1, tier="other"), 50, due=0.1)
+        plan = policy.plan(seen([long, short], []))
+        return {id: n for id, n in work(plan).items() if id not in plan.demote}
+
+    assert set(kept(0)) == {"o"}
+    assert set(kept(8)) == {"x"}
+    assert set(kept(8, "cancelled")) == {"o"}  # what clients took back is nobody's loss
 
 
 def test_edf_prompts_wait_when_one_more_decode_would_break_the_tightest_tpot() -> None:
@@ -166,6 +171,63 @@ def test_edf_refuses_a_pace_that_cannot_be_kept(slo: dict[str, float], predicted
     assert bool(policy.plan(seen([asked], [], now=0.1)).drop) is refused
 
 
+def test_priority_goes_by_ttft_then_tpot_then_e2e_then_arrival() -> None:
+    waiting = [
+        Seq(request("free", 10), 10),
+        Seq(request("e2e", 10, e2e=0.1), 10),
+        Seq(request("tpot", 10, tpot=0.1), 10),
+        Seq(request("later", 10, ttft=1.0, arrival=0.2), 10),
+        Seq(request("sooner", 10, ttft=1.0, arrival=0.1), 10),
+        Seq(request("paced", 10, ttft=1.0, tpot=0.5, arrival=0.3), 10),
+        Seq(request("tight", 10, ttft=0.5, arrival=0.4), 10),
+    ]
+    plan = load("priority", {"budget": 62}).plan(seen(waiting, []))
+    assert list(work(plan).items()) == [
+        ("tight", 10), ("paced", 10), ("sooner", 10), ("later", 10), ("tpot", 10), ("e2e", 10), ("free", 2),
+    ]  # fmt: skip
+
+
+def test_priority_pauses_the_looser_when_tokens_lack_and_leaves_them_their_kv() -> None:
+    plan = load("priority", {"budget": 60}).plan(seen([prompt("a", 60, ttft=1.0)], [decode("free")]))
+    assert work(plan) == {"a": 60}
+    assert plan.preempt == ()
+
+
+def test_priority_takes_kv_from_the_loosest_for_one_that_waits() -> None:
+    """A prompt of 15 tokens lacks two blocks: both of the best-effort one, none of the one in between."""
+    running = [decode("free"), decode("mid", ttft=2.0), decode("tight", ttft=1.0)]
+    plan = load("priority").plan(seen([prompt("a", 15, ttft=1.0)], running, kv_free=2))
+    assert plan.preempt == ("free",)
+    assert work(plan) == {"tight": 1, "a": 15, "mid": 1}
+
+
+def test_priority_takes_no_kv_for_one_that_waits_from_its_own_priority_nor_in_vain() -> None:
+    plan = load("priority").plan(seen([prompt("a", 30, ttft=1.0)], [decode("r", ttft=1.0)], kv_free=1))
+    assert plan.preempt == ()
+    assert work(plan) == {"r": 1}
+    plan = load("priority").plan(seen([prompt("a", 60, ttft=1.0)], [decode("free")], kv_free=1))
+    assert plan.preempt == ()
+    assert work(plan) == {"free": 1}
+
+
+def test_priority_gives_up_its_own_kv_when_nobody_is_looser() -> None:
+    older, younger = decode("older", ttft=1.0), decode("younger", ttft=1.0)
+    plan = load("priority").plan(seen([prompt("w", 5)], [younger, older], kv_free=0))
+    assert plan.preempt == ("younger",)
+    assert work(plan) == {"older": 1}  # and what waits behind does not get what was given back
+
+
+def test_priority_gives_the_starved_a_turn_and_lets_it_keep_its_kv() -> None:
+    policy = load("priority", {"budget": 20, "every": 2, "least": 3, "patience": 1.0})
+    tight = prompt("tight", 20, ttft=0.5)
+    waiting, busy = Seq(request("free", 10), 10), seen([tight, Seq(request("free", 10), 10)], [], now=2.0)
+    assert [work(policy.plan(busy)) for _ in range(4)] == [{"tight": 20}, {"free": 3, "tight": 17}] * 2
+    assert work(policy.plan(seen([tight, waiting], [], now=0.5))) == {"tight": 20}  # it has not waited for long yet
+    held = decode("free")
+    assert policy.plan(seen([prompt("a", 11, ttft=0.5)], [held], kv_free=1, now=0.5)).preempt == ("free",)
+    assert policy.plan(seen([prompt("a", 11, ttft=0.5)], [held], kv_free=1, now=2.0)).preempt == ()
+
+
 def fleet(*pending: int) -> list[View]:
     views = []
     for i, tokens in enumerate(pending):
@@ -194,6 +256,7 @@ def test_least_loaded_counts_what_it_has_just_placed() -> None:
         ("edf", {"saftey": 0.1}, "has no setting 'saftey': did you mean 'safety'"),
         ("edf", {"every": "often"}, "setting every is 'often'; give a int"),
         ("edf", {"every": 1}, "every 1 must be at least 2"),
+        ("priority", {"patience": -1.0}, "patience -1.0: give >= 1 token and >= 0 seconds"),
         ("round_robin", {}, "has no Scheduler; it defines Router"),
         ("no.such.module", {}, "unknown policy|cannot be imported"),
     ],

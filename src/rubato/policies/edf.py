@@ -5,8 +5,8 @@ that is due, less a cushion: real steps are late now and then, and a decode with
 
 Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all have their
 first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule, which leaves
-the fewest late). That rule gives up long prompts first; a tier that falls behind for it goes first, and the others
-start nothing new meanwhile.
+the fewest late). That rule gives up long prompts first, so one that would leave its tier behind the others is
+protected: others are set aside for it, and the decodes lend it more of what they are ahead.
 
 What is set aside, and what has missed a token already, is served as best effort from what is left of each step, comes
 back if it could still be in time after all, and its oldest gets a turn now and then whatever is due: nobody starves.
@@ -27,8 +27,9 @@ from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all
-DIP = 0.5  # of a token: the lead decodes keep while they lend the rest to a tier that fell behind
+DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
 DOUBT = 8.0  # how much too slow a stale model may be: the bound of the drift that latency models follow
+MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
 RECENT = 64  # requests that the tightest TTFT is remembered over
 
 
@@ -40,7 +41,8 @@ class Scheduler:
     share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
     cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
     stale: after so many idle seconds predictions are doubted, and a request is tried unless it is far from possible.
-    fairness: how far (in attainment, 0 to 1) a tier may fall behind the best before its requests go first; 1 = never.
+    fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all before its requests are
+    protected from being set aside; 1 = never.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -57,7 +59,9 @@ class Scheduler:
     _worked: float = field(default=-inf, init=False)
     _probe: str = field(default="", init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
-    _attained: dict[str, float] = field(default_factory=dict, init=False)
+    _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
+    _lost: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
+    _counted: set[str] = field(default_factory=set, init=False)  # ids that are in _lost now
     _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
 
     def __post_init__(self) -> None:
@@ -73,8 +77,10 @@ class Scheduler:
         for event in events:
             if isinstance(event, Finished):
                 tier = self._tiers.pop(event.id, None)
-                if tier is not None and event.verdict.met:
-                    self._book(tier, 1.0)
+                if tier is not None:
+                    # what a client took back is nobody's loss
+                    self._book(event.id, tier, lost=not event.verdict.met and event.outcome != "cancelled")
+                    self._counted.discard(event.id)
 
     def plan(self, view: View) -> Plan:
         here = [*view.running, *view.waiting]
@@ -83,7 +89,9 @@ class Scheduler:
         strict = [s for s in here if s.id not in aside]
         declined = [s for s in here if s.id in aside and not s.best_effort]
         for seq in declined:
-            self._book(seq.request.tier, 0.0)  # now, not when it ends: set aside, it may take long
+            self._book(seq.id, seq.request.tier, lost=True)  # now, not when it ends: set aside, it may take long
+        for seq in strict:
+            self._book(seq.id, seq.request.tier, lost=False)  # it may have come back
         drop = {s.id: "rejected-slo-infeasible" for s in declined if self._refusable(s)}
         rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
         packing = Packing(view)
@@ -104,13 +112,24 @@ class Scheduler:
 
     # ----------------------------------------------------------------- who is tried
 
-    def _book(self, tier: str, met: float) -> None:
-        self._attained[tier] = 0.9 * self._attained.get(tier, 1.0) + 0.1 * met
+    def _book(self, id: str, tier: str, *, lost: bool) -> None:
+        """Count a request as lost, or as lost no more: once, however often it is set aside and comes back."""
+        if lost and id not in self._counted:
+            self._counted.add(id)
+            self._lost[tier] += 1.0
+        elif not lost and id in self._counted:
+            self._counted.remove(id)
+            self._lost[tier] = max(0.0, self._lost[tier] - 1.0)  # what was counted has faded since
 
     def _meet(self, here: Iterable[SeqView]) -> None:
         for seq in here:
-            if seq.id not in self._tiers:
-                self._tiers[seq.id] = seq.request.tier
+            if seq.id not in self._tiers and not seq.request.best_effort:
+                tier = self._tiers[seq.id] = seq.request.tier
+                for counts in (self._offered, self._lost):
+                    for name in counts:
+                        counts[name] *= 1.0 - 1.0 / MEMORY
+                self._offered[tier] = self._offered.get(tier, 0.0) + 1.0
+                self._lost.setdefault(tier, 0.0)
                 ttft = seq.request.stages[0].slo.ttft
                 if ttft is not None:
                     self._ttfts.append(ttft)
@@ -134,9 +153,9 @@ class Scheduler:
         rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety)
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
         able = [s for s in fresh if not self._refusable(s) or self._pace(view, s, rate)]
-        first = [s for s in able if self._behind(s) and view.now + rate.seconds_alone(s.pending) <= s.due]
-        ahead = sum(s.pending for s in first)
-        kept = [*first, *self._schedulable([s for s in able if s not in first], rate, view.now, ahead)]
+        # A protected one may count on decodes that end meanwhile: others are not started at its expense.
+        safe = {s.id for s in able if self._protected(s) and view.now + rate.seconds_alone(s.pending) <= s.due}
+        kept = self._schedulable(able, rate, view.now, safe)
         stale = not view.running and view.now - self._worked > self.stale
         if stale and not kept and fresh and rate.seconds_alone(fresh[0].pending) / DOUBT <= fresh[0].due - view.now:
             # A refused request runs no step, so a model that once saw a slow machine would refuse for ever: try one.
@@ -152,23 +171,26 @@ class Scheduler:
                 aside.add(seq.id)
         return aside
 
-    def _behind(self, seq: SeqView) -> bool:
-        """Is this sequence's tier behind the best by more than it may be?"""
-        own = self._attained.get(seq.request.tier, 1.0)
-        return own < max(self._attained.values(), default=1.0) - self.fairness
+    def _protected(self, seq: SeqView) -> bool:
+        """Would losing this one put its tier further behind the average than it may be? (Never so for a lone tier.)"""
+        tier = seq.request.tier
+        if tier not in self._offered:
+            return False
+        average = (sum(self._lost.values()) + 1.0) / sum(self._offered.values())
+        return (self._lost[tier] + 1.0) / self._offered[tier] > average + self.fairness
 
-    def _schedulable(self, jobs: Sequence[SeqView], rate: _Rate, now: float, ahead: int) -> list[SeqView]:
-        """Moore-Hodgson: go through the jobs by deadline; whenever one is late, set aside the longest so far.
-
-        ahead: tokens of prefill that go before them all.
-        """
+    def _schedulable(self, jobs: Sequence[SeqView], rate: _Rate, now: float, safe: set[str]) -> list[SeqView]:
+        """Moore-Hodgson: go through the jobs by deadline; whenever one is late, set aside the longest so far that is
+        not safe."""
         kept: list[SeqView] = []
-        tokens = ahead
+        tokens = 0
         for seq in jobs:
             kept.append(seq)
             tokens += seq.pending
             while kept and now + rate.seconds(tokens) > seq.due - self.reserve:
-                longest = max(kept, key=lambda s: s.pending)
+                longest = max((s for s in kept if s.id not in safe), key=lambda s: s.pending, default=None)
+                if longest is None:
+                    break
                 kept.remove(longest)
                 tokens -= longest.pending
         return kept
@@ -199,8 +221,8 @@ class Scheduler:
     # ----------------------------------------------------------------- what they get
 
     def _decodes(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView]) -> tuple[float, float]:
-        """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for the
-        prefill of a tier that fell behind."""
+        """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for a
+        protected prefill."""
         view = packing.view
         bound = deep = self.longest * min(self._ttfts, default=inf)
         order = sorted((s for s in strict if s.pending == 1), key=_due)
@@ -230,18 +252,17 @@ class Scheduler:
         running = {s.id for s in view.running}
         active = [s for s in strict if s.id in running]
         jobs = [s for s in strict if s.pending > 1]
-        behind = {s.id for s in jobs if self._behind(s)}
-        for seq in sorted(jobs, key=lambda s: (s.id not in behind, _due(s))):
+        for seq in sorted(jobs, key=_due):
             if seq in packing.preempted:
                 continue
             if seq.id not in running:
-                if (behind and seq.id not in behind) or not self._sustainable(view, active, seq):
+                if not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
                 if packing.lacks_kv(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
                     continue
                 active.append(seq)
-            self._chunk(packing, seq, deep if seq.id in behind else bound)
+            self._chunk(packing, seq, deep if self._protected(seq) else bound)
 
     def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""

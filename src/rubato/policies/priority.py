@@ -1,0 +1,137 @@
+"""Strict priority by tightness: whoever has the tighter SLO goes first, and takes KV from the loosest that runs.
+
+A request's priority is its tightest TTFT, then TPOT, then e2e over all stages; no promise comes last; within one
+priority the first to arrive goes first. Each step is filled in that order under one token budget, so a looser request
+that finds no tokens or no place in the batch pauses with its KV. KV that a tighter one lacks is taken from the loosest
+(its tokens are kept, it resumes by one prefill of them all). Nobody is refused or demoted.
+
+As in vLLM's `--scheduling-policy priority`: the order, the victims, and a running request that lacks KV and finds
+nobody looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting*
+request takes KV from running ones of looser priority too (vLLM's waits for free KV). Added: strict priority starves
+the loosest, so the oldest request of a priority behind the tightest, once it has been here for `patience`, goes first
+in one step of `every` and keeps its KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from rubato.interfaces import SeqView, View
+from rubato.kv import blocks_for
+from rubato.policies._packing import Packing
+from rubato.types import Event, Plan
+
+SOURCE = (
+    "vLLM V1 scheduler with --scheduling-policy priority; priorities from SLOs, and turns for the starved, are ours"
+)
+
+
+@dataclass
+class Scheduler:
+    """budget: tokens per step. patience: seconds after which the oldest of the looser priorities gets turns.
+    every, least: its turn is one step in `every`, with at least `least` tokens if it has as many pending.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 2048
+    patience: float = 5.0
+    every: int = 16
+    least: int = 16
+    _turn: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.patience < 0:
+            raise ValueError(f"budget {self.budget}, patience {self.patience}: give >= 1 token and >= 0 seconds")
+        if self.every < 2 or self.least < 1:
+            raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        packing = Packing(view, self.budget)
+        order = sorted([*view.running, *view.waiting], key=_order)
+        starved = self._starved(view, order)
+        running = {s.id for s in view.running}
+        if starved is not None:
+            self._give_turn(packing, starved, [s for s in order[::-1] if s.id in running])
+        admitting = True
+        for at, seq in enumerate(order):
+            if seq.id in packing.work:
+                continue
+            if seq in packing.preempted:
+                admitting = False  # what waits behind it must not have what it gave back
+                continue
+            tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
+            if tokens == 0:
+                break
+            runs = seq.id in running
+            if not runs and not admitting:
+                continue
+            # Who waits takes KV from a looser priority only: from its own it would be taken back, and so on.
+            victims = (
+                v
+                for v in order[:at:-1]
+                if v.id in running and v is not starved and (runs or tightness(v) > tightness(seq))
+            )
+            if make_room(packing, seq, tokens, victims):
+                packing.add(seq, tokens)
+            else:
+                admitting = False
+                if runs and seq is not starved:
+                    packing.preempt(seq)
+        return packing.plan()
+
+    def _starved(self, view: View, order: Sequence[SeqView]) -> SeqView | None:
+        """The oldest request behind the tightest priority here, if it has been here for long."""
+        behind = [s for s in order if tightness(s) > tightness(order[0])]
+        oldest = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
+        if oldest is None or view.now - oldest.request.arrival < self.patience:
+            return None
+        return oldest
+
+    def _give_turn(self, packing: Packing, seq: SeqView, loosest_first: Sequence[SeqView]) -> None:
+        self._turn += 1
+        if self._turn < self.every:
+            return
+        self._turn = 0
+        tokens = min(seq.pending, self.least, packing.tokens_left)
+        if make_room(packing, seq, tokens, loosest_first):
+            packing.add(seq, tokens)
+
+
+def tightness(seq: SeqView) -> tuple[float, float, float]:
+    """Priority, smaller is sooner: seconds of the tightest TTFT, TPOT and e2e over all stages, inf where none."""
+    slos = [stage.slo for stage in seq.request.stages]
+    return _least(s.ttft for s in slos), _least(s.tpot for s in slos), _least(s.e2e for s in slos)
+
+
+def make_room(packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+    """Preempt `victims`, in their order, until the KV for `tokens` of `seq` is there; nobody if even all would not do.
+
+    Victims must not be in the batch yet.
+    """
+    lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
+    if lacking <= 0:
+        return True
+    taken: list[SeqView] = []
+    for victim in victims:
+        if victim.own_blocks and victim is not seq and victim not in packing.preempted:
+            taken.append(victim)
+            lacking -= victim.own_blocks
+            if lacking <= 0:
+                for one in taken:
+                    packing.preempt(one)
+                return True
+    return False
+
+
+def _least(values: Iterable[float | None]) -> float:
+    return min((v for v in values if v is not None), default=inf)
+
+
+def _order(seq: SeqView) -> tuple[tuple[float, float, float], float, str]:
+    return tightness(seq), seq.request.arrival, seq.id
