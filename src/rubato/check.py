@@ -80,5 +80,9 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: set[str
         yield f"{tokens} tokens in a batch, the engine takes {limits.max_tokens}"
     if len(plan.work) > limits.max_seqs:
         yield f"{len(plan.work)} sequences in a batch, the engine takes {limits.max_seqs}"
+    started = sum(w.seq not in running for w in plan.work)
+    stay = len(running - gone)
+    if limits.max_running is not None and stay + started > limits.max_running:
+        yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"
     if need > free:
         yield f"{need} new KV blocks needed, {free} of {view.kv_total} free after the plan's own preemptions"

@@ -135,13 +135,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
+    """What one engine can take. All are hard: `check.check` refuses a plan beyond them."""
 
     max_seqs: int  # sequences in one batch
     max_tokens: int  # tokens in one batch
     max_length: int  # prompt + output of one sequence (the model's context)
     kv_blocks: int  # blocks of KV memory
     block: int  # tokens a block holds
+    max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
 
 
 @dataclass(frozen=True, slots=True)

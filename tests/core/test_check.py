@@ -1,5 +1,7 @@
 """Impossible plans, one a row: what the error must say."""
 
+from dataclasses import replace
+
 import pytest
 
 from rubato.check import PlanError, check
@@ -51,3 +53,11 @@ def test_impossible(plan: Plan, says: str) -> None:
 )
 def test_possible(plan: Plan) -> None:
     check(plan, example(), "mine")  # type: ignore[arg-type]
+
+
+def test_an_engine_with_few_slots_holds_no_more_sequences() -> None:
+    here = example()
+    here = replace(here, limits=replace(here.limits, max_running=len(here.running)))
+    with pytest.raises(PlanError, match=f"1 started beside {len(here.running)} that run on, the engine holds"):
+        check(Plan((Work("w", 1),)), here, "mine")
+    check(Plan((Work("w", 16),), preempt=("r",)), here, "mine")

@@ -81,6 +81,7 @@ def loads(draw: st.DrawFn) -> Load:
         max_length=200,
         kv_blocks=largest + draw(st.integers(0, largest)),
         block=block,
+        max_running=draw(st.sampled_from([None, None, 1, 3])),
     )
     return Load(tuple(requests), truth, limits, prefix_cache)
 

@@ -21,16 +21,27 @@ class Packing:
         self.tokens_left = min(limits.max_tokens, budget) if budget is not None else limits.max_tokens
         self.seqs_left = limits.max_seqs
         self.kv_left = view.kv_free
+        self.running = {s.id for s in view.running}
+        most = limits.max_running
+        self.slots_left = len(view.waiting) if most is None else most - len(self.running)
         self.shape = Shape()
         self.work: dict[str, int] = {}
         self.preempted: list[SeqView] = []
 
     def room(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
-        if self.seqs_left == 0:
+        if self.seqs_left == 0 or self.lacks_slot(seq):
             return 0
         by_kv = (seq.blocks + self.kv_left) * self.view.limits.block - seq.cached
         return max(0, min(seq.pending, self.tokens_left, by_kv))
+
+    def lacks_slot(self, seq: SeqView) -> bool:
+        """Whether so many hold KV already that this one may not start."""
+        return self.slots_left < 1 and seq.id not in self.running
+
+    def lacks(self, seq: SeqView, tokens: int) -> bool:
+        """Whether another must be preempted first: for KV, or for a slot."""
+        return self.lacks_kv(seq, tokens) or self.lacks_slot(seq)
 
     def lacks_kv(self, seq: SeqView, tokens: int) -> bool:
         return self._new_blocks(seq, tokens) > self.kv_left
@@ -38,6 +49,7 @@ class Packing:
     def add(self, seq: SeqView, tokens: int) -> None:
         """Put work into the batch; the caller has asked `room`."""
         self.work[seq.id] = tokens
+        self.slots_left -= seq.id not in self.running
         self.tokens_left -= tokens
         self.seqs_left -= 1
         self.kv_left -= self._new_blocks(seq, tokens)
@@ -46,6 +58,7 @@ class Packing:
     def remove(self, seq: SeqView) -> None:
         """Take its work out of the batch again."""
         tokens = self.work.pop(seq.id)
+        self.slots_left += seq.id not in self.running
         self.tokens_left += tokens
         self.seqs_left += 1
         self.kv_left += self._new_blocks(seq, tokens)
@@ -65,6 +78,7 @@ class Packing:
         if seq.id in self.work:
             self.remove(seq)
         self.kv_left += seq.own_blocks
+        self.slots_left += 1
         self.preempted.append(seq)
 
     def plan(self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,

@@ -99,8 +99,9 @@ class Scheduler:
         bound, deep = self._decodes(packing, strict, rest)
         self._prefills(packing, strict, rest, bound, deep)
         self._leftover(packing, rest, bound)
-        if not packing.work and (strict or rest):
-            first = min(strict, key=_due) if strict else rest[0]
+        able = [s for s in (sorted(strict, key=_due) or rest) if s not in packing.preempted]
+        if not packing.work and able:
+            first = able[0]
             self._force(packing, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
         if packing.work:
             self._worked = view.now
@@ -227,7 +228,7 @@ class Scheduler:
         bound = deep = self.longest * min(self._ttfts, default=inf)
         order = sorted((s for s in strict if s.pending == 1), key=_due)
         for seq in order:
-            if packing.lacks_kv(seq, 1):
+            if packing.lacks(seq, 1):
                 self._make_room(packing, seq, 1, [*_younger(rest), *order[::-1]])
             if seq in packing.preempted or packing.room(seq) == 0:
                 continue
@@ -259,7 +260,7 @@ class Scheduler:
                 if not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
-                if packing.lacks_kv(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
+                if packing.lacks(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
                     continue
                 active.append(seq)
             self._chunk(packing, seq, deep if self._protected(seq) else bound)
@@ -271,10 +272,10 @@ class Scheduler:
             if seq in packing.preempted or seq.id in packing.work:
                 continue
             if seq.id in running:
-                if packing.lacks_kv(seq, 1):
+                if packing.lacks(seq, 1):
                     self._make_room(packing, seq, 1, rest[:at:-1])
                 self._chunk(packing, seq, bound)
-            elif not packing.lacks_kv(seq, seq.pending + packing.view.limits.block * (len(packing.work) + 1)):
+            elif not packing.lacks(seq, seq.pending + packing.view.limits.block * (len(packing.work) + 1)):
                 self._chunk(packing, seq, bound)
 
     def _give_turn(self, packing: Packing, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:
@@ -305,10 +306,10 @@ class Scheduler:
         """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
         able = [v for v in victims if v.own_blocks and v is not seq and v not in packing.preempted]
         lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
-        if lacking > sum(v.own_blocks for v in able):
+        if lacking > sum(v.own_blocks for v in able) or (packing.lacks_slot(seq) and not able):
             return False
         for victim in able:
-            if not packing.lacks_kv(seq, tokens):
+            if not packing.lacks(seq, tokens):
                 break
             packing.preempt(victim)
         return True

@@ -110,19 +110,20 @@ def tightness(seq: SeqView) -> tuple[float, float, float]:
 
 
 def make_room(packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-    """Preempt `victims`, in their order, until the KV for `tokens` of `seq` is there; nobody if even all would not do.
+    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
 
     Victims must not be in the batch yet.
     """
     lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
-    if lacking <= 0:
+    slot = packing.lacks_slot(seq)
+    if lacking <= 0 and not slot:
         return True
     taken: list[SeqView] = []
     for victim in victims:
         if victim.own_blocks and victim is not seq and victim not in packing.preempted:
             taken.append(victim)
             lacking -= victim.own_blocks
-            if lacking <= 0:
+            if lacking <= 0:  # whoever goes leaves a slot, too
                 for one in taken:
                     packing.preempt(one)
                 return True
