@@ -8,13 +8,17 @@ STAMP := $(VENV)/.installed
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test setup serve check format bench clean
+.PHONY: demo test test-vllm setup serve check format bench clean
 
 demo: setup  ## measure this machine, then three classes of requests, policy against policy
 	$(BIN)/rubato demo
 
 test: setup  ## the whole suite
 	$(BIN)/python -m pytest
+
+test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
+	$(BIN)/python benchmarks/vllm_env.py
+	.venv-vllm/bin/python -m pytest tests/vllm
 
 setup: $(STAMP)  ## installation alone; does nothing when it is done and pyproject.toml has not changed
 

