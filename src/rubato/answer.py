@@ -37,6 +37,13 @@ class Answer:
             self.times.append(now)
             self.tokens.append(total)
 
+    def spread(self) -> None:
+        """With usage at the end only: so many tokens, the first in the first chunk, evenly over the other chunks."""
+        chunks = len(self.tokens)
+        if not self.counted and chunks and self.total >= chunks:
+            rest = (self.total - 1) / max(1, chunks - 1)
+            self.tokens = [1 + round(i * rest) for i in range(chunks - 1)] + [self.total]
+
     def refuse(self, reason: str) -> None:
         self.outcome, self.reason = "refused", reason
 
@@ -113,6 +120,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer, start: float) 
     elif not answer.tokens:
         answer.fail("completed without a single token")
     else:
+        answer.spread()
         answer.outcome = "completed"
 
 
@@ -132,7 +140,7 @@ def _fold(answer: Answer, chunk: dict[str, Any], now: float) -> bool:
         if usage:
             answer.counted = True
             answer.count(now, usage.get("completion_tokens", 0))
-        elif (choice.get("delta") or {}).get("content"):
+        elif _text(choice):
             answer.count(now, (answer.tokens[-1] if answer.tokens else 0) + 1)
     if usage:
         answer.prompt_tokens = usage.get("prompt_tokens")
@@ -140,3 +148,10 @@ def _fold(answer: Answer, chunk: dict[str, Any], now: float) -> bool:
     if chunk.get("rubato"):
         answer.server = chunk["rubato"]
     return True
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What a chunk says: of a chat, its reasoning too (two spellings are in use); of a completion."""
+    delta = choice.get("delta") or {}
+    said = (delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning"), choice.get("text"))
+    return "".join(part for part in said if isinstance(part, str))

@@ -4,8 +4,9 @@ Latency counts from the scheduled arrival, so a server that stalls is charged fo
 (no coordinated omission). A client that cannot keep the schedule itself would charge the server for its own lateness:
 then the run says so in `Run.problems`, and its numbers must not be used.
 
-Works with any OpenAI-compatible server that streams; token counts are the server's usage when it sends usage with each
-chunk (`continuous_usage_stats`, vLLM's name), else one token is assumed per non-empty chunk and the record says so.
+Works with any OpenAI-compatible server that streams (`target`); token counts are the server's usage when it sends usage
+with each chunk (`continuous_usage_stats`, vLLM's name). With usage at the end only, its tokens are spread evenly over
+the chunks, which leaves mean TPOT exact; without any, one token is assumed per non-empty chunk. The run says which.
 """
 
 from __future__ import annotations
@@ -17,28 +18,26 @@ import os
 import platform
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import numpy as np
-import orjson
 from tqdm import tqdm
 
 from rubato import prompts
-from rubato.answer import Answer, ask, told
-from rubato.results import Client, Record, Run, verdict
-from rubato.types import SLO, Request
+from rubato.answer import Answer, ask
+from rubato.goodput import Bounds
+from rubato.records import Client, Record, Run, verdict
+from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
+from rubato.types import Request
 from rubato.workload import Arrival, Workload
 
-TierField = Literal["slo", "body", "tier", "none"]
+__all__ = ["BenchError", "TierField", "delay_bound", "look", "run"]
+
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
 KEEP_ALIVE = 2.0
 WARM = 120.0  # seconds a warm-up request may take
-
-
-class BenchError(RuntimeError):
-    """The run cannot begin: no server, another model, or a workload without texts."""
 
 
 def delay_bound(workload: Workload) -> float:
@@ -60,30 +59,32 @@ async def run(
     warmup: int = 4,
     progress: bool = True,
     max_delay: float | None = None,
+    endpoint: Endpoint = "chat",
+    ignore_eos: bool = True,
+    continuous_usage: bool = True,
     api_key: str | None = None,
+    headers: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
+    goodput: Bounds | None = None,
 ) -> Run:
     """Offer the workload to the server at base_url (with or without "/v1") and judge what comes back by `rule`.
 
-    tier_field: "slo" states each tier's SLO in the body (ms) and its name as service_tier, "body" only the SLO (for a
-    server that has no such tiers), "tier" only the name, "none" neither (for a server that knows no SLOs).
     timeout: seconds after its scheduled arrival at which a request is given up as failed. warmup: that many short
-    requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. extra: fields to add to
-    each body. Raises BenchError when the run cannot begin.
+    requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
+    tiers' SLOs. The rest as in `Target`. Raises BenchError when the run cannot begin.
     """
-    url = _v1(base_url)
-    bodies = [_body(a, workload.tiers[a.tier], model, tier_field, extra or {}) for a in workload.arrivals]
-    headers = {"content-type": "application/json"}
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+    target = Target(
+        base_url, model, endpoint, tier_field, ignore_eos, continuous_usage, api_key, headers or {}, extra or {}
+    )
+    bodies = [target.body(a, workload.tiers[a.tier]) for a in workload.arrivals]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=never, headers=headers) as session:
-        await _prepare(session, url, model, workload, tier_field, warmup)
+    async with aiohttp.ClientSession(connector=connector, timeout=never, headers=target.http_headers()) as session:
+        await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()
         before, start = _cpu(), loop.time()
         with tqdm(total=len(bodies), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
-            answers, lags = await _offer(session, f"{url}/chat/completions", workload, bodies, timeout, bar)
+            answers, lags = await _offer(session, target.url, workload, bodies, timeout, bar)
         wall, cpu = loop.time() - start, _cpu() - before
     requests = {request.id: request for request in workload.requests()}
     records = tuple(
@@ -91,16 +92,25 @@ async def run(
         for arrival, answer in zip(workload.arrivals, answers, strict=True)
     )
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
-    settings = {
-        "base_url": base_url,
-        "model": model,
-        "tier_field": tier_field,
-        "timeout": timeout,
+    problems, notes = tuple(_problems(client, records, answers)), tuple(_notes(records, answers))
+    settings = _settings(target, timeout, warmup)
+    return Run(label, workload, records, rule, client, problems, notes, settings, _versions(), goodput)
+
+
+def _settings(target: Target, patience: float, warmup: int) -> dict[str, Any]:
+    """What the results keep; never the key, nor what headers hold."""
+    return {
+        "base_url": target.base_url,
+        "model": target.model,
+        "endpoint": target.endpoint,
+        "tier_field": target.tier_field,
+        "ignore_eos": target.ignore_eos,
+        "continuous_usage": target.continuous_usage,
+        "timeout": patience,
         "warmup": warmup,
-        "extra": dict(extra or {}),
+        "headers": sorted(target.headers),
+        "extra": dict(target.extra),
     }
-    problems = tuple(_problems(client, records, answers))
-    return Run(label, workload, records, rule, client, problems, tuple(_notes(records)), settings, _versions())
 
 
 def _cpu() -> float:
@@ -108,66 +118,15 @@ def _cpu() -> float:
     return spent.user + spent.system
 
 
-def _body(arrival: Arrival, slo: SLO, model: str, tier_field: TierField, extra: Mapping[str, Any]) -> bytes:
-    if not arrival.messages:
-        raise BenchError(f"request {arrival.id!r} has no prompt text: this workload can only be simulated")
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": [{"role": role, "content": content} for role, content in arrival.messages],
-        "max_tokens": arrival.output_tokens,
-        "ignore_eos": True,
-        "temperature": arrival.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    if arrival.seed is not None:
-        body["seed"] = arrival.seed
-    if tier_field in ("slo", "tier"):
-        body["service_tier"] = arrival.tier
-    if tier_field in ("slo", "body"):
-        promised = (("ttft_ms", slo.ttft), ("tpot_ms", slo.tpot), ("e2e_ms", slo.e2e))
-        body["slo"] = {name: value * 1000.0 for name, value in promised if value is not None}
-    return orjson.dumps(body | dict(extra))
-
-
 # --------------------------------------------------------------------------- before the clock starts
 
 
-async def first_model(base_url: str) -> str:
-    """The name of the first model that the server lists. Raises BenchError when there is no server or no list."""
-    url = _v1(base_url)
-    async with aiohttp.ClientSession() as session:
-        names = await _models(session, url)
-    if not names:
-        raise BenchError(f"the server at {url} lists no models: name the one to ask for")
-    return names[0]
-
-
-def _v1(base_url: str) -> str:
-    return base_url.rstrip("/").removesuffix("/v1") + "/v1"
-
-
-async def _models(session: aiohttp.ClientSession, url: str) -> list[str] | None:
-    """The models the server lists; None if it keeps no such list. Raises BenchError when it does not answer."""
-    try:
-        async with asyncio.timeout(30.0), session.get(f"{url}/models") as response:
-            if response.status != 200:
-                return None
-            listed = orjson.loads(await response.read())
-            return [str(entry["id"]) for entry in listed["data"]]
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise BenchError(f"no OpenAI-compatible server at {url}: {told(error)}") from error
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise BenchError(f"{url}/models is not a list of models in OpenAI's shape ({told(error)})") from error
-
-
-async def _prepare(
-    session: aiohttp.ClientSession, url: str, model: str, workload: Workload, tier_field: TierField, warmup: int
-) -> None:
+async def _prepare(session: aiohttp.ClientSession, target: Target, workload: Workload, warmup: int) -> None:
     """The server answers, has the model and knows the tiers, and has run a few requests (its first steps are slow)."""
-    names = await _models(session, url)
-    if names is not None and model not in names:
-        raise BenchError(f"the server at {url} has no model {model!r}: it has {', '.join(map(repr, names))}")
+    listed = await look(target.base_url, target.api_key, target.headers)
+    if listed.models is not None and target.model not in listed.models:
+        known = ", ".join(map(repr, listed.models))
+        raise BenchError(f"the server at {v1(target.base_url)} has no model {target.model!r}: it has {known}")
     rng = np.random.default_rng()  # unseeded: a warm-up text must not be in any cache either
     tiers = list(workload.tiers.items())
     for index in range(warmup):
@@ -175,9 +134,7 @@ async def _prepare(
         arrival = Arrival("warm-up", 0.0, tier, "chat", 64, 16, (("user", prompts.chat(rng, 64)),))
         answer = Answer()
         start = asyncio.get_running_loop().time()
-        await ask(
-            session, f"{url}/chat/completions", _body(arrival, slo, model, tier_field, {}), answer, start, start + WARM
-        )
+        await ask(session, target.url, target.body(arrival, slo), answer, start, start + WARM)
         if answer.outcome == "failed":
             raise BenchError(f"a warm-up request of tier {tier!r} failed: {answer.reason}")
 
@@ -283,13 +240,16 @@ def _problems(client: Client, records: Sequence[Record], answers: Sequence[Answe
     return problems
 
 
-def _notes(records: Sequence[Record]) -> list[str]:
+def _notes(records: Sequence[Record], answers: Sequence[Answer]) -> list[str]:
     notes: list[str] = []
-    done = [r for r in records if r.outcome == "completed"]
-    guessed = sum(not r.counted for r in done)
+    done = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
+    spread = sum(not r.counted and a.total > 0 for r, a in done)
+    guessed = sum(not r.counted and a.total == 0 for r, a in done)
+    if spread:
+        notes.append(f"{spread} responses had usage at the end only: its tokens were spread evenly over their chunks")
     if guessed:
-        notes.append(f"{guessed} responses had no usage per chunk: one token was assumed per non-empty chunk")
-    other = sum(r.output != r.asked for r in done)
+        notes.append(f"{guessed} responses had no usage: one token was assumed per non-empty chunk")
+    other = sum(r.output != r.asked for r, _ in done)
     if other:
         notes.append(f"{other} completed requests have another output length than asked for (ignore_eos not obeyed?)")
     return notes

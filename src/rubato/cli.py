@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import dataclasses
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rubato import bench, policies, results, trace, workload
+from rubato import arrivals, bench, compare, fit, goodput, mix, policies, results, trace, workload
 from rubato import plot as plotting
 from rubato.config import Config, load
 from rubato.metrics import steps
@@ -67,13 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
     run = command("bench", _bench, "offer a workload to a server, open loop, and judge what comes back")
     run.add_argument("url", help="the server, such as http://127.0.0.1:8000")
-    run.add_argument("--model", help="model name (default: the first that the server lists)")
+    _target_options(run)
     _workload_options(run)
     run.add_argument("--label", default="run", help="what the table calls this run")
-    run.add_argument(
-        "--slo", choices=("slo", "body", "tier", "none"), default="body",
-        help="how to state SLOs: body = in the body; slo = and the tier by its name, which the server must know",
-    )  # fmt: skip
     run.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
     run.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
     run.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
@@ -86,6 +83,20 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--steps", help="event log of a live run: fit the latency model on its steps")
     simulate.add_argument("--noise", type=float, default=0.0, help="relative spread of simulated step times")
     _result_options(simulate)
+
+    against = command(
+        "compare", _compare, "two result files, tier by tier: paired by request where the workload is the same"
+    )
+    against.add_argument("a", help="what `bench --json` wrote; FILE:POLICY where a file holds several")
+    against.add_argument("b")
+    against.add_argument("--json", metavar="FILE", help="write the comparison as JSON; - for standard output")
+
+    fitted = command(
+        "fit", _fit, "fit a latency model to a server's event log; prints `latency:` for its configuration"
+    )
+    fitted.add_argument("log", help="event log (JSON lines) of `serve --trace`, stopped after a bench")
+    fitted.add_argument("--model", choices=fit.MODELS, default="affine")
+    fitted.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
 
     make = command("workload", _workload, "write a workload file")
     make.add_argument("output", help="file to write")
@@ -116,18 +127,49 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _target_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="model name (default: the first that the server lists)")
+    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    parser.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="an HTTP header to send")
+    parser.add_argument(
+        "--slo-as", choices=("auto", "body", "slo", "tier", "vllm-xargs", "none"), default="auto",
+        help="how to state SLOs: body = as `slo` in the body; slo = and the tier by its name, which the server must "
+        "know; vllm-xargs = as flat keys in `vllm_xargs`; auto = body for a Rubato server, none for any other",
+    )  # fmt: skip
+    parser.add_argument("--slo-fields", dest="slo_as", action="store_const", const="body", help="same as --slo-as body")
+    parser.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction,
+        help="ask for exactly as many tokens as the workload says (default: where the server is known to take it)",
+    )  # fmt: skip
+
+
 def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> None:
     if file:
         parser.add_argument("--workload", help="workload file (default: one is made)")
-    parser.add_argument("--rate", type=float, help="requests per second (default 1)")
-    parser.add_argument("--duration", type=float, default=60.0, help="seconds of arrivals")
+        several = parser.add_mutually_exclusive_group()
+        several.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="one run for each, pooled in the table")
+        several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
+    parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
+    parser.add_argument("--trace", dest="arrivals_from", metavar="FILE", help="CSV or JSON lines of times and lengths")
+    parser.add_argument(
+        "--arrivals", choices=("trace", "poisson"), default="trace", help="with --trace: its times, or Poisson's"
+    )
+    parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
+    parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
+    parser.add_argument("--count", type=int, help="so many requests instead")
     parser.add_argument("--seed", type=int, default=0)
     for tier, ttft, tpot in (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300)):
         parser.add_argument(
             f"--{tier}", type=_slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
-            help=f"SLO of tier {tier} (default {ttft},{tpot})",
+            help=f"SLO of tier {tier} (default {ttft},{tpot}), without --kinds",
         )  # fmt: skip
     parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
+    if file:
+        parser.add_argument(
+            "--goodput", nargs="+", metavar="NAME:MS",
+            help="bounds that a good request keeps, all of them, as vLLM spells them: ttft:200 tpot:30 e2el:5000",
+        )  # fmt: skip
 
 
 def _result_options(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +184,13 @@ def _slo(text: str) -> SLO:
         return SLO(ttft, tpot)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: give TTFT and TPOT in ms, such as 1000,80 ({error})") from error
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 0,1,2") from error
 
 
 # --------------------------------------------------------------------------- what they do
@@ -171,44 +220,88 @@ def _config(args: argparse.Namespace, **given: Any) -> Config:
     return config
 
 
-def _asked(args: argparse.Namespace) -> workload.Workload:
+def _asked(args: argparse.Namespace, seed: int) -> workload.Workload:
     path = getattr(args, "workload", None)
     if path:
+        if args.kinds or args.arrivals_from:
+            raise ValueError("--workload says everything: leave out --kinds and --trace")
         read = workload.read(path)
         return read if args.rate is None else read.rescaled(args.rate)
-    kinds = [
-        workload.chat(args.chat, share=0.4),
-        workload.code(args.code, share=0.3),
-        workload.summary(args.summary, share=0.3),
-    ]
-    return workload.make("mix", kinds, 1.0 if args.rate is None else args.rate, duration=args.duration, seed=args.seed)
+    if args.kinds:
+        kinds = mix.read(args.kinds)
+    else:
+        kinds = [
+            workload.chat(args.chat, share=0.4),
+            workload.code(args.code, share=0.3),
+            workload.summary(args.summary, share=0.3),
+        ]
+    name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
+    if args.arrivals_from:
+        offers = arrivals.read(args.arrivals_from, seconds=args.duration, count=args.count)
+        return arrivals.make(name, offers, kinds, rate=args.rate, poisson=args.arrivals == "poisson", seed=seed)
+    duration = args.duration or (60.0 if args.count is None else None)
+    rate = 1.0 if args.rate is None else args.rate
+    return workload.make(name, kinds, rate, duration=duration, count=args.count, seed=seed)
+
+
+def _loads(args: argparse.Namespace) -> list[workload.Workload]:
+    """One workload for each run."""
+    if args.rounds is not None and args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give 1 or more")
+    if args.workload:
+        if args.seeds:
+            raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
+        return [_asked(args, 0)] * (args.rounds or 1)
+    return [_asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
 
 
 def _workload(args: argparse.Namespace) -> int:
-    made = _asked(args)
+    made = _asked(args, args.seed)
     workload.write(made, args.output)
     print(f"{args.output}: {len(made.arrivals)} requests in {made.duration:g} s")
     return 0
 
 
 def _bench(args: argparse.Namespace) -> int:
-    asked = _asked(args)
-    model = args.model or asyncio.run(bench.first_model(args.url))
-    run = asyncio.run(
-        bench.run(
-            asked,
-            args.url,
-            model,
-            label=args.label,
-            tier_field=args.slo,
-            rule=args.judge or "deadline",
-            timeout=args.timeout,
-            max_delay=args.max_delay,
-            progress=not args.no_progress,
+    loads = _loads(args)
+    headers = dict(_header(text) for text in args.header)
+    bounds = goodput.parse(args.goodput) if args.goodput else None
+    listed = asyncio.run(bench.look(args.url, args.api_key, headers))
+    slo_as: bench.TierField = "body" if listed.knows_slos else "none"
+    if args.slo_as != "auto":
+        slo_as = args.slo_as
+    fixed = listed.fixed_lengths
+    runs = [
+        asyncio.run(
+            bench.run(
+                load,
+                args.url,
+                args.model or listed.first(args.url),
+                label=args.label,
+                tier_field=slo_as,
+                rule=args.judge or "deadline",
+                timeout=args.timeout,
+                max_delay=args.max_delay,
+                progress=not args.no_progress,
+                endpoint=args.endpoint,
+                ignore_eos=fixed if args.ignore_eos is None else args.ignore_eos,
+                continuous_usage=fixed,
+                api_key=args.api_key,
+                headers=headers,
+                goodput=bounds,
+            )
         )
-    )
-    _report(args, [run])
-    return 0 if run.valid or args.allow_late else 1
+        for load in loads
+    ]
+    _report(args, runs)
+    return 0 if all(run.valid for run in runs) or args.allow_late else 1
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not found or not name:
+        raise ValueError(f"--header {text!r}: write it as NAME=VALUE")
+    return name, value
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -216,38 +309,58 @@ def _simulate(args: argparse.Namespace) -> int:
     from rubato.simulate import Setup, simulated_run
 
     config = _config(args)
-    asked = _asked(args)
+    loads = _loads(args)
     model = latency_of(config)
     if args.steps:
         model.fit(steps(trace.read(args.steps)))
-    setup = Setup(
-        latency=lambda: copy.deepcopy(model),
-        limits=Limits(**simulation_limits(config)),
-        policy=config.policy.name,
-        settings=config.policy.settings,
-        router=config.router.name,
-        router_settings=config.router.settings,
-        replicas=config.replicas,
-        noise=args.noise,
-        seed=args.seed,
-        max_in_flight=config.max_in_flight,
-        lengths=lengths_of(config, {a.id: a.output_tokens for a in asked.arrivals}),
-        rule=args.judge or config.judge,
-    )
-    _report(args, [simulated_run(asked, setup)])
+    bounds = goodput.parse(args.goodput) if args.goodput else None
+
+    def setup(number: int, load: workload.Workload) -> Setup:
+        return Setup(
+            latency=lambda: copy.deepcopy(model),
+            limits=Limits(**simulation_limits(config)),
+            policy=config.policy.name,
+            settings=config.policy.settings,
+            router=config.router.name,
+            router_settings=config.router.settings,
+            replicas=config.replicas,
+            noise=args.noise,
+            seed=args.seed + number,
+            max_in_flight=config.max_in_flight,
+            lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
+            rule=args.judge or config.judge,
+        )
+
+    runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]
+    _report(args, [dataclasses.replace(run, goodput=bounds) for run in runs])
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    report = compare.compare(compare.read(args.a), compare.read(args.b))
+    _write(args.json, report.text(), results.as_json(report.to_json()))
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    fitted = fit.fit_log(args.log, args.model)
+    _write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    return 0
+
+
+def _write(to: str | None, text: str, data: bytes) -> None:
+    """The text for a reader, and the JSON where it was asked for."""
+    print(text, file=sys.stderr if to == "-" else sys.stdout)
+    if to == "-":
+        sys.stdout.buffer.write(data)
+    elif to:
+        Path(to).write_bytes(data)
+
+
 def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
-    to_stdout = args.json == "-"
-    print(results.table(runs), file=sys.stderr if to_stdout else sys.stdout)
-    if to_stdout:
-        sys.stdout.buffer.write(results.dumps(runs))
-    elif args.json:
-        results.write_json(args.json, runs)
+    _write(args.json, results.table(runs), results.dumps(runs))
     if args.records:
-        for run in runs:
-            results.write_records(args.records, run)
+        results.write_records(args.records, runs)
     if args.plot:
         plotting.plot(args.plot, runs)
 

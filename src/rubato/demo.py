@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from rubato import bench, plot, results, trace, workload
+from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import error_report
 from rubato.metrics import steps
@@ -258,6 +259,7 @@ class Stage:
             "engine": {"kind": "torch", "kv_gib": 1.0, "max_seqs": LIMITS.max_seqs, "max_tokens": LIMITS.max_tokens},
             "policy": {"name": policy, **settings},
             "max_in_flight": 1024,
+            "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
             "tiers": {
                 tier: {"ttft_ms": 1e3 * (slo.ttft or 0.0), "tpot_ms": 1e3 * (slo.tpot or 0.0)}
                 for tier, slo in tiers.items()
@@ -289,8 +291,3 @@ class Stage:
 
 def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
-
-
-def coefficients(model: affine.Model) -> dict[str, object]:
-    """As a server's configuration takes them."""
-    return {name: value for name, value in model.to_dict().items() if name != "model"}

@@ -1,4 +1,4 @@
-"""Confidence intervals for attainment: Wilson's for one proportion, a moving-block bootstrap for paired differences.
+"""Confidence intervals for attainment: Wilson's for one proportion, a moving-block bootstrap for that and differences.
 
 Requests that arrive close together share one server queue, so their outcomes are not independent: when the queue is
 long, all of them miss. Resampling single requests would give intervals that are too narrow. The bootstrap therefore
@@ -36,6 +36,16 @@ def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Fate:
+    """One request of one run. workload: which one it belongs to; at: seconds from its start."""
+
+    workload: str
+    at: float
+    tier: str
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """One request under both policies, in one round. workload: which one it belongs to; at: seconds from its start."""
 
@@ -48,10 +58,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """a against b over `pairs` requests. difference = attainment a - attainment b; ratio = met a / met b (inf when b
-    met none, None when neither met any). Intervals at the level asked for."""
+    """a against b. difference = attainment a - attainment b; ratio = requests met per second, a / b (inf when b met
+    none, None when neither met any; for the same workload that is met a / met b). Intervals at the level asked for."""
 
-    pairs: int
+    offered_a: int
+    offered_b: int
     met_a: int
     met_b: int
     difference: float
@@ -63,13 +74,44 @@ class Difference:
 
 
 ALL = "all"
+BLOCKS = 12  # by default a twelfth of the time is resampled together,
+SHORTEST = 5.0  # but at least so many seconds
+
+
+def default_block(durations: Mapping[str, float]) -> float:
+    """Seconds of arrival time to resample together, for workloads that offer requests over `durations` seconds."""
+    return max(SHORTEST, sum(durations.values()) / BLOCKS)
+
+
+def proportion(
+    fates: Sequence[Fate],
+    durations: Mapping[str, float],
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """An interval for met / offered in [0, 1]: the wider, on each side, of Wilson's and a moving-block bootstrap's.
+
+    Where all or none were met, or in a calm run, resampling finds no spread and Wilson's holds; where misses come in
+    spells it is the bootstrap's. durations as in `paired`. (0, 1) when nothing was offered.
+    """
+    low, high = wilson(sum(fate.met for fate in fates), len(fates), level)
+    if not fates:
+        return low, high
+    blocks = _Blocks([(f.workload, f.at) for f in fates], durations, default_block(durations), resamples, seed)
+    held = blocks.resampled(np.ones(len(fates)))
+    met = blocks.resampled(np.array([fate.met for fate in fates], dtype=np.float64))
+    tail = _tail(blocks.count, level)
+    below, above = (float(q) for q in np.quantile(met[held > 0] / held[held > 0], [tail, 1 - tail]))
+    return min(low, below), max(high, above)
 
 
 def paired(
     pairs: Sequence[Pair],
     durations: Mapping[str, float],
     *,
-    block: float = 5.0,
+    block: float = SHORTEST,
     resamples: int = 5000,
     seed: int = 0,
     level: float = 0.95,
@@ -83,31 +125,88 @@ def paired(
     """
     if not pairs:
         raise ValueError("nothing to compare: no request is in both runs")
-    if block <= 0:
-        raise ValueError(f"block is {block} s: give a positive length")
-    times, length = _axis(pairs, durations, block)
-    order = np.argsort(times, kind="stable")
-    times = times[order]
-    blocks = max(1, round(length / block))
-    starts = np.random.default_rng(seed).uniform(0.0, length, size=(resamples, blocks))
-    ring = np.concatenate([times, times + length])
-    low = np.searchsorted(ring, starts, side="left")
-    high = np.searchsorted(ring, starts + length / blocks, side="left")
-    tiers = np.array([pair.tier for pair in pairs])[order]
-    met_a = np.array([pair.met_a for pair in pairs], dtype=np.int64)[order]
-    met_b = np.array([pair.met_b for pair in pairs], dtype=np.int64)[order]
-
-    def resampled(values: np.ndarray) -> np.ndarray:
-        total = np.concatenate([[0], np.cumsum(np.concatenate([values, values]))])
-        return np.asarray((total[high] - total[low]).sum(axis=1), dtype=np.float64)
-
+    blocks = _Blocks([(pair.workload, pair.at) for pair in pairs], durations, block, resamples, seed)
+    met_a = np.array([pair.met_a for pair in pairs], dtype=np.float64)
+    met_b = np.array([pair.met_b for pair in pairs], dtype=np.float64)
+    tail = _tail(blocks.count, level)
     result: dict[str, Difference] = {}
-    for tier in [*dict.fromkeys(pair.tier for pair in pairs), ALL]:
-        mask = np.ones(len(pairs), dtype=np.int64) if tier == ALL else (tiers == tier).astype(np.int64)
-        counts = (resampled(mask), resampled(mask * met_a), resampled(mask * met_b))
-        totals = (int(mask.sum()), int((mask * met_a).sum()), int((mask * met_b).sum()))
-        result[tier] = _difference(totals, counts, _tail(blocks, level))
+    for tier, mask in _masks([pair.tier for pair in pairs]).items():
+        one = _side(blocks, mask, mask * met_a, 1.0)
+        result[tier] = _difference(one, _side(blocks, mask, mask * met_b, 1.0), tail)
     return result
+
+
+def unpaired(
+    a: Sequence[Fate],
+    b: Sequence[Fate],
+    durations_a: Mapping[str, float],
+    durations_b: Mapping[str, float],
+    seconds: tuple[float, float],
+    *,
+    resamples: int = 5000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> dict[str, Difference]:
+    """As `paired`, for runs of different requests: each side is resampled by itself, in blocks of `default_block`.
+    seconds: how long each side offered requests, all its rounds together. Only tiers that both have. Raises ValueError
+    when a side is empty or the two share no tier."""
+    if not a or not b:
+        raise ValueError("nothing to compare: a run has no requests")
+    masks_a, masks_b = (_masks([fate.tier for fate in side]) for side in (a, b))
+    shared = [tier for tier in masks_a if tier in masks_b]
+    if shared == [ALL]:
+        raise ValueError(f"the runs share no tier: {', '.join(masks_a)} against {', '.join(masks_b)}")
+    sides = []
+    for number, (fates, durations) in enumerate(((a, durations_a), (b, durations_b))):
+        places = [(fate.workload, fate.at) for fate in fates]
+        blocks = _Blocks(places, durations, default_block(durations), resamples, seed + number)
+        sides.append((blocks, np.array([fate.met for fate in fates], dtype=np.float64), seconds[number]))
+    (blocks_a, met_a, seconds_a), (blocks_b, met_b, seconds_b) = sides
+    tail = _tail(min(blocks_a.count, blocks_b.count), level)
+    return {
+        tier: _difference(
+            _side(blocks_a, masks_a[tier], masks_a[tier] * met_a, seconds_a),
+            _side(blocks_b, masks_b[tier], masks_b[tier] * met_b, seconds_b),
+            tail,
+        )
+        for tier in shared
+    }
+
+
+def _masks(tiers: Sequence[str]) -> dict[str, np.ndarray]:
+    """Per tier, and for all, which requests belong to it, as 0 and 1."""
+    named = np.array(tiers)
+    masks = {tier: (named == tier).astype(np.float64) for tier in dict.fromkeys(tiers)}
+    return masks | {ALL: np.ones(len(tiers))}
+
+
+class _Blocks:
+    """Resamples of arrival time by moving blocks on a ring: sums over what lies in them."""
+
+    def __init__(
+        self,
+        places: Sequence[tuple[str, float]],
+        durations: Mapping[str, float],
+        block: float,
+        resamples: int,
+        seed: int,
+    ) -> None:
+        if block <= 0:
+            raise ValueError(f"block is {block} s: give a positive length")
+        times, length = _axis(places, durations, block)
+        self._order = np.argsort(times, kind="stable")
+        times = times[self._order]
+        self.count = max(1, round(length / block))
+        starts = np.random.default_rng(seed).uniform(0.0, length, size=(resamples, self.count))
+        ring = np.concatenate([times, times + length])
+        self._low = np.searchsorted(ring, starts, side="left")
+        self._high = np.searchsorted(ring, starts + length / self.count, side="left")
+
+    def resampled(self, values: np.ndarray) -> np.ndarray:
+        """The sum of `values` (one per request, in the order given) in each resample."""
+        ordered = values[self._order]
+        total = np.concatenate([[0.0], np.cumsum(np.concatenate([ordered, ordered]))])
+        return np.asarray((total[self._high] - total[self._low]).sum(axis=1), dtype=np.float64)
 
 
 def _tail(blocks: int, level: float) -> float:
@@ -119,30 +218,50 @@ def _tail(blocks: int, level: float) -> float:
     return NormalDist().cdf(-t)
 
 
-def _axis(pairs: Sequence[Pair], durations: Mapping[str, float], block: float) -> tuple[np.ndarray, float]:
-    """Each pair's place on one time axis, and the axis's length; workloads one after another."""
+def _axis(
+    places: Sequence[tuple[str, float]], durations: Mapping[str, float], block: float
+) -> tuple[np.ndarray, float]:
+    """Each request's place on one time axis, and the axis's length; workloads one after another."""
+    latest: dict[str, float] = {}
+    for name, at in places:
+        latest[name] = max(at, latest.get(name, 0.0))
     offsets: dict[str, float] = {}
     length = 0.0
-    for name in dict.fromkeys(pair.workload for pair in pairs):
+    for name, last in latest.items():
         offsets[name] = length
-        length += max(durations[name], max(pair.at for pair in pairs if pair.workload == name) + 1e-9, block)
-    return np.array([offsets[pair.workload] + pair.at for pair in pairs]), length
+        length += max(durations[name], last + 1e-9, block)
+    return np.array([offsets[name] + at for name, at in places]), length
 
 
-def _difference(
-    totals: tuple[int, int, int], resampled: tuple[np.ndarray, np.ndarray, np.ndarray], tail: float
-) -> Difference:
-    offered, a, b = totals
-    held, got_a, got_b = resampled
-    some = held > 0  # a rare tier can be absent from a resample
-    differences = (got_a[some] - got_b[some]) / held[some]
-    low, high = np.quantile(differences, [tail, 1 - tail])
+@dataclass(frozen=True)
+class _Side:
+    """One policy: offered, met, and both in each resample; seconds of offered time."""
+
+    offered: int
+    met: int
+    held: np.ndarray
+    got: np.ndarray
+    seconds: float
+
+
+def _side(blocks: _Blocks, mask: np.ndarray, met: np.ndarray, seconds: float) -> _Side:
+    return _Side(int(mask.sum()), int(met.sum()), blocks.resampled(mask), blocks.resampled(met), seconds)
+
+
+def _difference(a: _Side, b: _Side, tail: float) -> Difference:
+    some = (a.held > 0) & (b.held > 0)  # a rare tier can be absent from a resample
+    differences = a.got[some] / a.held[some] - b.got[some] / b.held[some]
+    low, high = np.quantile(differences, [tail, 1 - tail]) if some.any() else (-1.0, 1.0)
     ratio = ratio_low = ratio_high = None
-    if a or b:
-        ratio = a / b if b else inf
-        defined = (got_a > 0) | (got_b > 0)
+    if a.met or b.met:
+        scale = b.seconds / a.seconds if a.seconds else 1.0
+        ratio = scale * a.met / b.met if b.met else inf
+        defined = (a.got > 0) | (b.got > 0)
         with np.errstate(divide="ignore"):
-            ratios = got_a[defined] / got_b[defined]
+            ratios = scale * a.got[defined] / b.got[defined]
         # "inverted_cdf": a quantile that is one of the values, as interpolation between infinities is not a number
         ratio_low, ratio_high = (float(q) for q in np.quantile(ratios, [tail, 1 - tail], method="inverted_cdf"))
-    return Difference(offered, a, b, (a - b) / offered, float(low), float(high), ratio, ratio_low, ratio_high)
+    difference = a.met / a.offered - b.met / b.offered
+    return Difference(
+        a.offered, b.offered, a.met, b.met, difference, float(low), float(high), ratio, ratio_low, ratio_high
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.results import Record, Run, summarise
+from rubato.records import Record, Run, summarise
 
 # Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A7A7A")
@@ -94,7 +94,7 @@ def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str])
     axes.set_ylim(0, 122)
     axes.set_yticks(range(0, 101, 20))
     axes.set_ylabel("SLO attainment (%, of offered)")
-    axes.set_title("Attainment with 95 % Wilson intervals; line at 90 %", fontsize=10)
+    axes.set_title("Attainment with 95 % intervals; line at 90 %", fontsize=10)
     axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=3.2)
     _clean(axes)
 

@@ -1,185 +1,30 @@
-"""What became of a workload: per-request records, summaries per tier, comparisons, as text and JSON.
-
-Attainment is always met / offered: a refused, failed or cancelled request is a miss. Latencies count from the
-*scheduled* arrival; their percentiles are over the requests that have the measure (TTFT: a first token came out; TPOT:
-two tokens; e2e: completed).
-"""
+"""Comparisons of two policies on the same requests, and results as JSON and as text for the terminal."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
-from rubato.intervals import ALL, Difference, Pair, paired, wilson
-from rubato.slo import StageTimes, judge
-from rubato.types import SLO, Outcome, Request, Verdict
-from rubato.workload import Workload
+from rubato.intervals import Difference, Pair, default_block, paired
+from rubato.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
+from rubato.types import SLO
 
-FORMAT = "rubato-results/1"
-ATTAINMENT_INTERVAL = (
-    "Wilson, 95 %, taking requests as independent; neighbours share a queue, so the true interval of one run is wider"
+__all__ = [
+    "Client", "Comparison", "Record", "Row", "Run", "as_json", "compare", "comparison_text", "dumps", "fingerprint",
+    "rejudged", "summarise", "table", "to_json", "verdict", "write_json", "write_records",
+]  # fmt: skip
+
+FORMAT = "rubato-results/2"
+INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
+INTERVAL = (
+    "95 %, on each side the wider of Wilson's, which takes requests as independent, and a moving-block bootstrap over "
+    "arrival time, since neighbours share a queue; twelve blocks, at least 5 s each"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One request's fate. Times in seconds from the workload's start; tokens[i] output tokens were out by times[i].
-
-    at: scheduled arrival; sent: when the client began to send (None in simulation). asked, output: tokens asked for
-    and received. counted: token counts are the server's usage (else one token was assumed per non-empty chunk).
-    best_effort: the tier served was best effort. reason: of a refusal or failure. server: the server's own verdict.
-    """
-
-    id: str
-    tier: str
-    app: str
-    at: float
-    outcome: Outcome
-    verdict: Verdict
-    asked: int
-    output: int
-    times: tuple[float, ...] = ()
-    tokens: tuple[int, ...] = ()
-    sent: float | None = None
-    status: int | None = None
-    reason: str = ""
-    prompt_tokens: int | None = None
-    counted: bool = True
-    best_effort: bool = False
-    server: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """How the load generator itself fared, in seconds: of the whole run, cpu of the process that holds the client."""
-
-    wall: float
-    cpu: float
-    send_delay_p50: float
-    send_delay_p99: float
-    send_delay_max: float
-    lag_p99: float  # of the event loop: how late a timer fires
-    bound: float  # on send_delay_p99 and lag_p99
-
-
-@dataclass(frozen=True)
-class Run:
-    """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
-    reader should know besides. client is None for a simulated run."""
-
-    label: str
-    workload: Workload
-    records: tuple[Record, ...]
-    rule: str
-    client: Client | None = None
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def valid(self) -> bool:
-        return not self.problems
-
-
-def verdict(
-    request: Request, times: Sequence[float], tokens: Sequence[int], outcome: Outcome, rule: str = "deadline"
-) -> Verdict:
-    """Judge a timeline in which tokens[i] tokens were out by times[i]: every token counts from the chunk it came in."""
-    each: list[float] = []
-    for at, total in zip(times, tokens, strict=True):
-        each += [at] * (total - len(each))
-    return judge(request, (StageTimes(request.arrival, each),), outcome, rule)
-
-
-def rejudged(run: Run, rule: str) -> Run:
-    """The same run by another judging rule (`slo.RULES`)."""
-    requests = {request.id: request for request in run.workload.requests()}
-    records = tuple(
-        replace(r, verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, rule)) for r in run.records
-    )
-    return replace(run, records=records, rule=rule)
-
-
-# --------------------------------------------------------------------------- summaries
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One tier (or "all") under one policy. Times in seconds, None where nothing was measured."""
-
-    tier: str
-    offered: int
-    met: int
-    attainment: float
-    attainment_low: float
-    attainment_high: float
-    completed: int
-    refused: int
-    failed: int
-    best_effort: int
-    ttft_p50: float | None
-    ttft_p99: float | None
-    tpot_p50: float | None
-    tpot_p99: float | None
-    e2e_p50: float | None
-    attained_rps: float | None
-    goodput_tokens_per_s: float | None
-
-
-def summarise(runs: Run | Sequence[Run]) -> tuple[Row, ...]:
-    """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
-    which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
-    pooled = [runs] if isinstance(runs, Run) else list(runs)
-    if len({run.rule for run in pooled}) != 1:
-        raise ValueError("runs to pool must exist and be judged by one rule: use rejudged()")
-    seconds = sum(run.workload.duration for run in pooled)
-    records = [record for run in pooled for record in run.records]
-    tiers = list(dict.fromkeys(tier for run in pooled for tier in run.workload.tiers))
-    rows = [_row(tier, [r for r in records if r.tier == tier], seconds) for tier in tiers]
-    return (*(row for row in rows if row.offered), _row(ALL, records, seconds))
-
-
-def _row(tier: str, records: Sequence[Record], seconds: float) -> Row:
-    met = sum(r.verdict.met for r in records)
-    low, high = wilson(met, len(records))
-    good = sum(r.output for r in records if r.verdict.met)
-    ttft_p50, ttft_p99 = _quantiles((r.verdict.ttft for r in records), 0.5, 0.99)
-    tpot_p50, tpot_p99 = _quantiles((r.verdict.tpot for r in records), 0.5, 0.99)
-    (e2e_p50,) = _quantiles((r.verdict.e2e for r in records), 0.5)
-    return Row(
-        tier=tier,
-        offered=len(records),
-        met=met,
-        attainment=met / len(records) if records else 0.0,
-        attainment_low=low,
-        attainment_high=high,
-        completed=sum(r.outcome == "completed" for r in records),
-        refused=sum(r.outcome == "refused" for r in records),
-        failed=sum(r.outcome in ("failed", "cancelled") for r in records),
-        best_effort=sum(r.best_effort for r in records),
-        ttft_p50=ttft_p50,
-        ttft_p99=ttft_p99,
-        tpot_p50=tpot_p50,
-        tpot_p99=tpot_p99,
-        e2e_p50=e2e_p50,
-        attained_rps=met / seconds if seconds else None,
-        goodput_tokens_per_s=good / seconds if seconds else None,
-    )
-
-
-def _quantiles(values: Iterable[float | None], *shares: float) -> list[float | None]:
-    known = [value for value in values if value is not None]
-    if not known:
-        return [None] * len(shares)
-    return [float(q) for q in np.quantile(known, shares)]
 
 
 # --------------------------------------------------------------------------- comparison
@@ -231,7 +76,7 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
         for mine in one.records:
             pairs.append(Pair(key, mine.at, mine.tier, mine.verdict.met, theirs[mine.id].verdict.met))
     if block is None:
-        block = max(5.0, sum(durations.values()) / 12)
+        block = default_block(durations)
     blocks = max(1, round(sum(max(seconds, block) for seconds in durations.values()) / block))
     notes: tuple[str, ...] = (f"only {blocks} blocks: the intervals are rough, run longer",) if blocks < 10 else ()
     if all(pair.met_a == pair.met_b for pair in pairs):
@@ -240,26 +85,17 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
     return Comparison(a[0].label, b[0].label, a[0].rule, len(a), block, blocks, differences, notes)
 
 
-def fingerprint(workload: Workload) -> str:
-    """A short digest of what was offered, when and under which SLOs: equal for equal workloads."""
-    content = [
-        [[name, asdict(slo)] for name, slo in workload.tiers.items()],
-        [[a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages] for a in workload.arrivals],
-    ]
-    return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()
-
-
 # --------------------------------------------------------------------------- files
 
 
 def to_json(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> dict[str, Any]:
-    """Everything but the per-request records, ready for JSON; infinite ratios become null."""
+    """Everything but what each request was and its tokens' times, ready for JSON; infinite ratios become null."""
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
     data = {
         "format": FORMAT,
-        "attainment": f"met / offered; interval: {ATTAINMENT_INTERVAL}",
+        "attainment": f"met / offered; interval: {INTERVAL}",
         "attained_rps": "requests attained per second, over the seconds in which requests were offered",
         "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
         "policies": {label: [asdict(row) for row in summarise(own)] for label, own in by_label.items()},
@@ -287,11 +123,29 @@ def _run_json(run: Run) -> dict[str, Any]:
             "tiers": {name: asdict(slo) for name, slo in load.tiers.items()},
             "notes": dict(load.notes),
         },
+        "goodput": asdict(run.goodput) if run.goodput else None,
         "tiers": [asdict(row) for row in summarise(run)],
+        "requests": _columns(run),
         "client": asdict(run.client) if run.client else None,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
+
+
+def _columns(run: Run) -> dict[str, list[Any]]:
+    """Each request's fate, column by column, in order of arrival: what `rubato compare` needs."""
+    measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e) for r in run.records]
+    columns: dict[str, list[Any]] = {
+        "id": [r.id for r in run.records],
+        "tier": [r.tier for r in run.records],
+        "at": [r.at for r in run.records],
+        "outcome": [r.outcome for r in run.records],
+        "met": [r.verdict.met for r in run.records],
+        "output": [r.output for r in run.records],
+    }
+    if run.goodput:
+        columns["good"] = [run.good(r) for r in run.records]
+    return columns | {name: [m[i] for m in measures] for i, name in enumerate(("ttft", "tpot", "e2e"))}
 
 
 def _finite(value: Any) -> Any:
@@ -304,18 +158,24 @@ def _finite(value: Any) -> Any:
 
 def dumps(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> bytes:
     """`to_json` as indented text."""
-    return orjson.dumps(to_json(runs, comparisons), option=orjson.OPT_INDENT_2) + b"\n"
+    return as_json(to_json(runs, comparisons))
+
+
+def as_json(value: Any) -> bytes:
+    """Indented JSON of plain values and dataclasses; what is not finite becomes null."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
 def write_json(path: str | Path, runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> None:
     Path(path).write_bytes(dumps(runs, comparisons))
 
 
-def write_records(path: str | Path, run: Run) -> None:
-    """The raw per-request records, one JSON object a line."""
+def write_records(path: str | Path, runs: Run | Sequence[Run]) -> None:
+    """The raw per-request records, one JSON object a line; each says the policy and the workload's seed."""
     with open(path, "wb") as file:
-        for record in run.records:
-            file.write(orjson.dumps({"policy": run.label, **asdict(record)}) + b"\n")
+        for run in [runs] if isinstance(runs, Run) else runs:
+            for record in run.records:
+                file.write(orjson.dumps({"policy": run.label, "seed": run.workload.seed, **asdict(record)}) + b"\n")
 
 
 # --------------------------------------------------------------------------- text
@@ -341,13 +201,19 @@ def table(runs: Sequence[Run]) -> str:
         for line in lines
     ]
     text.insert(1, "  ".join("-" * w for w in widths))
-    foot = [f"Judged by the {runs[0].rule} rule from scheduled arrivals. Times in ms. Interval: Wilson."]
+    foot = [f"Judged by the {runs[0].rule} rule from scheduled arrivals. Times in ms. Interval: {INTERVAL_SHORT}."]
     for label, own in by_label.items():
         total = summarise(own)[-1]
         if total.attained_rps is not None and total.goodput_tokens_per_s is not None:
             foot.append(
                 f"{label}: {total.attained_rps:.2f} attained requests/s, "
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
+            )
+        if total.good is not None and total.goodput_rps is not None:
+            foot.append(
+                f"{label}: goodput {total.goodput_rps:.2f} requests/s [{total.goodput_rps_low:.2f}, "
+                f"{total.goodput_rps_high:.2f}] within {own[0].goodput}: {total.good} of {total.offered}; per tier "
+                + ", ".join(f"{row.tier} {row.good}/{row.offered}" for row in summarise(own)[:-1])
             )
     foot += [f"{run.label}: {note}" for run in runs for note in run.notes]
     foot += [f"INVALID {run.label}: {problem}" for run in runs for problem in run.problems]
@@ -390,7 +256,7 @@ def comparison_text(comparison: Comparison) -> str:
         else:
             ratio = f"met {_times(d.ratio)} [{_times(d.ratio_low)}, {_times(d.ratio_high)}]"
         lines.append(
-            f"  {tier}: {d.met_a} against {d.met_b} met of {d.pairs}; attainment {100 * d.difference:+.1f} points "
+            f"  {tier}: {d.met_a} against {d.met_b} met of {d.offered_a}; attainment {100 * d.difference:+.1f} points "
             f"[{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]; {ratio}"
         )
     return "\n".join([*lines, f"  {comparison.method}.", *(f"  {note}." for note in comparison.notes)])

@@ -11,7 +11,7 @@ from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.metrics import Timeline, timelines
-from rubato.results import Record, Run
+from rubato.records import Record, Run
 from rubato.types import Event, Limits, Request
 from rubato.workload import Arrival, Workload
 

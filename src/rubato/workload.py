@@ -108,7 +108,7 @@ class Workload:
 
     def rescaled(self, rate: float) -> Workload:
         """The same requests at `rate` requests/s: only the times change, all by the same factor."""
-        _check_rate(rate)
+        check_rate(rate)
         factor = self.rate / rate
         arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in self.arrivals)
         return dataclasses.replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
@@ -148,10 +148,10 @@ def make(
     gives the same requests at other times, and a longer run begins with the shorter one. count_tokens: a tokenizer's
     count of a text; without it prompt_tokens are estimates. Raises ValueError for impossible arguments.
     """
-    _check_rate(rate)
+    check_rate(rate)
     if (duration is None) == (count is None):
         raise ValueError("give either duration (seconds) or count (requests)")
-    tiers = _tiers(kinds)
+    tiers = tiers_of(kinds)
     streams = [np.random.default_rng([seed, purpose]) for purpose in (_ARRIVALS, _KINDS, _LENGTHS)]
     shares = np.cumsum([kind.share for kind in kinds]) / sum(kind.share for kind in kinds)
     arrivals: list[Arrival] = []
@@ -166,7 +166,7 @@ def make(
             least + int(u * (most - least + 1))
             for u, (least, most) in zip(streams[_LENGTHS].random(2), (kind.prompt, kind.output), strict=True)
         )
-        text = _fresh(kind.app, prompt, np.random.default_rng([seed, _TEXTS, len(arrivals)]), seen)
+        text = fresh_text(kind.app, prompt, np.random.default_rng([seed, _TEXTS, len(arrivals)]), seen)
         tokens = count_tokens(text) if count_tokens is not None else prompts.estimate(text)
         id = f"{name}-{len(arrivals)}"
         message = (("user", text),)
@@ -178,12 +178,14 @@ def make(
     return Workload(name, seed, rate, length, tiers, tuple(arrivals), count_tokens is not None, notes)
 
 
-def _check_rate(rate: float) -> None:
+def check_rate(rate: float) -> None:
+    """Raises ValueError unless it is a positive, finite number of requests/s."""
     if not 0.0 < rate < math.inf:
         raise ValueError(f"rate is {rate} requests/s: give a positive number")
 
 
-def _tiers(kinds: Sequence[Kind]) -> dict[str, SLO]:
+def tiers_of(kinds: Sequence[Kind]) -> dict[str, SLO]:
+    """Each tier's SLO. Raises ValueError without kinds, or when two of them disagree about a tier."""
     if not kinds:
         raise ValueError("a workload needs at least one kind of request")
     tiers: dict[str, SLO] = {}
@@ -193,8 +195,8 @@ def _tiers(kinds: Sequence[Kind]) -> dict[str, SLO]:
     return tiers
 
 
-def _fresh(app: str, tokens: int, rng: np.random.Generator, seen: set[str]) -> str:
-    """A text that this workload does not have yet."""
+def fresh_text(app: str, tokens: int, rng: np.random.Generator, seen: set[str]) -> str:
+    """A text that this workload does not have yet (`seen`). Raises ValueError when there is none of that length."""
     for _ in range(100):
         text = prompts.TEXTS[app](rng, tokens)
         if text not in seen:

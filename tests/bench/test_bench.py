@@ -10,6 +10,7 @@ from aiohttp import web
 
 from rubato import bench
 from rubato.bench import BenchError
+from rubato.target import Listed
 from rubato.types import SLO
 from rubato.workload import Arrival, Workload
 
@@ -29,13 +30,28 @@ class Scripted:
     """A server whose answer is chosen by the prompt. `bodies`: what it was sent; `arrived` counts requests."""
 
     def __init__(self):
+        self.owner = ""
+        self.key = None
+        self.headers = {}
         self.bodies = []
         self.arrived = 0
         self.gate = asyncio.Event()
         self.opens_at = 0  # the gate opens when this many requests have arrived
 
     async def models(self, request):
-        return web.json_response({"data": [{"id": "tiny"}]})
+        self.headers = dict(request.headers)
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        return web.json_response({"data": [{"id": "tiny", "owned_by": self.owner}]})
+
+    async def completions(self, request):
+        """A text completion: the good script, said in its chunks' words."""
+        self.bodies.append(orjson.loads(await request.read()))
+        response = await begin(request)
+        for i in range(self.bodies[-1]["max_tokens"]):
+            await response.write(b'data: {"choices":[{"text":"w%d ","finish_reason":null}]}\n\n' % i)
+        await response.write(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n')
+        return response
 
     async def chat(self, request):
         body = orjson.loads(await request.read())
@@ -95,6 +111,16 @@ async def without_usage(server, request, body):
     for text in ("", "a", "b", "", "c"):
         await event(response, text)
     await event(response, finish="stop")
+    return response
+
+
+async def usage_at_the_end(server, request, body):
+    """Four chunks, ten tokens: a server that knows include_usage but not usage with each chunk."""
+    response = await begin(request)
+    for text in ("a", "bc", "def", "g"):
+        await event(response, text)
+    await event(response, finish="length")
+    await event(response, tokens=10)
     return response
 
 
@@ -180,21 +206,22 @@ async def blocks(server, request, body):
 SCRIPTS = {
     f.__name__: f
     for f in (
-        good, in_lumps, without_usage, demoted, refused, refused_elsewhere, broken, not_json, invalid, disconnects,
-        stops_short, fails_midway, garbles, empty, hangs, waits_for_all, blocks,
+        good, in_lumps, without_usage, usage_at_the_end, demoted, refused, refused_elsewhere, broken, not_json,
+        invalid, disconnects, stops_short, fails_midway, garbles, empty, hangs, waits_for_all, blocks,
     )
 }  # fmt: skip
 
 
-def offer(workload, *, opens_at=0, model=None, suffix="", **options):
+def offer(workload, *, opens_at=0, key=None, model=None, suffix="", **options):
     """Run the workload against a scripted server (of its own first model); the run and the server."""
 
     async def main():
         server = Scripted()
-        server.opens_at = opens_at
+        server.opens_at, server.key = opens_at, key
         app = web.Application()
         app.router.add_get("/v1/models", server.models)
         app.router.add_post("/v1/chat/completions", server.chat)
+        app.router.add_post("/v1/completions", server.completions)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -203,7 +230,7 @@ def offer(workload, *, opens_at=0, model=None, suffix="", **options):
         try:
             arguments = {"progress": False, "warmup": 1, "max_delay": PATIENT} | options
             url = f"http://127.0.0.1:{port}{suffix}"
-            return await bench.run(workload, url, model or await bench.first_model(url), **arguments), server
+            return await bench.run(workload, url, model or "tiny", **arguments), server
         finally:
             await runner.cleanup()
 
@@ -214,6 +241,7 @@ OUTCOMES = [
     ("good", "completed", 4, ""),
     ("in_lumps", "completed", 6, ""),
     ("without_usage", "completed", 3, ""),
+    ("usage_at_the_end", "completed", 10, ""),
     ("demoted", "completed", 1, ""),
     ("refused", "refused", 0, "rejected-slo-infeasible"),
     ("refused_elsewhere", "refused", 0, "slow down"),
@@ -250,8 +278,10 @@ def test_tokens_are_counted_by_usage_and_else_by_chunks(outcomes):
     assert (records["in_lumps"].tokens[-1], records["in_lumps"].counted) == (6, True)
     assert (records["without_usage"].tokens[-1], records["without_usage"].counted) == (3, False)
     assert records["good"].prompt_tokens == 11
-    assert any("1 responses had no usage per chunk" in note for note in run.notes)
-    assert any("3 completed requests have another output length" in note for note in run.notes)
+    assert any("1 responses had no usage: one token" in note for note in run.notes)
+    assert (records["usage_at_the_end"].tokens, records["usage_at_the_end"].counted) == ((1, 4, 7, 10), False)
+    assert any("1 responses had usage at the end only" in note for note in run.notes)
+    assert any("4 completed requests have another output length" in note for note in run.notes)
 
 
 def test_the_servers_own_word_is_kept(outcomes):
@@ -279,6 +309,10 @@ def test_timelines_ascend_and_count_from_the_schedule(outcomes):
         ("body", {"slo": {"ttft_ms": 500.0, "tpot_ms": 80.0, "e2e_ms": 9000.0}}),
         ("tier", {"service_tier": "chat"}),
         ("none", {}),
+        (
+            "vllm-xargs",
+            {"vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tpot_ms": 80.0, "slo_e2e_ms": 9000.0, "slo_tier": "chat"}},
+        ),
     ],
 )
 def test_the_body_says_what_the_server_must_know(tier_field, stated):
@@ -297,6 +331,46 @@ def test_the_body_says_what_the_server_must_know(tier_field, stated):
             **stated,
         }
     ]
+
+
+def test_a_server_that_is_not_known_gets_standard_fields_only():
+    options = {"tier_field": "none", "ignore_eos": False, "continuous_usage": False}
+    _, server = offer(load("good", tokens=7), **options)
+    assert server.bodies == [
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "good"}],
+            "max_tokens": 7,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_text_completions_are_counted_by_their_chunks():
+    run, server = offer(load("good", tokens=5), endpoint="completions", tier_field="none", warmup=0)
+    assert server.bodies[0]["prompt"] == "good"
+    assert "messages" not in server.bodies[0]
+    assert (run.records[0].outcome, run.records[0].tokens[-1], run.records[0].counted) == ("completed", 5, False)
+
+
+def test_keys_and_headers_are_sent_and_not_kept():
+    run, server = offer(load("good"), key="s3cret", api_key="s3cret", headers={"x-team": "blue"})
+    assert server.headers["x-team"] == "blue"
+    assert run.settings["headers"] == ["x-team"]
+    assert "s3cret" not in str(run.settings)
+    with pytest.raises(BenchError, match="HTTP 401: give a valid --api-key"):
+        offer(load("good"), key="s3cret", api_key="wrong")
+
+
+def test_what_a_server_is_follows_from_its_list_of_models():
+    assert (Listed(("m",), "rubato").knows_slos, Listed(("m",), "rubato").fixed_lengths) == (True, True)
+    assert (Listed(("m",), "vllm").knows_slos, Listed(("m",), "vllm").fixed_lengths) == (False, True)
+    assert (Listed(("m",), "openai").knows_slos, Listed(None).fixed_lengths) == (False, False)
+    assert Listed(("m", "n")).first("http://h") == "m"
+    with pytest.raises(BenchError, match="http://h/v1 lists no models"):
+        Listed(None).first("http://h")
 
 
 def test_requests_are_sent_on_time_to_a_server_that_answers_none_and_latency_counts_from_the_schedule():
@@ -345,7 +419,7 @@ def test_a_run_that_cannot_begin_says_why():
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
         asyncio.run(bench.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(bench.first_model("http://127.0.0.1:1"))
+        asyncio.run(bench.look("http://127.0.0.1:1"))
     bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
     with pytest.raises(BenchError, match="can only be simulated"):
         asyncio.run(bench.run(bare, "http://127.0.0.1:1", "tiny", progress=False))

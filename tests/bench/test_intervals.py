@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from rubato.intervals import Pair, paired, wilson
+from rubato.intervals import Fate, Pair, paired, proportion, unpaired, wilson
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def one(at, a, b, tier="t", workload="w"):
 def test_a_difference_without_noise_has_an_interval_without_width():
     pairs = [one(i / 2, i % 4 != 0, i % 4 == 1) for i in range(240)]  # each 5 s block: hardly any variation
     result = paired(pairs, {"w": 120.0}, block=10.0)["all"]
-    assert (result.pairs, result.met_a, result.met_b) == (240, 180, 60)
+    assert (result.offered_a, result.met_a, result.met_b) == (240, 180, 60)
     assert (result.difference, result.ratio) == (0.5, 3.0)
     assert result.difference_low == pytest.approx(0.5, abs=0.02)
     assert result.difference_high == pytest.approx(0.5, abs=0.02)
@@ -61,7 +61,7 @@ def test_rounds_of_one_workload_do_not_count_as_new_evidence_about_time():
     pairs = [one(at, rng.random() < 0.9, rng.random() < 0.5) for at in np.arange(0, 100, 0.5)]
     once = paired(pairs, {"w": 100.0})["all"]
     same = paired(pairs * 3, {"w": 100.0})["all"]  # three rounds that came out alike
-    assert same.pairs == 600
+    assert same.offered_b == 600
     assert (same.difference_low, same.difference_high) == pytest.approx((once.difference_low, once.difference_high))
     others = [Pair(f"w{k}", p.at, p.tier, p.met_a, p.met_b) for k in range(3) for p in pairs]
     apart = paired(others, {f"w{k}": 100.0 for k in range(3)})["all"]  # three workloads: three times the evidence
@@ -99,3 +99,50 @@ def test_nothing_to_compare_is_an_error():
         paired([], {})
     with pytest.raises(ValueError, match="block is 0"):
         paired([one(0, 1, 1)], {"w": 1.0}, block=0)
+
+
+def alone(pairs, side, workload="w"):
+    return [Fate(workload, p.at, p.tier, p.met_a if side == "a" else p.met_b) for p in pairs]
+
+
+def test_unpaired_runs_cover_a_planted_difference():
+    """Two runs of their own congestion: the interval is wider than a paired one and covers as it should."""
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(60):
+        a, b = alone(congested(rng), "a"), alone(congested(rng), "b", "v")
+        found = unpaired(a, b, {"w": 300.0}, {"v": 300.0}, (300.0, 300.0), resamples=1000)["all"]
+        covered += found.difference_low <= 0.275 <= found.difference_high
+    assert covered >= 53
+
+
+def test_unpaired_ratios_are_of_rates():
+    a = [Fate("w", i / 2, "t", i % 4 != 0) for i in range(120)]  # 90 met in 60 s
+    b = [Fate("v", i / 4, "t", i % 2 == 0) for i in range(120)]  # 60 met in 30 s
+    found = unpaired(a, b, {"w": 60.0}, {"v": 30.0}, (60.0, 30.0))["t"]
+    assert (found.met_a, found.met_b, found.difference, found.ratio) == (90, 60, 0.25, 0.75)
+    with pytest.raises(ValueError, match="share no tier"):
+        unpaired(a, [Fate("v", 0.0, "u", True)], {"w": 60.0}, {"v": 30.0}, (60.0, 30.0))
+    with pytest.raises(ValueError, match="no requests"):
+        unpaired(a, [], {"w": 60.0}, {}, (60.0, 0.0))
+
+
+def test_a_proportion_is_no_narrower_than_wilsons_and_covers_where_misses_come_in_spells():
+    rng = np.random.default_rng(3)
+    covered = by_wilson = 0
+    for _ in range(100):
+        fates = alone(congested(rng), "b")  # met: 0.55 in the long run
+        low, high = proportion(fates, {"w": 300.0}, resamples=1000)
+        below, above = wilson(sum(f.met for f in fates), len(fates))
+        assert low <= below
+        assert high >= above
+        covered += low <= 0.55 <= high
+        by_wilson += below <= 0.55 <= above
+    assert covered >= 88
+    assert by_wilson < 75
+
+
+def test_a_proportion_of_all_or_nothing_is_wilsons():
+    assert proportion([], {}) == (0.0, 1.0)
+    every = [Fate("w", float(i), "t", True) for i in range(40)]
+    assert proportion(every, {"w": 40.0}) == wilson(40, 40)

@@ -104,11 +104,11 @@ def long(label, late, load=None):
 def test_two_policies_are_compared_request_by_request():
     result = compare([long("a", 10)], [long("b", 2)])
     fast, everything = result.differences["fast"], result.differences["all"]
-    assert (everything.pairs, everything.met_a, everything.met_b) == (240, 216, 120)  # all the late ones are fast
+    assert (everything.offered_a, everything.met_a, everything.met_b) == (240, 216, 120)  # all the late ones are fast
     assert everything.difference == pytest.approx(0.4)
     assert everything.difference_low <= 0.4 <= everything.difference_high
     assert everything.ratio == pytest.approx(216 / 120)
-    assert fast.pairs == 180
+    assert fast.offered_a == 180
     assert (result.a, result.b, result.rounds, result.blocks) == ("a", "b", 1, 12)
     assert "moving-block bootstrap" in result.method
     text = results.comparison_text(result)
@@ -119,7 +119,7 @@ def test_two_policies_are_compared_request_by_request():
 def test_rounds_pool_their_pairs():
     loads = [workload("x", 240, 0.5), workload("y", 240, 0.5)]
     result = compare([long("a", 10, w) for w in loads], [long("b", 2, w) for w in loads])
-    assert (result.rounds, result.differences["all"].pairs, result.blocks) == (2, 480, 12)
+    assert (result.rounds, result.differences["all"].offered_b, result.blocks) == (2, 480, 12)
 
 
 def test_a_comparison_over_few_blocks_says_so():
@@ -161,7 +161,8 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.Row)}
     first, second = data["runs"]
     assert set(first) == {
-        "policy", "judge", "valid", "problems", "notes", "workload", "tiers", "client", "settings", "versions",
+        "policy", "judge", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
+        "settings", "versions",
     }  # fmt: skip
     assert (first["judge"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
     assert (second["valid"], len(second["problems"])) == (False, 1)

@@ -103,10 +103,88 @@ def test_records_agree_with_the_table(mix: Path, tmp_path: Path, capsys: pytest.
     assert json.loads(out.read_text())["format"] == results.FORMAT
 
 
+MIX = """
+tiers: {fast: {ttft_ms: 400, tpot_ms: 60}, free: {}}
+kinds: [{app: chat, tier: fast, share: 3}, {app: code, tier: free, prompt: 150, output: 20}]
+"""
+
+
+def test_kinds_seeds_and_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mix.yaml").write_text(MIX)
+    out, records = tmp_path / "out.json", tmp_path / "records.jsonl"
+    words = ["--kinds", str(tmp_path / "mix.yaml"), "--rate", "6", "--duration", "20", "--seeds", "1,5,9"]
+    words += ["--goodput", "ttft:300", "e2el:9000", "--json", str(out), "--records", str(records)]
+    assert main(["simulate", *words, *FAST]) == 0
+    data = json.loads(out.read_text())
+    assert [run["workload"]["seed"] for run in data["runs"]] == [1, 5, 9]
+    assert {run["workload"]["tiers"]["fast"]["ttft"] for run in data["runs"]} == {0.4}
+    (rows,) = data["policies"].values()
+    total = next(row for row in rows if row["tier"] == "all")
+    assert total["offered"] == sum(run["workload"]["requests"] for run in data["runs"]) > 300
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    good = sum(r["verdict"]["ttft"] <= 0.3 and r["verdict"]["e2e"] <= 9.0 for r in lines)
+    assert total["good"] == good
+    assert f"within ttft:300 e2el:9000: {good} of {total['offered']}" in capsys.readouterr().out
+
+
+def test_rounds_count_seeds_or_repeat_a_file(mix: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    data = simulated(mix, capsysbinary, "--rounds", "2")
+    one, two = data["runs"]  # type: ignore[misc]
+    assert one["workload"]["fingerprint"] == two["workload"]["fingerprint"]
+    assert main(["simulate", *FAST, "--duration", "20", "--rounds", "2", "--seed", "4", "--json", "-"]) == 0
+    runs = json.loads(capsysbinary.readouterr().out)["runs"]
+    assert [run["workload"]["seed"] for run in runs] == [4, 5]
+
+
+def test_a_trace_then_simulate(tmp_path: Path) -> None:
+    path, out = tmp_path / "t.csv", tmp_path / "out.json"
+    path.write_text("at,prompt_tokens,output_tokens,tier\n0,80,9,chat\n2,300,1,code\n6,40,5,chat\n")
+    assert main(["simulate", "--trace", str(path), "--rate", "1", *FAST, "--json", str(out)]) == 0
+    requests = json.loads(out.read_text())["runs"][0]["requests"]
+    assert requests["at"] == [0.0, pytest.approx(2 / 3), pytest.approx(2.0)]
+    assert (requests["output"], requests["tier"]) == ([9, 1, 5], ["chat", "code", "chat"])
+
+
+def test_compare_two_simulations(mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    files = [str(tmp_path / f"{policy}.json") for policy in ("edf", "vllm")]
+    for path, policy in zip(files, ("edf", "vllm"), strict=True):
+        assert main(["simulate", "--workload", str(mix), *FAST, "--rate", "9", "--policy", policy, "--json", path]) == 0
+    capsysbinary.readouterr()
+    assert main(["compare", *files, "--json", "-"]) == 0
+    captured = capsysbinary.readouterr()
+    report = json.loads(captured.out)
+    assert (report["a"], report["b"], report["paired"]) == ("edf", "vllm", True)
+    met = [next(r for r in json.loads(Path(f).read_text())["runs"][0]["tiers"] if r["tier"] == "all") for f in files]
+    assert report["tiers"]["all"]["attained"]["met_a"] == met[0]["met"]
+    assert report["tiers"]["all"]["attained"]["met_b"] == met[1]["met"]
+    assert b"edf against vllm" in captured.err
+
+
+def test_fit_then_simulate_with_what_it_says(
+    mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    limits = Limits(64, 2048, 8192, 4096, 16)
+    with trace.TraceWriter(tmp_path / "log") as log:
+        for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
+            for event in simulate(list(read(mix).requests()), {}, Setup(Linear, limits, policy, settings=settings)):
+                log(event)
+    capsysbinary.readouterr()
+    assert main(["fit", str(tmp_path / "log")]) == 0
+    (tmp_path / "config.yaml").write_bytes(capsysbinary.readouterr().out)
+    assert main(["fit", str(tmp_path / "log"), "--json", "-"]) == 0
+    found = json.loads(capsysbinary.readouterr().out)
+    assert found["held_out"]["p95"] < 0.05
+    assert found["latency"]["kind"] == "affine"
+    words = ["--workload", str(mix), "--config", str(tmp_path / "config.yaml"), "--rate", "0.01", "--policy", "vllm"]
+    assert main(["simulate", *words, "--json", "-"]) == 0
+    first = json.loads(capsysbinary.readouterr().out)["runs"][0]["requests"]["ttft"][0]
+    assert first == pytest.approx(0.01 + 0.001 * read(mix).arrivals[0].prompt_tokens, rel=0.1)
+
+
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policies"]) == 0
     text = capsys.readouterr().out
-    for name in ("edf", "vllm", "sarathi", "prefill_first", "round_robin", "least_loaded"):
+    for name in ("edf", "vllm", "sarathi", "prefill_first", "priority", "round_robin", "least_loaded"):
         assert f"{name}  (" in text
     assert "--set budget=2048" in text
 
@@ -119,6 +197,15 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--workload", "nowhere.jsonl"], "nowhere.jsonl"),
         (["simulate", "--rate", "0"], "give a positive number"),
         (["simulate", "--steps", "nowhere"], "nowhere"),
+        (["simulate", "--goodput", "ttfb:3"], "'ttfb:3': write NAME:MILLISECONDS"),
+        (["simulate", "--kinds", "nowhere.yaml"], "nowhere.yaml"),
+        (["simulate", "--trace", "nowhere.csv"], "nowhere.csv"),
+        (["simulate", "--rounds", "0"], "--rounds 0: give 1 or more"),
+        (["simulate", "--workload", "w", "--kinds", "k"], "--workload says everything"),
+        (["simulate", "--workload", "w", "--seeds", "1"], "use --rounds to repeat it"),
+        (["compare", "nowhere.json", "nowhere.json"], "nowhere.json"),
+        (["fit", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["bench", "http://127.0.0.1:9", "--header", "x"], "write it as NAME=VALUE"),
         (["simulate", "--set", "lengths=nope"], "known are oracle, running_mean"),
         (["simulate", "--set", "engine.bloc=5"], "did you mean 'block'"),
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),

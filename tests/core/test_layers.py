@@ -13,18 +13,26 @@ LAYERS = [
     ["types"],
     ["interfaces", "clock"],
     ["kv", "slo", "lengths", "fairness"],
-    ["check", "latency", "engines"],
-    ["replica", "policies", "metrics", "trace"],
+    ["check", "seq", "latency"],
+    ["replica", "policies", "metrics", "trace", "engines"],
     ["worker"],
     ["cluster"],
-    ["config", "server", "workload", "prompts", "prompt_parts", "intervals"],
-    ["results", "serve", "answer"],
-    ["bench", "plot", "simulate", "serverprocess"],
+    ["fleet"],
+    ["config", "server", "workload", "prompts", "prompt_parts", "intervals", "goodput"],
+    ["results", "records", "serve", "answer", "target", "mix", "arrivals", "fit"],
+    ["bench", "compare", "plot", "simulate", "serverprocess"],
     ["demo"],
     ["cli"],
 ]
 ENGINE = dict.fromkeys(["torch", "safetensors", "tokenizers", "gguf", "jinja2", "llvmlite"], "engines/torch")
-HEAVY = {**ENGINE, "fastapi": "server", "starlette": "server", "matplotlib": "plot"}
+HEAVY = {
+    **ENGINE,
+    "vllm": "engines/vllm",
+    "ray": "fleet",
+    "fastapi": "server",
+    "starlette": "server",
+    "matplotlib": "plot",
+}
 FILES = sorted(SRC.rglob("*.py"))
 
 

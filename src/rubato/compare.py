@@ -1,0 +1,203 @@
+"""`rubato compare`: two result files against each other, tier by tier.
+
+Runs of the same workloads (by fingerprint) are paired, request by request, which cancels what made a request hard for
+both; otherwise each side is resampled by itself. Attainment and goodput come with intervals (`intervals`), latency
+quantiles are those of the requests that have the measure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rubato.intervals import ALL, Difference, Fate, Pair, default_block, paired, unpaired
+from rubato.policies import nearest
+from rubato.results import FORMAT
+
+QUANTILES = (0.5, 0.9, 0.99)
+MEASURES = ("ttft", "tpot", "e2e")
+FEW = 10  # blocks: with fewer the intervals are rough
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One run as a result file keeps it; requests: column -> values, in order of arrival."""
+
+    label: str
+    rule: str
+    fingerprint: str
+    duration: float
+    valid: bool
+    goodput: Mapping[str, float | None] | None
+    requests: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """One tier, a against b. good: the same as `attained`, of the goodput bounds, if both sides had the same ones;
+    latency: (measure, quantile) -> seconds of a and of b, None where nothing was measured."""
+
+    attained: Difference
+    good: Difference | None
+    latency: Mapping[tuple[str, float], tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True)
+class Report:
+    a: str
+    b: str
+    rule: str
+    paired: bool
+    tiers: Mapping[str, Contrast]
+    notes: tuple[str, ...]
+
+    @property
+    def method(self) -> str:
+        how = "paired by request, the workloads are the same" if self.paired else "unpaired, the workloads differ"
+        return f"{how}; 95 % intervals by moving-block bootstrap over arrival time"
+
+    def text(self) -> str:
+        lines = [f"{self.a} against {self.b} ({self.rule} rule): {self.method}."]
+        for tier, contrast in self.tiers.items():
+            lines.append(f"  {tier}: attainment {_difference(contrast.attained)}")
+            if contrast.good is not None:
+                lines.append(f"    goodput {_difference(contrast.good)}")
+            for measure in MEASURES:
+                quantiles = [(q, contrast.latency[measure, q]) for q in QUANTILES]
+                parts = [f"p{100 * q:g} {_ms(one)} / {_ms(other)}" for q, (one, other) in quantiles]
+                if any(value is not None for _, both in quantiles for value in both):
+                    lines.append(f"    {measure} ms: " + ", ".join(parts))
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON (an infinite ratio becomes null there)."""
+        tiers = {
+            tier: {
+                "attained": contrast.attained,
+                "good": contrast.good,
+                "latency": {
+                    measure: {f"p{100 * q:g}": contrast.latency[measure, q] for q in QUANTILES} for measure in MEASURES
+                },
+            }
+            for tier, contrast in self.tiers.items()
+        }
+        head = {"a": self.a, "b": self.b, "rule": self.rule, "paired": self.paired, "method": self.method}
+        return {**head, "tiers": tiers, "notes": list(self.notes)}
+
+
+def read(source: str) -> list[Kept]:
+    """The runs of one policy in a result file: FILE, or FILE:POLICY where it holds several.
+
+    Raises ValueError, naming the file, when it is no result file, or which policy is meant is not clear.
+    """
+    path, _, label = (source, "", "") if Path(source).exists() else source.rpartition(":")
+    path = path or source
+    try:
+        data = orjson.loads(Path(path).read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise ValueError(f"{path}: its format is {found!r}, expected {FORMAT!r}: give what `bench --json` wrote")
+    runs = [_kept(run) for run in data["runs"]]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    if not label and len(labels) != 1:
+        raise ValueError(f"{path} holds {', '.join(labels)}: say which, as {path}:{labels[0]}")
+    if label and label not in labels:
+        raise ValueError(f"{path} has no policy {label!r}{nearest(label, labels)}")
+    return [run for run in runs if run.label == (label or labels[0])]
+
+
+def _kept(run: Mapping[str, Any]) -> Kept:
+    load = run["workload"]
+    return Kept(
+        run["policy"], run["judge"], load["fingerprint"], load["duration"], run["valid"], run["goodput"],
+        run["requests"],
+    )  # fmt: skip
+
+
+def compare(a: Sequence[Kept], b: Sequence[Kept]) -> Report:
+    """Raises ValueError for runs judged by different rules, or that share no tier."""
+    rules = {run.rule for run in (*a, *b)}
+    if len(rules) != 1:
+        raise ValueError(f"the runs are judged by different rules ({', '.join(sorted(rules))}): compare under one")
+    alike = Counter(run.fingerprint for run in a) == Counter(run.fingerprint for run in b)
+    notes: list[str] = []
+    if not alike and {run.fingerprint for run in a} & {run.fingerprint for run in b}:
+        notes.append("some workloads are the same and some are not: give files of the same seeds to have them paired")
+    for run in (*a, *b):
+        if not run.valid:
+            notes.append(f"a run of {run.label} is INVALID: its load generator could not keep the schedule")
+    seconds = min(sum(run.duration for run in side) for side in (a, b))
+    if round(seconds / default_block({"": seconds})) < FEW:
+        notes.append(f"only {seconds:.0f} s of arrivals: the intervals are rough, run longer")
+    attained = _differences(a, b, "met", alike)
+    bounds = {str(run.goodput) for run in (*a, *b)}
+    with_goodput = len(bounds) == 1 and a[0].goodput is not None
+    if len(bounds) > 1:
+        notes.append("the goodput bounds differ: goodput is not compared")
+    good = _differences(a, b, "good", alike) if with_goodput else {}
+    tiers = {tier: Contrast(d, good.get(tier), _latency(a, b, tier)) for tier, d in attained.items()}
+    return Report(a[0].label, b[0].label, rules.pop(), alike, tiers, tuple(notes))
+
+
+def _differences(a: Sequence[Kept], b: Sequence[Kept], column: str, alike: bool) -> dict[str, Difference]:
+    sides = [sorted(side, key=lambda run: run.fingerprint) for side in (a, b)]
+    durations = [{run.fingerprint: run.duration for run in side} for side in sides]
+    if not alike:
+        seconds = (sum(run.duration for run in a), sum(run.duration for run in b))
+        return unpaired(_fates(sides[0], column), _fates(sides[1], column), durations[0], durations[1], seconds)
+    pairs: list[Pair] = []
+    for one, other in zip(*sides, strict=True):
+        theirs = dict(zip(other.requests["id"], other.requests[column], strict=True))
+        for fate, id in zip(_fates([one], column), one.requests["id"], strict=True):
+            if id not in theirs:
+                raise ValueError(f"request {id!r} is in one of two runs of the same workload only: a file is damaged")
+            pairs.append(Pair(fate.workload, fate.at, fate.tier, fate.met, theirs[id]))
+    return paired(pairs, durations[0], block=default_block(durations[0]))
+
+
+def _fates(runs: Sequence[Kept], column: str) -> list[Fate]:
+    return [
+        Fate(run.fingerprint, at, tier, met)
+        for run in runs
+        for at, tier, met in zip(run.requests["at"], run.requests["tier"], run.requests[column], strict=True)
+    ]
+
+
+def _latency(
+    a: Sequence[Kept], b: Sequence[Kept], tier: str
+) -> dict[tuple[str, float], tuple[float | None, float | None]]:
+    found: dict[tuple[str, float], tuple[float | None, float | None]] = {}
+    for measure in MEASURES:
+        one, other = (_quantiles(side, tier, measure) for side in (a, b))
+        found |= {(measure, q): (one[i], other[i]) for i, q in enumerate(QUANTILES)}
+    return found
+
+
+def _quantiles(runs: Sequence[Kept], tier: str, measure: str) -> list[float | None]:
+    known = [
+        value
+        for run in runs
+        for value, own in zip(run.requests[measure], run.requests["tier"], strict=True)
+        if value is not None and tier in (own, ALL)
+    ]
+    return [float(q) for q in np.quantile(known, QUANTILES)] if known else [None] * len(QUANTILES)
+
+
+def _difference(d: Difference) -> str:
+    shares = f"{d.met_a}/{d.offered_a} against {d.met_b}/{d.offered_b}"
+    points = f"{100 * d.difference:+.1f} points [{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]"
+    if d.ratio is None:
+        return f"{shares}: {points}; neither met any"
+    return f"{shares}: {points}; per second {d.ratio:.2f}× [{d.ratio_low:.2f}, {d.ratio_high:.2f}]"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.4g}"

@@ -1,0 +1,227 @@
+"""What became of a workload: per-request records, and summaries per tier.
+
+Attainment is always met / offered: a refused, failed or cancelled request is a miss. Latencies count from the
+*scheduled* arrival; their percentiles are over the requests that have the measure (TTFT: a first token came out; TPOT:
+two tokens; e2e: completed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rubato.goodput import Bounds
+from rubato.intervals import ALL, Fate, proportion, wilson
+from rubato.slo import StageTimes, judge
+from rubato.types import Outcome, Request, Verdict
+from rubato.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request's fate. Times in seconds from the workload's start; tokens[i] output tokens were out by times[i].
+
+    at: scheduled arrival; sent: when the client began to send (None in simulation). asked, output: tokens asked for
+    and received. counted: token counts are the server's usage (else one token was assumed per non-empty chunk).
+    best_effort: the tier served was best effort. reason: of a refusal or failure. server: the server's own verdict.
+    """
+
+    id: str
+    tier: str
+    app: str
+    at: float
+    outcome: Outcome
+    verdict: Verdict
+    asked: int
+    output: int
+    times: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    sent: float | None = None
+    status: int | None = None
+    reason: str = ""
+    prompt_tokens: int | None = None
+    counted: bool = True
+    best_effort: bool = False
+    server: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """How the load generator itself fared, in seconds: of the whole run, cpu of the process that holds the client."""
+
+    wall: float
+    cpu: float
+    send_delay_p50: float
+    send_delay_p99: float
+    send_delay_max: float
+    lag_p99: float  # of the event loop: how late a timer fires
+    bound: float  # on send_delay_p99 and lag_p99
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
+    reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs."""
+
+    label: str
+    workload: Workload
+    records: tuple[Record, ...]
+    rule: str
+    client: Client | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    goodput: Bounds | None = None
+
+    @property
+    def valid(self) -> bool:
+        return not self.problems
+
+    def good(self, record: Record) -> bool:
+        """Did this request keep all goodput bounds? Raises ValueError when the run has none."""
+        if self.goodput is None:
+            raise ValueError(f"run {self.label!r} was given no goodput bounds")
+        v = record.verdict
+        return self.goodput.kept(record.outcome, v.ttft, v.tpot, v.e2e)
+
+
+def verdict(
+    request: Request, times: Sequence[float], tokens: Sequence[int], outcome: Outcome, rule: str = "deadline"
+) -> Verdict:
+    """Judge a timeline in which tokens[i] tokens were out by times[i]: every token counts from the chunk it came in."""
+    each: list[float] = []
+    for at, total in zip(times, tokens, strict=True):
+        each += [at] * (total - len(each))
+    return judge(request, (StageTimes(request.arrival, each),), outcome, rule)
+
+
+def rejudged(run: Run, rule: str) -> Run:
+    """The same run by another judging rule (`slo.RULES`)."""
+    requests = {request.id: request for request in run.workload.requests()}
+    records = tuple(
+        replace(r, verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, rule)) for r in run.records
+    )
+    return replace(run, records=records, rule=rule)
+
+
+# --------------------------------------------------------------------------- summaries
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
+
+    attainment_low, _high: `intervals.proportion`. good: requests that kept the goodput bounds, goodput_rps those per
+    second with an interval by Wilson's for their share; None without bounds.
+    """
+
+    tier: str
+    offered: int
+    met: int
+    attainment: float
+    attainment_low: float
+    attainment_high: float
+    completed: int
+    refused: int
+    failed: int
+    best_effort: int
+    ttft_p50: float | None
+    ttft_p99: float | None
+    tpot_p50: float | None
+    tpot_p99: float | None
+    e2e_p50: float | None
+    attained_rps: float | None
+    goodput_tokens_per_s: float | None
+    good: int | None = None
+    goodput_rps: float | None = None
+    goodput_rps_low: float | None = None
+    goodput_rps_high: float | None = None
+
+
+def summarise(runs: Run | Sequence[Run]) -> tuple[Row, ...]:
+    """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
+    which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
+    pooled = [runs] if isinstance(runs, Run) else list(runs)
+    if len({run.rule for run in pooled}) != 1:
+        raise ValueError("runs to pool must exist and be judged by one rule: use rejudged()")
+    if len({run.goodput for run in pooled}) != 1:
+        raise ValueError("runs to pool must have the same goodput bounds")
+    seconds = sum(run.workload.duration for run in pooled)
+    durations: dict[str, float] = {}
+    kept: list[_Kept] = []
+    for run in pooled:
+        key = fingerprint(run.workload)
+        durations[key] = run.workload.duration
+        kept += [_Kept(r, key, run.good(r) if run.goodput else None) for r in run.records]
+    tiers = list(dict.fromkeys(tier for run in pooled for tier in run.workload.tiers))
+    rows = [_row(tier, [k for k in kept if k.record.tier == tier], seconds, durations) for tier in tiers]
+    return (*(row for row in rows if row.offered), _row(ALL, kept, seconds, durations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    record: Record
+    workload: str
+    good: bool | None
+
+
+def _row(tier: str, kept: Sequence[_Kept], seconds: float, durations: Mapping[str, float]) -> Row:
+    records = [k.record for k in kept]
+    met = sum(r.verdict.met for r in records)
+    low, high = proportion([Fate(k.workload, k.record.at, tier, k.record.verdict.met) for k in kept], durations)
+    tokens = sum(r.output for r in records if r.verdict.met)
+    ttft_p50, ttft_p99 = _quantiles((r.verdict.ttft for r in records), 0.5, 0.99)
+    tpot_p50, tpot_p99 = _quantiles((r.verdict.tpot for r in records), 0.5, 0.99)
+    (e2e_p50,) = _quantiles((r.verdict.e2e for r in records), 0.5)
+    return Row(
+        tier=tier,
+        offered=len(records),
+        met=met,
+        attainment=met / len(records) if records else 0.0,
+        attainment_low=low,
+        attainment_high=high,
+        completed=sum(r.outcome == "completed" for r in records),
+        refused=sum(r.outcome == "refused" for r in records),
+        failed=sum(r.outcome in ("failed", "cancelled") for r in records),
+        best_effort=sum(r.best_effort for r in records),
+        ttft_p50=ttft_p50,
+        ttft_p99=ttft_p99,
+        tpot_p50=tpot_p50,
+        tpot_p99=tpot_p99,
+        e2e_p50=e2e_p50,
+        attained_rps=met / seconds if seconds else None,
+        goodput_tokens_per_s=tokens / seconds if seconds else None,
+        **_goodput(kept, seconds),
+    )
+
+
+def _goodput(kept: Sequence[_Kept], seconds: float) -> dict[str, Any]:
+    if not kept or kept[0].good is None:
+        return {}
+    good = sum(bool(k.good) for k in kept)
+    if not seconds:
+        return {"good": good}
+    low, high = (share * len(kept) / seconds for share in wilson(good, len(kept)))
+    return {"good": good, "goodput_rps": good / seconds, "goodput_rps_low": low, "goodput_rps_high": high}
+
+
+def _quantiles(values: Iterable[float | None], *shares: float) -> list[float | None]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return [None] * len(shares)
+    return [float(q) for q in np.quantile(known, shares)]
+
+
+def fingerprint(workload: Workload) -> str:
+    """A short digest of what was offered, when and under which SLOs: equal for equal workloads."""
+    content = [
+        [[name, asdict(slo)] for name, slo in workload.tiers.items()],
+        [[a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages] for a in workload.arrivals],
+    ]
+    return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()

@@ -1,0 +1,123 @@
+"""The figures of `benchmarks/fidelity.py`, on logs whose truth is known because they were simulated."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rubato import workload
+from rubato.latency import affine
+from rubato.simulate import Setup, simulate, simulated_run
+from rubato.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
+
+LIMITS = Limits(64, 2048, 4096, 4096, 16)
+TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
+
+
+@pytest.fixture(scope="module")
+def fidelity() -> Iterator[ModuleType]:
+    path = Path(__file__).parents[2] / "benchmarks" / "fidelity.py"
+    spec = importlib.util.spec_from_file_location("fidelity", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fidelity", module)
+        patch.syspath_prepend(str(path.parent))  # where the script finds its table
+        spec.loader.exec_module(module)
+        yield module
+
+
+def load(seed: int, rate: float = 5.0) -> workload.Workload:
+    slos = (SLO(ttft=0.4, tpot=0.06), SLO(ttft=0.5, tpot=0.08))
+    kinds = [workload.chat(slos[0], output=(20, 60)), workload.code(slos[1], output=(20, 60))]
+    return workload.make(f"w{seed}", kinds, rate, duration=60.0, seed=seed)
+
+
+def events(asked: workload.Workload, policy: str, **settings: object) -> list[Event]:
+    return simulate(list(asked.requests()), {}, Setup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15))
+
+
+def test_the_fit_run_gives_back_what_was_put_in(fidelity: ModuleType) -> None:
+    """Step times with a spread of 15 %, and 30 ms outside the server until the first token, 20 ms at the last."""
+    asked = load(7)
+    known = fidelity.Learned(TRUE, TRUE, None, None, noise=0.15, gap=0.0, first=0.03, last=0.02)
+    server = Setup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
+    client = fidelity.delivered(simulated_run(asked, server), known)
+    found = fidelity.learned(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
+    assert (found.first, found.last) == (pytest.approx(0.03), pytest.approx(0.02))
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    assert found.noise == pytest.approx(0.15, rel=0.15)
+    for shape in (Shape(8, 8, 2000), Shape(300, 5, 1500, 0, 296 * 296)):
+        assert found.truth.step_time(shape) == pytest.approx(TRUE.step_time(shape), rel=0.08)
+
+
+def test_requests_that_do_not_match_their_log_are_an_error(fidelity: ModuleType) -> None:
+    asked = load(7)
+    run = simulated_run(asked, Setup(lambda: replace(TRUE), LIMITS, "vllm"))
+    lines = list(fidelity.timelines(events(replace(asked, arrivals=load(8).arrivals[:60]), "vllm")))
+    with pytest.raises(ValueError, match="could be matched"):
+        fidelity.outside(run.records[:60], lines)
+
+
+def test_time_between_steps_counts_only_while_somebody_waits(fidelity: ModuleType) -> None:
+    """Steps of 10 ms; 2 ms pass between the first two, 4 ms before the third, then nobody is here for a second."""
+
+    def step(end: float) -> Stepped:
+        return Stepped(end, "r0", Shape(1, 1, 10), 0.010)
+
+    def offered(at: float, id: str) -> Offered:
+        return Offered(at, id, Request(id, (Stage(5),), at))
+
+    def finished(at: float, id: str) -> Finished:
+        return Finished(at, id, "completed", "stop", Verdict(True, "deadline"))
+
+    log = [
+        offered(0.0, "a"), step(0.010), step(0.022), step(0.036), finished(0.036, "a"), offered(1.0, "b"), step(1.010),
+        finished(1.010, "b"),
+    ]  # fmt: skip
+    samples, usual = fidelity.lengthened(log)
+    assert usual == pytest.approx(0.003)
+    assert [s.seconds for s in samples] == pytest.approx([0.013, 0.012, 0.014, 0.013])
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "simulated", "attainment", "e2e"),
+    [
+        ((200, 0.80, 2.0), (200, 0.80, 2.0), (200, 0.849, 2.19), True, True),
+        ((200, 0.80, 2.0), (200, 0.80, 2.0), (200, 0.751, 1.81), True, True),
+        ((200, 0.80, 2.0), (200, 0.80, 2.0), (200, 0.86, 2.1), False, True),
+        ((200, 0.80, 2.0), (200, 0.80, 2.0), (200, 0.80, 2.3), True, False),
+        ((200, 0.70, 1.8), (200, 0.80, 2.2), (200, 0.89, 2.5), True, True),  # the live runs differ by 10 points, 20 %
+        ((200, 0.70, 1.8), (200, 0.80, 2.2), (200, 0.91, 2.7), False, False),
+    ],
+)
+def test_the_rule(
+    fidelity: ModuleType,
+    one: tuple[int, float, float],
+    two: tuple[int, float, float],
+    simulated: tuple[int, float, float],
+    attainment: bool,
+    e2e: bool,
+) -> None:
+    cell = fidelity.Cell("edf", 1.0, 5.0, "chat", *(fidelity.Figures(*three) for three in (one, two, simulated)))
+    assert (cell.attainment_holds, cell.e2e_holds) == (attainment, e2e)
+    assert cell.verdict() == ("holds" if attainment and e2e else "fails: attainment, e2e" if not (attainment or e2e)
+                              else "fails: e2e" if attainment else "fails: attainment")  # fmt: skip
+    assert cell.verdict() in fidelity.table([cell], "about")
+
+
+def test_a_workload_is_as_long_as_its_rarest_tier_needs(fidelity: ModuleType) -> None:
+    kinds = [workload.chat(SLO(), share=5.0), workload.code(SLO(), share=1.0)]
+    short = fidelity.at_least(lambda count: workload.make("w", kinds, 1.0, count=count, seed=2), 10)
+    tiers = [a.tier for a in short.arrivals]
+    assert tiers.count("code") == 10
+    assert tiers[-1] == "code"
