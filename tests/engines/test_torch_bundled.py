@@ -7,13 +7,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-tokenizers = pytest.importorskip("tokenizers")
-
-from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
 
 from rubato.engines.torch import Engine, bundled  # noqa: E402
 
@@ -24,26 +20,6 @@ def test_the_folder_is_complete_and_nothing_else_is_left(bundled_folder: Path) -
     assert {path.name for path in bundled_folder.iterdir()} == FILES
     assert bundled_folder == bundled.folder()
     assert Engine("bundled", device="cpu").model_name == "SmolLM2-135M-Instruct"
-
-
-def test_unpermute_undoes_gguf_s_row_order() -> None:
-    """GGUF interleaves the two halves of each head: rows 0 1 2 3 of a head of 4 are stored as 0 2 1 3."""
-    rows = np.array([[0], [2], [1], [3], [10], [12], [11], [13]], dtype=np.float32)
-    assert bundled.unpermute(rows, 2)[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-
-
-def test_the_tokenizer_is_the_one_transformers_knows_by_its_parts() -> None:
-    """Digits one by one, bytes for what has no token, merges in order, special tokens whole."""
-    alphabet = sorted(ByteLevel.alphabet())
-    tokens = ["<|im_end|>", *alphabet, "he", "llo", "ll", "hello"]
-    fields = {
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
-        "tokenizer.ggml.merges": ["h e", "l l", "ll o", "he llo"],
-    }
-    made = bundled.tokenizer(fields)
-    assert made.encode("hello12<|im_end|>é").tokens == ["hello", "1", "2", "<|im_end|>", "Ã", "©"]
-    assert made.decode(made.encode("hello 12 é").ids) == "hello 12 é"
 
 
 def test_two_at_once_both_get_the_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

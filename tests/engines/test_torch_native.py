@@ -28,7 +28,7 @@ CLOSE = 0.02  # bfloat16 outputs of up to about 4, whose weights were bfloat16 t
 
 @pytest.fixture(scope="module")
 def bundled_config(bundled_folder: Path) -> Config:
-    return replace(load_config(bundled_folder), layers=1, context=2048)
+    return replace(load_config(bundled_folder), layers=1, context=2048, windows=(None,))
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ class Attention:
     config: Config
     threads: int
     block: int = 16
+    norm: Any = None
     kernels: native.Native = field(init=False)
     kv: Any = field(init=False)
     free: list[int] = field(default_factory=lambda: random.Random(4).sample(range(BLOCKS), BLOCKS))
@@ -59,13 +60,13 @@ class Attention:
         c = self.config
         entries = [self._entry(seq, counts[seq]) for seq in sorted(counts, key=lambda seq: counts[seq] > 1)]
         batch = Batch(tuple(entries))
-        packed = pack(batch, {e.seq: [0] * (e.start + e.count) for e in entries}, self.block, torch.bfloat16, CPU, True)
+        packed = pack(batch, {e.seq: [0] * (e.start + e.count) for e in entries}, self.block, torch.bfloat16, CPU, (None,), True)
         qkv = (torch.randn(len(packed.ids), (c.heads + 2 * c.kv_heads) * c.head_dim) * scale).bfloat16()
         parts = qkv.float().view(len(qkv), -1, c.head_dim)
-        turned = self._rotated(parts[:, : c.heads + c.kv_heads], packed.positions)
+        turned = self._rotated(self._normed(parts[:, : c.heads + c.kv_heads]), packed.positions)
         new = torch.stack((turned[:, c.heads :], parts[:, c.heads + c.kv_heads :]), 1)
         assert packed.work is not None
-        found = self.kernels.attention(qkv, self.kv[0], packed.work).float()
+        found = self.kernels.attention(qkv, self.kv[0], packed.work, c.windows[0], self.norm).float()
         expected = []
         row = 0
         by_start = sorted(entries, key=lambda e: (e.count > 1, e.start if e.count == 1 else 0))
@@ -84,6 +85,11 @@ class Attention:
             blocks.append(self.free.pop())
         return Entry(seq, start, count, tuple(blocks), True)
 
+    def _normed(self, x: Any) -> Any:
+        if self.norm is None:
+            return x
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], None, self.config.norm_eps) * self.norm.float()
+
     def _rotated(self, x: Any, positions: Any) -> Any:
         halves = x.unflatten(-1, (2, -1))
         turned = halves * self.cos[positions].float() + halves.flip(2) * self.sin[positions].float()
@@ -93,7 +99,10 @@ class Attention:
         repeats = self.config.heads // self.config.kv_heads
         k, v = (held[:, i].repeat_interleave(repeats, 1) for i in (0, 1))
         scores = torch.einsum("qhd,khd->hqk", q, k) / self.config.head_dim**0.5
-        hidden = torch.arange(len(k)) > start + torch.arange(len(q))[:, None]
+        at = start + torch.arange(len(q))[:, None]
+        hidden = torch.arange(len(k)) > at
+        if (window := self.config.windows[0]) is not None:
+            hidden |= torch.arange(len(k)) <= at - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
@@ -139,6 +148,26 @@ def test_attention_of_other_shapes(bundled_config: Config, heads: int, kv_heads:
     assert_close(*attention.run({"a": 1, "b": 75, "c": 33}))
     assert_close(*attention.run({"a": 1, "b": 1, "c": 300}))
     assert_close(*attention.run({"a": 1, "b": 200, "c": 1}))
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 63, 64, 100, 256, 300, 700])
+def test_attention_within_a_window(bundled_config: Config, window: int) -> None:
+    """Spans, steps and units that are hidden in whole or in part, for some queries of a tile or all."""
+    attention = Attention(replace(bundled_config, windows=(window,)), 2)
+    assert_close(*attention.run({"a": 1, "b": 75, "c": 333, "d": 600}))
+    assert_close(*attention.run({"a": 1, "b": 300, "c": 1, "d": 270}))
+    assert_close(*attention.run({"a": 700, "b": 1, "c": 33, "d": 1}))
+    attention.config = replace(bundled_config, windows=(None,))  # another layer of the same model
+    attention.held.clear()
+    assert_close(*attention.run({"a": 1, "b": 300}))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 128), (4, 4, 32)])
+def test_attention_with_normed_queries_and_keys(bundled_config: Config, heads: int, kv_heads: int, dim: int) -> None:
+    config = replace(bundled_config, heads=heads, kv_heads=kv_heads, head_dim=dim, qk_norm=True)
+    attention = Attention(config, 2, norm=(torch.rand(heads + kv_heads, dim) + 0.5).bfloat16())
+    assert_close(*attention.run({"a": 1, "b": 75, "c": 300}))
+    assert_close(*attention.run({"a": 1, "b": 1, "c": 1}))
 
 
 def test_processors_without_bfloat16_products(bundled_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

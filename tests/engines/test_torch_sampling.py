@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.engines.torch.sampling import Choice, choose  # noqa: E402
-from rubato.types import Sampling  # noqa: E402
+from rubato.types import Progress, Request, Sampling, Stage  # noqa: E402
 
 PROMPT = tuple(range(1000, 1040))
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -1.0])
@@ -105,6 +105,26 @@ def test_seeded_output_does_not_depend_on_batch_mates_or_preemption(tiny: Driver
     outputs = [tiny.ids[f"alone-{i}"] for i in range(4)]
     assert [tiny.ids[f"beside-{i}"] for i in range(4)] == outputs
     assert len({tuple(output) for output in outputs}) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_moves_to_a_fresh_engine_goes_on_to_the_same_output(tiny: Driver, temperature: float) -> None:
+    sampling = Sampling(max_tokens=12, temperature=temperature, seed=4, frequency_penalty=0.5, ignore_eos=True)
+    tiny.add("whole", PROMPT, sampling)
+    tiny.run()
+    for at in range(12):
+        before = tuple(tiny.ids["whole"][:at])
+        request = Request(
+            f"from-{at}",
+            (Stage(len(PROMPT), token_ids=PROMPT),),
+            0.0,
+            sampling=sampling,
+            progress=Progress((0.0,), (tuple(map(float, range(at))),), before),
+        )
+        tiny.add_request(request)
+        tiny.length[request.id] += at
+        tiny.run()
+        assert [*before, *tiny.ids[request.id]] == tiny.ids["whole"]
 
 
 def test_top_k_one_and_tiny_top_p_are_greedy(tiny: Driver) -> None:

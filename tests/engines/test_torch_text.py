@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from rubato.engines.torch.sequence import Sequence  # noqa: E402
 from rubato.engines.torch.text import Detokeniser, StopText, Text, _sentencepiece  # noqa: E402
-from rubato.types import Emitted, Request, Sampling, Stage  # noqa: E402
+from rubato.types import Emitted, Progress, Request, Sampling, Stage  # noqa: E402
 
 TEXTS = (
     "Plain words, 12345 digits and\n\ttabs.",
@@ -164,3 +165,97 @@ def test_a_template_that_refuses_is_a_value_error(tmp_path: Path, bundled_folder
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
         Text(tmp_path).chat([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_id_ends_the_text_as_eos_does(text: Text, ignore_eos: bool) -> None:
+    ids = text.encode("one two three")
+    sampling = Sampling(stop_ids=(ids[2], 10**6), stop=("two!",))
+    request = Request("r", (Stage(1, token_ids=(5,)),), 0.0, sampling=sampling)
+    seq = Sequence(request, text.token_bytes, frozenset() if ignore_eos else frozenset({2}), [None])
+    found = [seq.take(id) for id in ids[:3]]
+    assert [out.finish for out in found] == [None, None, "stop"]
+    assert "".join(out.text for out in found) == "one two"  # what was held back comes out, the stop id's text does not
+    assert found[-1].token_ids == (ids[2],)
+
+
+def test_every_id_has_a_spelling(text: Text) -> None:
+    ids = text.encode("naïve 🎉")
+    assert b"".join(text.spell(id) for id in ids).decode() == "naïve 🎉"
+    assert text.spell(2) == b"<|im_end|>"  # no text in an output, but a name where tokens are listed
+    assert text.spell(10**9) == b""
+
+
+# --------------------------------------------------------------------------- a request that moved here
+
+THINKING = (Stage(1, ends="</think>", token_ids=(5,)), Stage(0, ends="<file_sep>"), Stage(2, token_ids=(7, 8)))
+MOVED = "Zäpf 🇫🇷 EN ENDE 好 a</think>b</th<file_sep>c 🎉 ENx EN"
+
+
+def state(seq: Sequence) -> dict[str, Any]:
+    """All that what it says next depends on."""
+    seen = seq.choice.seen
+    return {
+        "tokens": seq.tokens,
+        "output": seq.output,
+        "stage": seq.stage,
+        "tail": seq._tail,
+        "held": seq._stop._held,
+        "half": seq._detokeniser._decoder.getstate(),
+        "random": seq.choice.generator.getstate(),
+        "seen": seen and (list(seen.ids), list(seen.counts)),
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("stages", [(Stage(1, token_ids=(5,)),), THINKING])
+def test_a_moved_request_goes_on_as_if_it_had_been_here(
+    text: Text, stages: tuple[Stage, ...], temperature: float
+) -> None:
+    """Interrupted after every token in turn, with characters and stop strings half out."""
+    ids = text.encode(MOVED)
+    sampling = Sampling(temperature=temperature, seed=3, stop=("END!", "c 🎉 ENxy"), repetition_penalty=1.1)
+    literals = [None if stage.ends == "eos" else text.id_of(stage.ends) for stage in stages]
+
+    def fresh(progress: Progress | None = None) -> Sequence:
+        request = Request("r", stages, 0.0, sampling=sampling, progress=progress)
+        return Sequence(request, text.token_bytes, frozenset({2}), literals)
+
+    def take(seq: Sequence, id: int) -> Emitted:
+        if temperature:
+            seq.choice.generator.random()  # as `choose` does for each token
+        return seq.take(id)
+
+    whole = fresh()
+    times: list[list[float]] = [[]]
+    held = 0
+    for at, id in enumerate(ids):
+        progress = Progress(tuple(0.0 for _ in times), tuple(map(tuple, times)), ids[:at])
+        moved = fresh(progress)
+        moved.resume(progress)
+        assert state(moved) == state(whole)
+        expected = [take(whole, id)]
+        assert expected == [take(moved, id)]
+        held += expected[0].text == ""
+        assert expected[0].finish is None
+        times[-1].append(float(at))
+        if expected[0].stage_done and len(times) < len(stages):
+            times.append([])
+    assert len(times) == len(stages)
+    assert held > 5
+
+
+def test_a_progress_that_cannot_be_is_refused(text: Text) -> None:
+    def resumed(progress: Progress, **sampling: Any) -> None:
+        request = Request("r", (Stage(1, token_ids=(5,)),), 0.0, sampling=Sampling(**sampling))
+        Sequence(request, text.token_bytes, frozenset({2}), [None]).resume(progress)
+
+    ids = text.encode("one two")
+    with pytest.raises(ValueError, match=r"ends \(length\) with token 2"):
+        resumed(Progress((0.0,), ((1.0, 2.0),), ids), max_tokens=2)
+    with pytest.raises(ValueError, match=r"ends \(stop\) with token 1"):
+        resumed(Progress((0.0,), ((1.0, 2.0),), (2, 5)))
+    with pytest.raises(ValueError, match="needs the ids of all its output"):
+        resumed(Progress((0.0,), ((1.0, 2.0),)))
+    with pytest.raises(ValueError, match="said to have had 2 tokens in 2 stages"):
+        resumed(Progress((0.0, 1.0), ((1.0, 2.0), ()), ids))

@@ -6,13 +6,14 @@ On the virtual clock it is the simulator; on the wall clock it stands in for a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 
 import numpy as np
 
 from rubato.clock import COMPLETION, Clock
 from rubato.interfaces import KV, LatencyModel
-from rubato.types import Batch, Emitted, Limits, Request, StepResult
+from rubato.types import Batch, Emitted, Limits, Logprob, Request, StepResult
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 
@@ -30,7 +31,8 @@ class ByteText:
         return bytes(i % 256 for i in ids).decode(errors="replace")
 
     def spell(self, id: int) -> bytes:
-        return bytes((id % 256,))
+        """What an output token says: the engine's word, not a byte as in a prompt."""
+        return WORDS[id % len(WORDS)].encode()
 
 
 @dataclass(slots=True)
@@ -117,13 +119,22 @@ class Engine:
         request = seq.request
         text = WORDS[seq.total % len(WORDS)]
         token = (seq.total % 256,)
+        out = Emitted(1, text, token, logprobs=_logprobs(token[0], request.sampling.logprobs))
         lengths = self._lengths.get(request.id)
         if seq.total >= request.sampling.max_tokens:
-            return Emitted(1, text, token, finish="length")
+            return replace(out, finish="length")
         if lengths is None or seq.output < lengths[seq.stage]:
-            return Emitted(1, text, token)
+            return out
         if seq.stage + 1 == len(request.stages):
-            return Emitted(1, text, token, finish="stop")
+            return replace(out, finish="stop")
         seq.stage += 1
         seq.output = 0
-        return Emitted(1, text, token, stage_done=True)
+        return replace(out, stage_done=True)
+
+
+def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:
+    """As of a model that finds each of its words as likely as the next."""
+    if wanted is None:
+        return ()
+    each = -log(len(WORDS))
+    return (Logprob(token, each, tuple((token + i, each) for i in range(min(wanted, len(WORDS))))),)

@@ -1,4 +1,4 @@
-"""The embedded engine: any Llama-shaped Hugging Face checkpoint in PyTorch, on CPU or CUDA, with paged KV.
+"""The embedded engine: Llama, Mistral, Qwen2 and Qwen3 checkpoints in PyTorch, on CPU or CUDA, with paged KV.
 
 One packed forward pass runs prefill chunks and decodes of many sequences together. The engine keeps token ids,
 sampling state and text; which tokens run, and where their KV lies, comes with each batch.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from rubato.clock import WallClock
-from rubato.engines.torch import bundled
+from rubato.engines.torch import bundled, gguf
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
-from rubato.engines.torch.sampling import choose
-from rubato.engines.torch.sequence import Sequence
+from rubato.engines.torch.sampling import choose, logprobs
+from rubato.engines.torch.sequence import Sequence as Running
 from rubato.engines.torch.text import Text
 from rubato.engines.torch.weights import load_weights
+from rubato.interfaces import KV
 from rubato.types import Batch, Emitted, Limits, Request, StepResult
 
 __all__ = ["Engine"]
@@ -33,14 +34,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Engine:
     """Runs batches of one model (an `interfaces.Engine`).
 
-    model: a local Hugging Face folder, or "bundled" (SmolLM2-135M-Instruct, fetched on first use). device: "auto"
-    (CUDA where there is one), "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens
+    model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
+    (SmolLM2-135M-Instruct, fetched on first use). device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1"...
+    kv_gib: KV memory, preallocated. max_seqs and max_tokens
     bound one batch; max_length one sequence (None: what model and KV memory allow). block: tokens per KV block.
     threads: of the forward pass on CPU (None: PyTorch's default). Raises ValueError or FileNotFoundError for a model
     or a setting that cannot be served.
     """
 
-    supports = frozenset({"chunked", "preempt", "mixed"})
+    supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
 
     def __init__(
         self,
@@ -60,17 +62,17 @@ class Engine:
         for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block, "threads": threads}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: give a whole number, 1 or more")
-        self._folder = bundled.ensure() if str(model) == "bundled" else Path(model)
-        self.model_name = bundled.NAME if str(model) == "bundled" else self._folder.resolve().name
-        self._config = load_config(self._folder)
-        self._limits = _limits(self._config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
+        self._folder, self.model_name = _model(model)
+        config = load_config(self._folder)
+        self._limits = _limits(config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
+        self._config = config.within(self._limits.max_length)
         self.text = Text(self._folder)
         self._eos = _eos(self._folder, self._config, self.text)
         self._threads = threads
         self._clock = WallClock()
         self._worker: ThreadPoolExecutor | None = None
         self._model: Model | None = None
-        self._seqs: dict[str, Sequence] = {}
+        self._seqs: dict[str, Running] = {}
 
     @property
     def limits(self) -> Limits:
@@ -102,7 +104,10 @@ class Engine:
                 )
         eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
         literals = [None if stage.ends == "eos" else self.text.id_of(stage.ends) for stage in request.stages]
-        self._seqs[request.id] = Sequence(request, self.text.token_bytes, eos, literals)
+        seq = Running(request, self.text.token_bytes, eos, literals)
+        if request.progress is not None:
+            seq.resume(request.progress)
+        self._seqs[request.id] = seq
 
     async def execute(self, batch: Batch) -> StepResult:
         """Raises KeyError for a sequence that was not added, ValueError for tokens that it does not have yet,
@@ -119,6 +124,26 @@ class Engine:
                 )
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._step, batch)
 
+    async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
+        """Keys and values as raw bytes, (layers, tokens, 2, kv_heads, head_dim), whatever this engine's own layout.
+
+        Raises ValueError for blocks that are not there or too few, RuntimeError before `start`.
+        """
+        worker = self._checked(blocks, tokens)
+        return await asyncio.get_running_loop().run_in_executor(worker, self._read_kv, tuple(blocks), tokens)
+
+    async def import_kv(self, blocks: Sequence[int], kv: KV) -> None:
+        """KV that `export_kv` of an engine with the same model and dtype gave. Raises ValueError for any other and for
+        blocks that are not there or too few, RuntimeError before `start`."""
+        worker = self._checked(blocks, kv.tokens)
+        for what, given, own in (("form", kv.form, self._kv_form), ("shape", kv.shape, self._kv_shape)):
+            if given != own:
+                raise ValueError(f"KV of {what} {given!r} cannot be imported: this engine's is {own!r}")
+        size = kv.tokens * bytes_per_token(self._config, self._dtype)
+        if len(kv.data) != size:
+            raise ValueError(f"KV of {kv.tokens} tokens holds {len(kv.data)} bytes: this engine's takes {size}")
+        await asyncio.get_running_loop().run_in_executor(worker, self._write_kv, tuple(blocks), kv)
+
     def forget(self, seqs: Iterable[str]) -> None:
         for seq in seqs:
             self._seqs.pop(seq, None)
@@ -130,6 +155,28 @@ class Engine:
         self._worker = None
         self._model = None
         self._seqs = {}
+
+    @property
+    def _kv_form(self) -> str:
+        return f"torch-kv:{str(self._dtype).removeprefix('torch.')}"
+
+    @property
+    def _kv_shape(self) -> tuple[int, ...]:
+        return self._config.layers, self._config.kv_heads, self._config.head_dim
+
+    def _checked(self, blocks: Sequence[int], tokens: int) -> ThreadPoolExecutor:
+        """The engine's thread, if it runs and `blocks` can hold so many tokens."""
+        if self._worker is None or self._model is None:
+            raise RuntimeError("the torch engine is not running: call start() first")
+        limits = self._limits
+        if not 1 <= tokens <= len(blocks) * limits.block:
+            raise ValueError(
+                f"KV of {tokens} tokens does not fit {len(blocks)} blocks of {limits.block}: give 1 token or more, and "
+                "blocks for all"
+            )
+        if not 0 <= min(blocks) <= max(blocks) < limits.kv_blocks:
+            raise ValueError(f"KV block ids {min(blocks)} to {max(blocks)}: this engine has 0..{limits.kv_blocks - 1}")
+        return self._worker
 
     # ----------------------------------------------------------------- on the engine's own thread
 
@@ -146,6 +193,19 @@ class Engine:
         self._model.warm_up()
 
     @torch.inference_mode()
+    def _read_kv(self, blocks: tuple[int, ...], tokens: int) -> KV:
+        assert self._model is not None
+        data = self._model.read_kv(blocks, tokens).cpu().view(torch.uint8).numpy().tobytes()
+        return KV(tokens, self._kv_form, self._kv_shape, data, len(data))
+
+    @torch.inference_mode()
+    def _write_kv(self, blocks: tuple[int, ...], kv: KV) -> None:
+        assert self._model is not None
+        layers, heads, dim = self._kv_shape
+        data = torch.frombuffer(bytearray(kv.data), dtype=self._dtype).view(layers, kv.tokens, 2, heads, dim)
+        self._model.write_kv(blocks, data.to(self._device))
+
+    @torch.inference_mode()
     def _step(self, batch: Batch) -> StepResult:
         began = self._clock.now()
         assert self._model is not None
@@ -156,11 +216,24 @@ class Engine:
         if batch.entries:
             logits = self._model.forward(packed)
             if packed.seqs:
-                chosen = choose(logits, [seqs[id].choice for id in packed.seqs])
-                emitted = {id: seqs[id].take(token) for id, token in zip(packed.seqs, chosen, strict=True)}
+                sampled = [seqs[id] for id in packed.seqs]
+                chosen = choose(logits, [seq.choice for seq in sampled])
+                likely = logprobs(logits, chosen, [seq.request.sampling for seq in sampled])
+                taken = zip(sampled, chosen, likely, strict=True)
+                emitted = {seq.request.id: seq.take(token, lp) for seq, token, lp in taken}
             elif self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step is over when its KV is written
         return StepResult(emitted, self._clock.now() - began)
+
+
+def _model(model: str | Path) -> tuple[Path, str]:
+    """The Hugging Face folder to read, and the model's name."""
+    if str(model) == "bundled":
+        return bundled.ensure(), bundled.NAME
+    path = Path(model)
+    if path.is_file():
+        return gguf.ensure(path), path.resolve().stem
+    return path, path.resolve().name
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -100,6 +100,9 @@ class Value:
     def __and__(self, other: Operand) -> Value:
         return self._two(other, "and_", "and_")
 
+    def __or__(self, other: Operand) -> Value:
+        return self._two(other, "or_", "or_")
+
     def _compare(self, sign: str, other: Operand) -> Value:
         other = self.code.like(self, other)
         how = self.code.b.fcmp_ordered if self.code.is_float(self.ir.type) else self.code.b.icmp_signed

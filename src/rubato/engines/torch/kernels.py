@@ -68,32 +68,57 @@ class Scratch:
 
 
 def attention(code: Code, c: Config, layout: Scratch, few: int) -> None:
-    (qkv, out, kv, rows, positions, slots, ends, tasks, decodes, total, counter, scratch, angles, units) = (
-        code.arguments(14)
-    )
+    (
+        qkv,
+        out,
+        kv,
+        rows,
+        positions,
+        slots,
+        ends,
+        tasks,
+        decodes,
+        total,
+        counter,
+        scratch,
+        angles,
+        units,
+        window,
+        norm,
+    ) = code.arguments(16)
     number, _ = code.thread()
     scratch = scratch + number * layout.size
     first, last = code.share(rows)
     with code.loop(first, last) as row:
         position, slot, end = (code.load(x + row * 8, jit.I64) for x in (positions, slots, ends))
-        _rotate_and_write(code, c, qkv, kv, angles, position, slot, end, row)
+        _rotate_and_write(code, c, qkv, kv, angles, norm, position, slot, end, row)
     code.barrier()
     for i, (begin, end, size) in enumerate(((code.whole(0), decodes, few), (decodes, total, ROWS))):
         with code.tasks(counter + 8 * i, (end - begin) * c.kv_heads) as task:
             head = task % c.kv_heads
             at = tasks + (begin + task // c.kv_heads) * 32
             row, tokens, start, table = (code.load(at + 8 * j, jit.I64) for j in range(4))
-            tile = _Tile(code, c, layout, size, scratch, row, tokens, start, units + table * 8, kv, head)
+            tile = _Tile(code, c, layout, size, scratch, row, tokens, start, units + table * 8, kv, head, window)
             tile.fill(qkv)
             tile.run()
             tile.write(out)
 
 
 def _rotate_and_write(
-    code: Code, c: Config, qkv: Value, kv: Value, angles: Value, position: Value, slot: Value, end: Value, row: Value
+    code: Code,
+    c: Config,
+    qkv: Value,
+    kv: Value,
+    angles: Value,
+    norm: Value,
+    position: Value,
+    slot: Value,
+    end: Value,
+    row: Value,
 ) -> None:
-    """Rotate a row's queries in place; rotate its keys, and write them and its values to KV. Behind an entry's last
-    token the rest of the unit's values becomes 0: its weights are 0 there, but 0 times what lay there may not be."""
+    """Norm (where the model does) and rotate a row's queries in place; the same with its keys, and write them and its
+    values to KV. Behind an entry's last token the rest of the unit's values becomes 0: its weights are 0 there, but 0
+    times what lay there may not be."""
     dim, half = c.head_dim, c.head_dim // 2
     base = qkv + row * ((c.heads + 2 * c.kv_heads) * dim * 2)
     angle = angles + position * (dim * 4)
@@ -101,25 +126,25 @@ def _rotate_and_write(
         (code.load(angle + 4 * d, jit.VF), code.load(angle + 4 * (half + d), jit.VF)) for d in range(0, half, jit.LANES)
     ]
 
-    def rotated(at: Value) -> list[tuple[int, Value]]:
+    def rotated(head: Value) -> list[tuple[int, Value]]:
         found = []
+        parts = _normed(code, c, base, norm, head)
         for i, (cos, sin) in enumerate(turns):
             d = i * jit.LANES
-            x = code.widen(code.load(at + 2 * d, jit.VH))
-            y = code.widen(code.load(at + 2 * (half + d), jit.VH))
+            x, y = parts[i], parts[len(turns) + i]
             found.append((d, code.narrow(x * cos - y * sin)))
             found.append((half + d, code.narrow(y * cos + x * sin)))
         return found
 
     with code.loop(0, c.heads) as head:
         at = base + head * (dim * 2)
-        for d, x in rotated(at):
+        for d, x in rotated(head):
             code.store(x, at + 2 * d)
     unit, offset = slot // UNIT, slot % UNIT
     with code.loop(0, c.kv_heads) as head:
         keys = kv + (unit * c.kv_heads + head) * (4 * UNIT * dim)
         pairs = jit.pairs_of
-        for d, x in rotated(base + (head + c.heads) * (dim * 2)):
+        for d, x in rotated(head + c.heads):
             x = code.cast(x, pairs)
             for i in range(jit.LANES // 2):
                 code.store(code.lane(x, i), keys + (d // 2 + i) * (4 * UNIT) + offset * 4)
@@ -134,6 +159,22 @@ def _rotate_and_write(
             to = values + behind // 2 * (4 * dim) + behind % 2 * 2
             for d in range(dim):
                 code.store(code.short(0), to + 4 * d)
+
+
+def _normed(code: Code, c: Config, row: Value, norm: Value, head: Value) -> list[Value]:
+    """A query or key head of a row in float32, normed where the model does that."""
+    at, weight = row + head * (c.head_dim * 2), norm + head * (c.head_dim * 2)
+    places = range(0, c.head_dim, jit.LANES)
+    parts = [code.widen(code.load(at + 2 * d, jit.VH)) for d in places]
+    if not c.qk_norm:
+        return parts
+    squares = parts[0] * parts[0]
+    for x in parts[1:]:
+        squares = code.fma(x, x, squares)
+    total = code.reduce(squares, lambda a, b: a + b)
+    scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", jit.VF, total / float(c.head_dim) + c.norm_eps)
+    weights = [code.widen(code.load(weight + 2 * d, jit.VH)) for d in places]
+    return [x * scale * w for x, w in zip(parts, weights, strict=True)]
 
 
 class _Tile:
@@ -153,9 +194,11 @@ class _Tile:
         table: Value,
         kv: Value,
         head: Value,
+        window: Value,
     ) -> None:
         self.code, self.c, self.layout, self.size = code, c, layout, size
         self.scratch, self.row, self.tokens, self.start, self.table = scratch, row, tokens, start, table
+        self.window = window if any(c.windows) else None  # without any the code knows of none
         self.group = c.heads // c.kv_heads
         self.head = head
         self.stride = c.kv_heads * 4 * UNIT * c.head_dim  # bytes of a unit, all heads
@@ -180,16 +223,31 @@ class _Tile:
     def run(self) -> None:
         code = self.code
         length = self.start + self.tokens
-        with code.loop(0, length, SPAN) as first, code.loop(0, self.rounded, self.size) as query:
+        with code.loop(self.begin(), length, SPAN) as first, code.loop(0, self.rounded, self.size) as query:
             beyond = self.position(query + (self.size - 1)) + 1  # keys that the last of these queries sees
             stop = code.smallest(first + SPAN, (beyond + (STEP - 1)) // STEP * STEP)
             with code.when(first < stop):
                 with code.loop(first, stop, STEP) as key:
                     self.score(query, key, key - first)
-                    with code.when(self.position(query) < key + (STEP - 1)):
+                    with code.when(self.partly_hidden(query, key)):
                         self.mask(query, key, key - first)
                 shrink = self.soften(query, stop - first)
                 self.mix(query, first, stop - first, shrink)
+
+    def begin(self) -> Value:
+        """The span of the first key that the first token sees. A later query may see nothing of it, and then mixes what
+        it should not: its own key, which comes last, shrinks all that to 0."""
+        if self.window is None:
+            return self.code.whole(0)
+        first = self.code.largest(self.start + 1 - self.window, self.code.whole(0))
+        return first // SPAN * SPAN
+
+    def partly_hidden(self, query: Value, key: Value) -> Value:
+        """Whether one of the queries does not see one of the STEP keys."""
+        ahead = self.position(query) < key + (STEP - 1)
+        if self.window is None:
+            return ahead
+        return ahead | (key < self.position(query + (self.size - 1)) + 1 - self.window)
 
     def position(self, query: Value) -> Value:
         return self.start + self.code.smallest(query // self.group, self.tokens - 1)
@@ -219,9 +277,16 @@ class _Tile:
         code = self.code
         for r in range(self.size):
             seen = code.splat(self.position(query + r) - key)
+            # clamped, as it becomes 32 bits: without a window in this layer it is far below any lane
+            if self.window is not None:
+                below = self.position(query + r) + 1 - self.window - key
+                behind = code.splat(code.largest(below, code.whole(-1)))
             for i in range(STEP // UNIT):
                 place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + i * UNIT) * 4
-                hidden = code.lanes() + i * UNIT > seen
+                lane = code.lanes() + i * UNIT
+                hidden = lane > seen
+                if self.window is not None:
+                    hidden = hidden | (lane < behind)
                 code.store(code.select(hidden, code.floats(LOWEST), code.load(place, jit.VF)), place)
 
     def soften(self, query: Value, count: Value) -> list[Value]:

@@ -1,4 +1,4 @@
-"""The packed forward pass of a Llama-shaped model over paged KV."""
+"""The packed forward pass over paged KV, of every family in `config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rubato.engines.torch import native
 from rubato.engines.torch.config import Config
-from rubato.engines.torch.packing import Chunk, Decodes, Packed, pack
+from rubato.engines.torch.packing import Chunk, Decodes, Packed, Seen, pack
 from rubato.engines.torch.weights import Layer, Weights
 from rubato.types import Batch, Entry
 
@@ -37,10 +37,12 @@ class Model:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
             self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.block = block
+        self.windows = frozenset(config.windows)
 
     def pack(self, batch: Batch, tokens: Mapping[str, Sequence[int]]) -> Packed:
         """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it."""
-        return pack(batch, tokens, self.block, self.kv.dtype, self.kv.device, self.native is not None)
+        kv = self.kv
+        return pack(batch, tokens, self.block, kv.dtype, kv.device, self.windows, self.native is not None)
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.seqs), vocab)."""
@@ -59,10 +61,32 @@ class Model:
         self.forward(self.pack(Batch(entries), ids))
         self.kv[:, 0].zero_()
 
+    def read_kv(self, blocks: Sequence[int], tokens: int) -> Tensor:
+        """(layers, tokens, 2, kv_heads, head_dim): a copy of the first `tokens` tokens' keys and values in `blocks`."""
+        held = self.kv[:, torch.tensor(blocks[: self._blocks(tokens)], dtype=torch.int64, device=self.kv.device)]
+        if self.native is not None:
+            held = self.native.tokens(held)
+        c = self.config
+        return held.reshape(c.layers, -1, 2, c.kv_heads, c.head_dim)[:, :tokens].contiguous()
+
+    def write_kv(self, blocks: Sequence[int], new: Tensor) -> None:
+        """The same back: `new` into the first tokens of `blocks`, of which the rest of the last one becomes 0."""
+        tokens = new.shape[1]
+        count = self._blocks(tokens)
+        at = torch.tensor(blocks[:count], dtype=torch.int64, device=self.kv.device)
+        held = F.pad(new, (0, 0, 0, 0, 0, 0, 0, count * self.block - tokens))
+        if self.native is not None:
+            held = self.native.units(held)
+        self.kv[:, at] = held.reshape(self.kv.shape[0], count, *self.kv.shape[2:])
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block)
+
     def _native_layers(self, kernels: native.Native, x: Tensor, packed: Packed) -> Tensor:
         assert packed.work is not None
-        for layer, kv in zip(self.weights.layers, self.kv, strict=True):
-            mixed = kernels.attention(layer.qkv(kernels.norm(x, layer.attention_norm)), kv, packed.work)
+        for layer, kv, window in zip(self.weights.layers, self.kv, self.config.windows, strict=True):
+            qkv = layer.qkv(kernels.norm(x, layer.attention_norm))
+            mixed = kernels.attention(qkv, kv, packed.work, window, layer.qk_norm)
             x = layer.out.add(mixed, x)
             gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
             x = layer.down.add(gated, x)
@@ -72,25 +96,30 @@ class Model:
         w, eps = self.weights, self.config.norm_eps
         hidden = (self.config.hidden,)
         cos, sin = w.cos[packed.positions], w.sin[packed.positions]
-        for layer, kv in zip(w.layers, self.kv, strict=True):
+        for layer, kv, window in zip(w.layers, self.kv, self.config.windows, strict=True):
             y = F.rms_norm(x, hidden, layer.attention_norm, eps)
-            x = layer.out.add(self._attention(layer, kv, y, cos, sin, packed), x)
+            x = layer.out.add(self._attention(layer, kv, y, cos, sin, packed.slots, packed.seen[window]), x)
             y = F.rms_norm(x, hidden, layer.mlp_norm, eps)
             gate, up = layer.gate_up(y).chunk(2, -1)
             x = layer.down.add(F.silu(gate).mul_(up), x)
         return x
 
-    def _attention(self, layer: Layer, kv: Tensor, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+    def _attention(
+        self, layer: Layer, kv: Tensor, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, seen: Seen
+    ) -> Tensor:
         """(rows, hidden) normed -> (rows, heads * head_dim), the rows' keys and values written to `kv`."""
         c = self.config
         qkv = layer.qkv(x)
-        rotated = qkv[:, : (c.heads + c.kv_heads) * c.head_dim].view(x.shape[0], -1, 2, c.head_dim // 2)
+        heads = qkv[:, : (c.heads + c.kv_heads) * c.head_dim].view(x.shape[0], -1, c.head_dim)
+        if layer.qk_norm is not None:
+            heads.copy_(F.rms_norm(heads, (c.head_dim,), None, c.norm_eps).mul_(layer.qk_norm))
+        rotated = heads.view(x.shape[0], -1, 2, c.head_dim // 2)
         swapped = rotated.flip(2)
         rotated.mul_(cos).addcmul_(swapped, sin)
         q, new = qkv.tensor_split((c.heads * c.head_dim,), -1)
-        kv.view(-1, new.shape[1]).index_copy_(0, packed.slots, new)
-        parts = [self._decode(q, kv, group) for group in packed.decodes]
-        parts += [self._prefill(q, kv, chunk) for chunk in packed.chunks]
+        kv.view(-1, new.shape[1]).index_copy_(0, slots, new)
+        parts = [self._decode(q, kv, group) for group in seen.decodes]
+        parts += [self._prefill(q, kv, chunk) for chunk in seen.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, q: Tensor, kv: Tensor, group: Decodes) -> Tensor:

@@ -15,6 +15,7 @@ from rubato.engines.torch.config import Config
 from rubato.engines.torch.kernels import ROWS, STEP, UNIT
 from rubato.types import Entry
 
+NO_WINDOW = 1 << 40  # tokens: more than any context
 TILE = 32  # tokens of a chunk that pass over the keys together
 
 
@@ -102,10 +103,34 @@ class Native:
         shape = (c.layers, blocks, block // UNIT, c.kv_heads, 2, UNIT * c.head_dim)
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    def attention(self, qkv: Tensor, kv: Tensor, work: Work) -> Tensor:
+    def tokens(self, kv: Tensor) -> Tensor:
+        """KV of some blocks, (layers, blocks, ...) -> (layers, tokens, 2, kv_heads, head_dim)."""
+        c = self.config
+        units = kv.reshape(c.layers, -1, c.kv_heads, 2, UNIT * c.head_dim)
+        one = units.shape[:3]
+        keys = units[:, :, :, 0].view(*one, c.head_dim // 2, UNIT, 2).permute(0, 1, 4, 2, 3, 5)
+        values = units[:, :, :, 1].view(*one, UNIT // 2, c.head_dim, 2).permute(0, 1, 3, 5, 2, 4)
+        flat = (c.layers, -1, c.kv_heads, c.head_dim)
+        return torch.stack((keys.reshape(flat), values.reshape(flat)), 2)
+
+    def units(self, kv: Tensor) -> Tensor:
+        """The inverse of `tokens`, of whole units: (layers, units, kv_heads, 2, 16 * head_dim)."""
+        c = self.config
+        at = (c.layers, -1, UNIT, c.kv_heads, c.head_dim)
+        keys, values = kv[:, :, 0].reshape(at), kv[:, :, 1].reshape(at)
+        one = keys.shape[:2]
+        keys = keys.view(*one, UNIT, c.kv_heads, c.head_dim // 2, 2).permute(0, 1, 3, 4, 2, 5)
+        values = values.view(*one, UNIT // 2, 2, c.kv_heads, c.head_dim).permute(0, 1, 4, 2, 5, 3)
+        flat = (*one, c.kv_heads, UNIT * c.head_dim)
+        return torch.stack((keys.reshape(flat), values.reshape(flat)), 3)
+
+    def attention(
+        self, qkv: Tensor, kv: Tensor, work: Work, window: int | None = None, qk_norm: Tensor | None = None
+    ) -> Tensor:
         """(rows, heads + 2 * kv_heads, head_dim) -> (rows, heads * head_dim), writing the rows' KV.
 
-        Rotates the queries in place.
+        Norms (with the weights `qk_norm`, as in `Layer`) and rotates the queries in place. window: tokens that a token
+        sees, its own included.
         """
         c = self.config
         out = torch.empty(qkv.shape[0], c.heads * c.head_dim, dtype=torch.bfloat16)
@@ -127,6 +152,8 @@ class Native:
             self.scratch.data_ptr(),
             self.angles.data_ptr(),
             work.units.data_ptr(),
+            NO_WINDOW if window is None else window,
+            0 if qk_norm is None else qk_norm.data_ptr(),
         )
         return out
 

@@ -58,6 +58,13 @@ class Text:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def spell(self, id: int) -> bytes:
+        """The bytes that `id` stands for; a special token's own name. b"" for an id beyond the vocabulary."""
+        if 0 <= id < len(self.token_bytes) and self.token_bytes[id]:
+            return self.token_bytes[id]
+        name: str | None = self._tokenizer.id_to_token(id)
+        return b"" if name is None else name.encode()
+
     def special(self, name: str) -> str | None:
         """The text of e.g. "eos_token" by tokenizer_config.json."""
         value = self._config.get(name)

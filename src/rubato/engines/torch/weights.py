@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rubato.engines.torch.config import Config, frequencies, read_json
+from rubato.engines.torch.config import Config, amplitude, frequencies, read_json
 
 # The row count that oneDNN's layout is chosen for. One layout serves all batch sizes (measured from 1 to 1,400 rows).
 LAYOUT_ROWS = 256
@@ -52,10 +52,12 @@ def _onednn_bf16() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block. qkv rows: all q heads, then k, then v; gate_up rows: gate, then up."""
+    """One block. qkv rows: all q heads, then k, then v; gate_up rows: gate, then up. qk_norm: (heads + kv_heads,
+    head_dim), the norm weights of every query and key head, in families that have them."""
 
     attention_norm: Tensor
     qkv: Linear
+    qk_norm: Tensor | None
     out: Linear
     mlp_norm: Tensor
     gate_up: Linear
@@ -84,11 +86,12 @@ def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch
         layers.append(
             Layer(
                 tensors.get(f"{at}.input_layernorm.weight"),
-                tensors.linear(*(f"{at}.self_attn.{part}_proj" for part in "qkv")),
-                tensors.linear(f"{at}.self_attn.o_proj"),
+                tensors.linear(*(f"{at}.self_attn.{part}_proj" for part in "qkv"), biased=config.qkv_bias),
+                _qk_norm(tensors, at, config) if config.qk_norm else None,
+                tensors.linear(f"{at}.self_attn.o_proj", biased=config.out_bias),
                 tensors.get(f"{at}.post_attention_layernorm.weight"),
-                tensors.linear(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
-                tensors.linear(f"{at}.mlp.down_proj"),
+                tensors.linear(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj", biased=config.mlp_bias),
+                tensors.linear(f"{at}.mlp.down_proj", biased=config.mlp_bias),
             )
         )
     embed = tensors.get("model.embed_tokens.weight")
@@ -97,9 +100,14 @@ def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch
     return Weights(embed, tuple(layers), tensors.get("model.norm.weight"), head, cos, sin)
 
 
+def _qk_norm(tensors: _Tensors, at: str, config: Config) -> Tensor:
+    q, k = (tensors.get(f"{at}.self_attn.{part}_norm.weight") for part in "qk")
+    return torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
+
+
 def _rotation(config: Config, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(config.context).float(), frequencies(config.rope, config.head_dim))
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * amplitude(config.rope), angles.sin() * amplitude(config.rope)
     halves = (config.context, 1, 2, config.head_dim // 2)
     cos, sin = torch.cat((cos, cos), -1).view(halves), torch.cat((-sin, sin), -1).view(halves)
     return cos.to(device, dtype), sin.to(device, dtype)
@@ -114,7 +122,8 @@ class _Tensors:
         files = sorted(set(index["weight_map"].values())) if index else [p.name for p in folder.glob("*.safetensors")]
         if not files:
             raise FileNotFoundError(
-                f"model {str(folder)!r} holds no *.safetensors file: the torch engine reads no other"
+                f"model {str(folder)!r} holds no *.safetensors file: the torch engine reads no other weights (save a "
+                "pytorch_model.bin as safetensors with save_pretrained)"
             )
         self.opened: list[Any] = [safe_open(folder / name, framework="pt") for name in files]
         self.where = {name: file for file in self.opened for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -125,9 +134,8 @@ class _Tensors:
         tensor: Tensor = self.where[name].get_tensor(name)
         return tensor.to(self.device, self.dtype)
 
-    def linear(self, *names: str) -> Linear:
-        """Several projections of the same input as one, their rows (and biases, where there are) in order."""
+    def linear(self, *names: str, biased: bool = False) -> Linear:
+        """Several projections of the same input as one, their rows (and biases) in order."""
         weight = torch.cat([self.get(f"{name}.weight") for name in names])
-        biased = [f"{name}.bias" in self.where for name in names]
-        bias = torch.cat([self.get(f"{name}.bias") for name in names]) if all(biased) else None
+        bias = torch.cat([self.get(f"{name}.bias") for name in names]) if biased else None
         return Linear(weight, bias)

@@ -1,0 +1,307 @@
+"""GGUF files: converted once to a Hugging Face folder in the cache, which anything that reads such folders can serve.
+
+The folder holds the weights dequantised (to bfloat16, or as they are where the file's matrices are all float32 or
+float16), with config, tokenizer, chat template and generation config. Architectures llama (with Mistral), qwen2, qwen3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from rubato.engines.torch.config import Rope, frequencies
+from rubato.engines.torch.vocabulary import special_ids, tokenizer, tokenizer_config
+
+EDITION = 1  # of the conversion: folders of another one are not read
+SHARD = 2 << 30  # bytes of tensors in one file, and so what a conversion holds in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What GGUF's name for one means to transformers. permuted: rows of q and k are in GGUF's own order."""
+
+    name: str
+    model_type: str
+    permuted: bool
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", permuted=False),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", permuted=False),
+}
+MISTRAL = Architecture("MistralForCausalLM", "mistral", permuted=True)  # to GGUF a llama with a sliding window
+
+# Per layer, Hugging Face's name of what GGUF calls the middle of `blk.N.<part>.weight` (or .bias).
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # how much each pair's wavelength is stretched: no weight, but llama3's rope
+
+
+def models_folder() -> Path:
+    """Where converted models lie, one folder each."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "rubato" / "models"
+
+
+def ensure(file: Path) -> Path:
+    """The folder that `file` was converted to, converted first if it is not there: another file, or the same after a
+    change, has another folder. Raises ValueError, saying what, for what the torch engine cannot serve."""
+    if _magic(file) != b"GGUF":
+        raise ValueError(f"model {str(file)!r} is a file but no GGUF: give one, or a local Hugging Face folder")
+    there = file.resolve()
+    stat = there.stat()
+    words = f"{EDITION} {there} {stat.st_size} {stat.st_mtime_ns}"
+    name = f"{there.stem}-{blake2b(words.encode(), digest_size=6).hexdigest()}"
+    return make_once(name, lambda made, _: convert(there, made))
+
+
+def make_once(name: str, make: Callable[[Path, Path], None]) -> Path:
+    """The folder of this name among the converted models; if it is not there, `make(folder, scratch)` fills it.
+
+    Safe when several processes do it at once: each makes a folder of its own, the first to rename wins.
+    """
+    final = models_folder() / name
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=final.parent) as scratch:
+        made = Path(scratch) / name
+        made.mkdir()
+        make(made, Path(scratch))
+        try:
+            made.rename(final)
+        except OSError:
+            if not final.is_dir():  # else another process was first: its folder is as good
+                raise
+    return final
+
+
+def convert(file: Path, into: Path) -> None:
+    """Write the Hugging Face folder `into` (it exists and is empty). Raises ValueError as `ensure`."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    fields: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+    architecture = _architecture(file, fields)
+    made = tokenizer(file.name, fields)
+    factors = {t.name: t.data for t in reader.tensors if t.name == ROPE_FACTORS}.get(ROPE_FACTORS)
+    config = _config(file, fields, architecture, factors)
+    tensors = [t for t in reader.tensors if t.name != ROPE_FACTORS]
+    dtype = _dtype({t.tensor_type.name for t in tensors if len(t.shape) > 1})
+    shards = _Shards(into)
+    for tensor in tensors:
+        name = _hf_name(file, tensor.name)
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ValueError(
+                f"{file.name}: tensor {tensor.name!r} is of type {kind}, which is not read here"
+            ) from error
+        if architecture.permuted and (".q_proj." in name or ".k_proj." in name):
+            heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+            values = unpermute(values, config[heads])
+        shards.add(name, torch.from_numpy(np.ascontiguousarray(values)).to(dtype))
+    shards.close()
+    config |= _facts(file, shards.where)
+    ends = special_ids(fields)
+    _write(into / "config.json", {**config, **ends, "torch_dtype": str(dtype).removeprefix("torch.")})
+    _write(into / "generation_config.json", ends)
+    made.save(str(into / "tokenizer.json"))
+    _write(into / "tokenizer_config.json", tokenizer_config(fields, config["max_position_embeddings"]))
+
+
+def unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of a q or k matrix (or bias) from GGUF's order, the two halves of a head interleaved, to Hugging Face's."""
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(values.shape)
+
+
+def _magic(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(4)
+
+
+def _architecture(file: Path, fields: dict[str, Any]) -> Architecture:
+    name = fields["general.architecture"]
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{file.name} has architecture {name!r}; the torch engine reads GGUF of {known}")
+    if fields.get("split.count", 1) > 1:
+        raise ValueError(f"{file.name} is one of {fields['split.count']} parts: merge them into one file first")
+    if fields.get(f"{name}.expert_count", 0):
+        raise ValueError(f"{file.name} is a mixture of experts, which the torch engine does not run")
+    return MISTRAL if fields.get(f"{name}.attention.sliding_window") else ARCHITECTURES[name]
+
+
+def _dtype(kinds: set[str]) -> torch.dtype:
+    """That of the file's matrices where it is one that both sides have, else bfloat16."""
+    return {frozenset({"F32"}): torch.float32, frozenset({"F16"}): torch.float16}.get(frozenset(kinds), torch.bfloat16)
+
+
+def _hf_name(file: Path, name: str) -> str:
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    parts = name.split(".")
+    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in LAYER_NAMES or parts[3] not in ("weight", "bias"):
+        raise ValueError(f"{file.name} has a tensor {name!r}, which this engine's architectures do not")
+    return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
+
+
+def _config(file: Path, fields: dict[str, Any], architecture: Architecture, factors: Any) -> dict[str, Any]:
+    of = fields["general.architecture"]
+
+    def get(key: str, default: Any = None) -> Any:
+        value = fields.get(f"{of}.{key}", default)
+        if value is None:
+            raise ValueError(f"{file.name} does not say {of}.{key}")
+        if isinstance(value, list):
+            raise ValueError(f"{file.name} has a {of}.{key} for each layer; the torch engine needs one for all")
+        return value
+
+    hidden, heads = get("embedding_length"), get("attention.head_count")
+    rotated = get("rope.dimension_count", hidden // heads)
+    dim = get("attention.key_length", rotated)
+    if not dim == get("attention.value_length", dim) == get("rope.dimension_count", dim):
+        raise ValueError(
+            f"{file.name}: keys, values and rotation of different sizes, which the torch engine does not run"
+        )
+    theta = get("rope.freq_base", 10000.0)
+    config = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": round(float(get("attention.layer_norm_rms_epsilon")), 10),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, fields, of) or _llama3(file, factors, theta, dim),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+    }
+    if architecture is MISTRAL:
+        config["sliding_window"] = get("attention.sliding_window")
+    return config
+
+
+def _rope_scaling(file: Path, fields: dict[str, Any], of: str) -> dict[str, Any] | None:
+    kind = fields.get(f"{of}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"{file.name} has rope scaling {kind!r}; the torch engine reads linear and yarn from GGUF")
+    keys = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    found = {hf: fields[key] for part, hf in keys.items() if (key := f"{of}.rope.scaling.{part}") in fields}
+    return {"rope_type": kind, **found}
+
+
+def _llama3(file: Path, factors: Any, theta: float, dim: int) -> dict[str, Any] | None:
+    """GGUF holds what llama3's rope comes to, not its four numbers. Two of them are the same in every Llama, and the
+    other two follow: the largest factor is the factor, and the original context is a power of two."""
+    if factors is None:
+        return None
+    stretched = torch.from_numpy(np.array(factors, dtype=np.float32)).flatten()
+    plain = frequencies(Rope(theta, None), dim)
+    for power in range(10, 21):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(stretched.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1 << power,
+        }
+        own = plain / frequencies(Rope(theta, scaling), dim)
+        if own.shape == stretched.shape and torch.allclose(own, stretched, rtol=1e-4, atol=0.0):
+            return scaling
+    raise ValueError(f"{file.name} has rope factors other than Llama 3's, which the torch engine does not run")
+
+
+def _facts(file: Path, names: dict[str, str]) -> dict[str, Any]:
+    """What GGUF does not say but shows by the tensors that are there."""
+
+    def some(*parts: str) -> bool:
+        there = [f"model.layers.0.{part}.bias" in names for part in parts]
+        if any(there) != all(there):
+            raise ValueError(f"{file.name} has biases in some of {', '.join(parts)} only, which is not run here")
+        return all(there)
+
+    qkv, out = some("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), some("self_attn.o_proj")
+    return {
+        "attention_bias": qkv and out,
+        "mlp_bias": some("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        "tie_word_embeddings": "lm_head.weight" not in names,
+    }
+
+
+class _Shards:
+    """Writes tensors into safetensors files of at most about `SHARD` bytes; `where` says which holds what."""
+
+    def __init__(self, into: Path) -> None:
+        self.into = into
+        self.where: dict[str, str] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes = self._number = self._total = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._held and self._bytes + tensor.nbytes > SHARD:
+            self._save(f"model-{self._number + 1:05}.safetensors")
+        self._held[name] = tensor
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def close(self) -> None:
+        if not self._number:
+            self._save("model.safetensors")
+            return
+        self._save(f"model-{self._number + 1:05}.safetensors")
+        index = {"metadata": {"total_size": self._total}, "weight_map": self.where}
+        _write(self.into / "model.safetensors.index.json", index)
+
+    def _save(self, name: str) -> None:
+        save_file(self._held, self.into / name, metadata={"format": "pt"})
+        (self.into / name).chmod(0o644)  # as the files beside it, for a cache that users share
+        self.where |= dict.fromkeys(self._held, name)
+        self._held = {}
+        self._bytes = 0
+        self._number += 1
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
