@@ -6,19 +6,33 @@
     tiers:
       interactive: {ttft_ms: 1000, tpot_ms: 80}
       batch: {e2e_ms: 60000, on_decline: refuse}
+    tenants:
+      acme: {keys_env: ACME_KEYS, tiers: [interactive], requests_per_minute: 600}
 
-Every unknown or impossible setting is a ConfigError that names it and the nearest known one.
+Every unknown or impossible setting is a ConfigError that names it and the nearest known one. Keys and passwords are
+never in an error: what was given for a tenant or for TLS is not repeated unless it is a number.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rubato.policies import nearest
 from rubato.slo import RULES
@@ -70,30 +84,133 @@ class TierSettings(_Settings):
         return SLO(*(None if ms is None else ms / 1e3 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)))
 
 
+def _digest(value: Any) -> bytes:
+    """Of a key's SHA-256: the key itself is not kept. Raises ValueError for what no client could send."""
+    if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
+        raise ValueError("a key must be a string of visible ASCII characters without blanks")
+    return sha256(value.encode()).digest()
+
+
+class TenantSettings(_Settings):
+    """Who may ask for what, and how much of it. Keys stand here, in a file (one a line, # comments), or in an
+    environment variable (separated by blanks or commas); only their digests are kept.
+
+    tiers: names of the tiers it may use, None = all. weight: of its share beside other tenants'. tokens_per_minute
+    counts prompt and output. admin: may see every tenant's requests.
+    """
+
+    keys: Annotated[tuple[Annotated[bytes, BeforeValidator(_digest)], ...], Field(strict=False, repr=False)] = ()
+    key_file: str | None = None
+    keys_env: str | None = None
+    tiers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    weight: float = Field(default=1.0, gt=0)
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    max_in_flight: int | None = Field(default=None, ge=1)
+    admin: bool = False
+
+    @model_validator(mode="after")
+    def _some_key(self) -> TenantSettings:
+        if not self.keys and self.key_file is None and self.keys_env is None:
+            raise ValueError("nobody could be this tenant: give keys, key_file or keys_env")
+        return self
+
+    def digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of every key, those in the file and the environment included. Raises ConfigError."""
+        found = list(self.keys)
+        for source, words in (("key_file", self._from_file()), ("keys_env", self._from_environment())):
+            try:
+                found += map(_digest, words)
+            except ValueError as error:
+                raise ConfigError(f"{source}: {error}") from None
+        return tuple(found)
+
+    def _from_file(self) -> list[str]:
+        if self.key_file is None:
+            return []
+        try:
+            lines = Path(self.key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"key_file: {self.key_file} cannot be read ({why})") from None
+        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise ConfigError(f"key_file: {self.key_file} holds no key: write one a line")
+        return keys
+
+    def _from_environment(self) -> list[str]:
+        if self.keys_env is None:
+            return []
+        keys = os.environ.get(self.keys_env, "").replace(",", " ").split()
+        if not keys:
+            raise ConfigError(f"keys_env: the environment variable {self.keys_env} is not set, or holds no key")
+        return keys
+
+
+class FairShareSettings(_Settings):
+    """window: requests that one replica sustains before tenants are held to their shares; null = worked out from the
+    tightest TPOT promised and the replica's step times."""
+
+    window: int | None = Field(default=None, ge=1)
+
+
+class LogSettings(_Settings):
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class TLSSettings(_Settings):
+    """Paths of PEM files; key_password: of an encrypted key. Uvicorn's ssl_certfile, ssl_keyfile, ..._password."""
+
+    cert: str
+    key: str
+    key_password: SecretStr | None = None
+
+
+PARTS: Mapping[str, type[_Settings]] = {
+    "tiers": TierSettings,
+    "tenants": TenantSettings,
+    "fair_share": FairShareSettings,
+    "log": LogSettings,
+    "tls": TLSSettings,
+}
+
+
 class Config(_Settings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound).
 
-    drain_seconds: how long SIGTERM lets running requests go on. trace: path of the event log, null for none; prompts
-    and outputs are in it only with trace_content.
+    fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
+    prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
+    requests go on. stall_seconds: a client that takes or sends nothing for that long while it should is cut off. trace:
+    path of the event log, null for none; prompts and outputs are in it only with trace_content. step_log: path of a log
+    of the steps alone.
     """
 
     model: str | None = None
     served_name: str | None = None
     engine: Named = Named(name="torch")
     replicas: int = Field(default=1, ge=1)
+    fleet: Named = Named(name="local")
     policy: Named = Named(name="edf")
     router: Named = Named(name="least_loaded")
     latency: Named | None = None
     lengths: Named | None = None
     tiers: Mapping[str, TierSettings] = {}
     default_tier: str = "default"
+    tenants: Mapping[str, TenantSettings] = {}
+    fair_share: FairShareSettings | None = None
+    prefix_cache: bool = True
     max_in_flight: int | None = Field(default=256, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=4 << 20, ge=1)
     drain_seconds: float = Field(default=30.0, ge=0)
+    stall_seconds: float = Field(default=30.0, gt=0)
+    tls: TLSSettings | None = None
+    log: LogSettings = LogSettings()
     trace: str | None = None
     trace_content: bool = False
+    step_log: str | None = None
     judge: Literal["deadline", "mean", "windowed"] = "deadline"
 
     @field_validator("tiers")
@@ -101,19 +218,39 @@ class Config(_Settings):
     def _names(cls, tiers: Mapping[str, TierSettings]) -> Mapping[str, TierSettings]:
         if "auto" in tiers:
             raise ValueError("`auto` cannot be a tier: it is OpenAI's name for the default one; set default_tier")
-        for name in tiers:
-            if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-                raise ValueError(f"{name!r} cannot be a tier's name: use letters, digits, `_`, `-` and `.` only")
+        _check_names(tiers, "tier")
         return tiers
 
+    @field_validator("tenants")
+    @classmethod
+    def _tenant_names(cls, tenants: Mapping[str, TenantSettings]) -> Mapping[str, TenantSettings]:
+        _check_names(tenants, "tenant")
+        return tenants
+
     @model_validator(mode="after")
-    def _default(self) -> Config:
+    def _agrees(self) -> Config:
         known = [*self.tiers, "default", "flex"]
         if self.default_tier not in known:
             raise ValueError(
                 f"default_tier {self.default_tier!r} is not among the tiers{nearest(self.default_tier, known)}"
             )
+        for tenant, settings in self.tenants.items():
+            for tier in settings.tiers or ():
+                if tier not in known:
+                    raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
+        if self.fair_share is not None and not self.tenants:
+            raise ValueError("fair_share: there is nobody to share between; configure tenants, or leave it out")
+        if self.step_log is not None and self.step_log == self.trace:
+            raise ValueError("step_log: the same file as trace; name another")
         return self
+
+
+def _check_names(names: Mapping[str, Any], what: str) -> None:
+    for name in names:
+        if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
+            raise ValueError(
+                f"{name!r:.80} cannot be a {what}'s name: use letters, digits, `_`, `-` and `.` only, at most 64"
+            )
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -125,8 +262,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for override in overrides:
         path, found, text = override.partition("=")
         if not found or not path:
-            raise ConfigError(f"override {override!r}: write it as setting=value, such as policy.safety=0.2")
-        _set(tree, path.split("."), _yaml(text, f"override {override!r}"))
+            raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety=0.2")
+        _set(tree, path.split("."), _yaml(text, f"override of {path}"))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -152,7 +289,10 @@ def _yaml(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
+        # pyyaml's own message quotes the line, which may hold a key; so does the traceback of its cause
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{where}: not YAML ({getattr(error, 'problem', None) or 'unreadable'}{place})") from None
 
 
 def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -178,11 +318,15 @@ def _sentence(tree: Mapping[str, Any], details: Any) -> str:
     where = ".".join(str(part) for part in details["loc"])
     message: str = details["msg"].removeprefix("Value error, ")
     if details["type"] == "extra_forbidden":
-        fields = TierSettings.model_fields if details["loc"][0] == "tiers" else Config.model_fields
-        return f"{where}: unknown setting{nearest(str(details['loc'][-1]), fields)}"
+        group = PARTS[str(details["loc"][0])] if len(details["loc"]) > 1 else Config
+        return f"{where}: unknown setting{nearest(str(details['loc'][-1]), group.model_fields)}"
     if not where:
         return message
     if details["type"] == "literal_error" and where == "judge":
         return f"judge: unknown rule {details['input']!r}{nearest(str(details['input']), RULES)}"
-    shown = "" if details["type"] == "value_error" else f", got {details['input']!r:.80}"
+    if details["type"] == "tuple_type":
+        message = "give a list"
+    secret = details["loc"][0] == "tls" or "keys" in details["loc"]
+    secret = secret or (details["loc"][0] == "tenants" and not isinstance(details["input"], int | float))
+    shown = "" if details["type"] == "value_error" or secret else f", got {details['input']!r:.80}"
     return f"{where}: {message}{shown}"

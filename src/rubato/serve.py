@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -15,6 +16,7 @@ import logging
 import pkgutil
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -23,15 +25,19 @@ import uvicorn
 from fastapi import FastAPI
 
 from rubato.clock import Clock, WallClock, unix_time
-from rubato.cluster import Cluster, local_cluster
+from rubato.cluster import Cluster, Listener, local_cluster
 from rubato.config import Config, ConfigError, Named
+from rubato.fairness import FairShare
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.lengths import Oracle, RunningMean
 from rubato.policies import nearest
+from rubato.server import logs
 from rubato.server.app import Service, create_app
+from rubato.server.patience import SEND_BUFFER, patient
 from rubato.server.slo_input import Tier, Tiers
+from rubato.server.tenants import Quota, Tenant, Tenants
 from rubato.trace import TraceWriter
-from rubato.types import Limits
+from rubato.types import Limits, Stepped
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
@@ -43,7 +49,7 @@ log = logging.getLogger(__name__)
 
 def serve(config: Config) -> int:
     """Serve until told to stop. Returns the process's exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up(config.log.format, config.log.level)
     return asyncio.run(_serve(config, WallClock()))
 
 
@@ -51,15 +57,19 @@ async def _serve(config: Config, clock: Clock) -> int:
     with contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config.host, config.port))
+            _check_tls(config)
+            tenants = Tenants(tenants_of(config), tiers_of(config))
             engines, cluster = build(config, clock)
-            if config.trace is not None:
-                cluster.listen(stack.enter_context(TraceWriter(config.trace, content=config.trace_content)))
+            listeners = _logs(config, stack)
+            _say("starting", model=config.model, engine=config.engine.name, policy=config.policy.name)
             await cluster.start()
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
             return 2
         try:
-            app = create_app(_service(config, clock, engines[0], cluster))
+            app = create_app(_service(config, clock, engines[0], cluster, tenants))
+            for listener in listeners:
+                app.state.books.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
             return await _until_told(config, app, cluster, listening)
@@ -67,10 +77,26 @@ async def _serve(config: Config, clock: Clock) -> int:
             await cluster.close()
 
 
+def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
+    """Writers of the event logs asked for, closed with the stack."""
+    listeners: list[Listener] = []
+    if config.trace is not None:
+        listeners.append(stack.enter_context(TraceWriter(config.trace, content=config.trace_content)))
+    if config.step_log is not None:
+        steps = stack.enter_context(TraceWriter(config.step_log))
+        listeners.append(lambda event: steps(event) if isinstance(event, Stepped) else None)
+    return listeners
+
+
+def _say(what: str, **fields: object) -> None:
+    """A line about the server itself."""
+    log.info(what, extra={"fields": fields})
+
+
 async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: socket.socket) -> int:
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=patient(config.stall_seconds),
         loop="asyncio",
         lifespan="off",
         ws="none",
@@ -79,6 +105,7 @@ async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening:
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(FLUSH_SECONDS),
+        **_tls(config),
     )
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
@@ -89,7 +116,9 @@ async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (again if told.is_set() else told).set())
     host, port = listening.getsockname()[:2]
-    print(f"rubato: serving at http://{host}:{port}", flush=True)
+    url = f"{'http' if config.tls is None else 'https'}://{host}:{port}"
+    print(f"rubato: serving at {url}", flush=True)
+    _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
 
     await _first(told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
@@ -102,6 +131,7 @@ async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening:
     await http
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
+    _say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
     return 1 if failed else 0
 
 
@@ -130,6 +160,7 @@ def _bind(host: str, port: int) -> socket.socket:
     # With the protocol named asyncio sets TCP_NODELAY; without, the first token comes about 45 ms late at times.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection accepted
     try:
         bound.bind((host, port))
     except OSError as error:
@@ -138,39 +169,123 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _tls(config: Config) -> dict[str, Any]:
+    """Under uvicorn's names."""
+    if config.tls is None:
+        return {}
+    settings = {"ssl_certfile": config.tls.cert, "ssl_keyfile": config.tls.key}
+    if config.tls.key_password is not None:
+        settings["ssl_keyfile_password"] = config.tls.key_password.get_secret_value()
+    return settings
+
+
+def _check_tls(config: Config) -> None:
+    """Raises ConfigError before the model is loaded, and asks no terminal for a password."""
+    if config.tls is None:
+        return
+    password = config.tls.key_password.get_secret_value() if config.tls.key_password else ""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls.cert, config.tls.key, lambda: password)
+    except (OSError, ssl.SSLError) as error:
+        why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or "unreadable"
+        raise ConfigError(f"tls: {config.tls.cert} and {config.tls.key} cannot be used ({why})") from None
+
+
 # --------------------------------------------------------------------------- from a configuration
 
 
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
-    """The engines, and the cluster over them; nothing is started. Raises ConfigError, PolicyError or ValueError."""
+    """The engines, and the cluster over them; nothing is started. Raises ConfigError, PolicyError or ValueError.
+
+    With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
+    """
+    given: dict[str, Any] = {
+        "policy": config.policy.name,
+        "settings": config.policy.settings,
+        "router": config.router.name,
+        "router_settings": config.router.settings,
+        "lengths": lengths_of(config),
+        "max_in_flight": config.max_in_flight,
+        "rule": config.judge,
+        "prefix_cache": config.prefix_cache,
+        "fair": fair_share_of(config),
+    }
+    if config.fleet.name == "ray":
+        return [_engine(config, clock, 0)], _ray_cluster(config, clock, given)
+    if config.fleet.name != "local" or config.fleet.settings:
+        asked = f"{config.fleet.name!r} with {dict(config.fleet.settings)}"
+        close = nearest(config.fleet.name, ["local", "ray"])
+        raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
     engines = [_engine(config, clock, replica) for replica in range(config.replicas)]
-    cluster = local_cluster(
-        engines,
-        [latency_of(config) for _ in engines],
-        clock,
-        policy=config.policy.name,
-        settings=config.policy.settings,
-        router=config.router.name,
-        router_settings=config.router.settings,
-        lengths=lengths_of(config),
-        max_in_flight=config.max_in_flight,
-        rule=config.judge,
-    )
-    return engines, cluster
+    return engines, local_cluster(engines, [latency_of(config) for _ in engines], clock, **given)
 
 
-def _service(config: Config, clock: Clock, engine: Engine, cluster: Cluster) -> Service:
+def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Cluster:
+    """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
+    here), and Ray's options for each actor."""
+    try:
+        import ray
+
+        from rubato.fleet.ray import ray_cluster
+    except ImportError as error:
+        raise ConfigError(f"fleet: ray is not installed ({error}): pip install 'rubato-llm[ray]'") from None
+    resources = dict(config.fleet.settings)
+    known = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]
+    for name in resources:
+        if name not in known:
+            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, known)}")
+    address = resources.pop("address", None)
+    if not ray.is_initialized():
+        ray.init(address=address, include_dashboard=None if address else False, configure_logging=False)
+    makers = [functools.partial(_made, config, replica) for replica in range(config.replicas)]
+    return ray_cluster(makers, clock, resources=resources, **given)
+
+
+def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
+    """What one actor runs."""
+    return _engine(config, clock, replica), latency_of(config)
+
+
+def fair_share_of(config: Config) -> FairShare | None:
+    """Between the tenants, if there are any."""
+    if not config.tenants:
+        return None
+    weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+    return FairShare(weights, config.fair_share.window if config.fair_share else None)
+
+
+def tiers_of(config: Config) -> Tiers:
+    return Tiers([Tier(name, tier.slo, tier.on_decline) for name, tier in config.tiers.items()], config.default_tier)
+
+
+def tenants_of(config: Config) -> list[Tenant]:
+    """The tenants with their keys' digests. Raises ConfigError for a file or a variable that holds none."""
+    found = []
+    for name, tenant in config.tenants.items():
+        try:
+            digests = tenant.digests()
+        except ConfigError as error:
+            raise ConfigError(f"tenants.{name}.{error}") from None
+        quota = Quota(tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_in_flight)
+        found.append(Tenant(name, digests, tenant.tiers, quota, tenant.admin))
+    return found
+
+
+def _service(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:
     """What the HTTP edge needs to know of a started cluster."""
     model = cast(Any, engine)  # a served engine also has a name and a tokenizer
     limits = engine.limits
-    tiers = [Tier(name, tier.slo, tier.on_decline) for name, tier in config.tiers.items()]
     return Service(
         cluster=cluster,
         text=model.text,
         model=config.served_name or model.model_name,
         aliases=(model.model_name,),
         most_tokens=min(limits.max_length, limits.kv_blocks * limits.block),
-        tiers=Tiers(tiers, config.default_tier),
+        most_choices=min(16, config.max_in_flight or 16),
+        tiers=tiers_of(config),
+        tenants=tenants,
+        rule=config.judge,
+        fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,
         created_offset=unix_time() - clock.now(),
     )

@@ -1,9 +1,11 @@
-"""Models for engine tests: the bundled one, and a tiny random Llama with the bundled tokenizer."""
+"""Models for engine tests: the bundled one, a tiny random Llama with the bundled tokenizer, and tiny random twins of
+every family with a tokenizer of bytes."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,113 @@ torch = pytest.importorskip("torch")
 
 from rubato.engines.torch import Engine, bundled  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
+
+WINDOW = 9  # of the twins that have one: shorter than most prompts
+# What transformers' configuration of each family is given beside `SIZES`.
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 257,
+    "tie_word_embeddings": False,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-llama3": ("Llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"head_dim": 24, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen2-yarn": ("Qwen2", {"rope_scaling": YARN}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_key_value_heads": 4},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-mixed": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of one of `TWINS`. Biases and norms are random too: initially 0 and 1, they would not be seen."""
+    transformers = pytest.importorskip("transformers")
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            family, more = TWINS[name]
+            torch.manual_seed(len(name))
+            config = getattr(transformers, f"{family}Config")(**{**SIZES, **more})
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            with torch.no_grad():
+                for part, values in model.named_parameters():
+                    if part.endswith(".bias"):
+                        values.normal_(0.0, 0.3)
+                    elif "norm" in part:
+                        values.uniform_(0.5, 1.5)
+            made[name] = tmp_path_factory.mktemp("twins") / name
+            model.save_pretrained(made[name])
+            write_tokenizer(made[name])
+        return made[name]
+
+    return make
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for every byte, and beyond them <s>, </s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path, Sequence[Sequence[int]], int], list[list[int]]]:
+    """transformers' own greedy continuations in float32, each prompt by itself, end of text ignored."""
+    transformers = pytest.importorskip("transformers")
+
+    def generate(folder: Path, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([list(prompt)])
+            out = model.generate(
+                ids, max_new_tokens=new, do_sample=False, pad_token_id=0,
+                attention_mask=torch.ones_like(ids),
+            )  # fmt: skip
+            found.append(out[0, len(prompt) :].tolist())
+        return found
+
+    return generate
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """The compiled kernels compute what plain PyTorch does in float32, whatever lies in KV that is not a sequence's own."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ class Attention:
         c = self.config
         entries = [self._entry(seq, counts[seq]) for seq in sorted(counts, key=lambda seq: counts[seq] > 1)]
         batch = Batch(tuple(entries))
-        packed = pack(batch, {e.seq: [0] * (e.start + e.count) for e in entries}, self.block, torch.bfloat16, CPU, (None,), True)
+        packed = pack(
+            batch, {e.seq: [0] * (e.start + e.count) for e in entries}, self.block, torch.bfloat16, CPU, (None,), True
+        )
         qkv = (torch.randn(len(packed.ids), (c.heads + 2 * c.kv_heads) * c.head_dim) * scale).bfloat16()
         parts = qkv.float().view(len(qkv), -1, c.head_dim)
         turned = self._rotated(self._normed(parts[:, : c.heads + c.kv_heads]), packed.positions)
@@ -211,17 +213,20 @@ def test_the_engine_chooses_them_for_bfloat16_in_units(bundled_folder: Path, eng
     assert not native.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
 
 
+@pytest.mark.parametrize("name", ["bundled", "qwen3-mixed"])
 def test_without_llvm_the_plain_path_gives_the_same_logits(
-    bundled_folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, bundled_folder: Path, twin: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(bundled_folder)
-    weights = load_weights(bundled_folder, config, torch.bfloat16, CPU)
+    """The second has windows, biases, and norms of queries and keys."""
+    folder = bundled_folder if name == "bundled" else twin(name)
+    config = load_config(folder)
+    weights = load_weights(folder, config, torch.bfloat16, CPU)
     compiled = Model(config, weights, 64, 16)
     monkeypatch.setattr(jit, "llvm", None)
     plain = Model(config, weights, 64, 16)
     assert (compiled.native is None, plain.native is None) == (False, True)
     rng = random.Random(8)
-    tokens = {seq: [rng.randrange(100, 49000) for _ in range(210)] for seq in "ab"}
+    tokens = {seq: [rng.randrange(100, config.vocab) for _ in range(210)] for seq in "ab"}
     blocks = {"a": tuple(range(20, 5, -1)), "b": tuple(range(30, 60))}
 
     def entries(*parts: tuple[str, int, int]) -> Batch:

@@ -1,12 +1,11 @@
-"""Every family's tiny random model gives its transformers twin's greedy tokens in fp32: batched, in random chunks,
-preempted, with and without prefix cache; blocks and entries come from `Replica`, as in production."""
-
-from __future__ import annotations
+"""Tiny random models of every family give transformers' own greedy tokens: driven through a replica by random plans,
+batched, in chunks, preempted, with shared prompts, with and without the prefix cache."""
 
 import asyncio
+import json
 import random
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,158 +15,201 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from rubato.engines.torch import Engine  # noqa: E402
+from rubato.engines.torch.config import load_config  # noqa: E402
+from rubato.engines.torch.model import bytes_per_token  # noqa: E402
+from rubato.interfaces import SeqView, View  # noqa: E402
+from rubato.kv import blocks_for  # noqa: E402
+from rubato.latency import affine  # noqa: E402
 from rubato.replica import Replica  # noqa: E402
-from rubato.types import Finished, Plan, Request, Sampling, Stage, Started, Tokens, Work  # noqa: E402
-from tests.doubles import Linear  # noqa: E402
+from rubato.types import Event, Finished, Plan, Preempted, Request, Sampling, Stage, Started, Tokens, Work  # noqa: E402
+from tests.engines.conftest import TWINS  # noqa: E402
 
-NEW = 12
-BLOCK = 8
-WINDOW = 24  # tokens: shorter than most prompts
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "eos_token_id": 2,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "mistral without window": ("Mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 with windows above": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
-    ),
-    "qwen2 with yarn": (
-        "Qwen2",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-    ),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3 with windows": (
-        "Qwen3",
-        {
-            "head_dim": 16,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
-        },
-    ),
-}
+BLOCK, BLOCKS = 4, 64
+NEW = 14
+GO_ON = Sampling(max_tokens=NEW, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def twin(request: Any, bundled_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a model, and transformers' own of it."""
-    family, changes = FAMILIES[request.param]
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for (
-            name,
-            weight,
-        ) in model.named_parameters():  # transformers leaves biases 0 and norms 1: they would not be seen
-            if "bias" in name or "norm" in name:
-                weight.add_(torch.randn_like(weight) * 0.3)
-    folder = tmp_path_factory.mktemp("twin")
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_folder / name, folder / name)
-    return folder, model
+@dataclass
+class Harness:
+    """An engine behind a replica, and what the replica's events say. `waves`: requests by the step they arrive at."""
 
+    engine: Engine
+    replica: Replica
+    loop: asyncio.AbstractEventLoop
+    rng: random.Random
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)  # when it first started
+    again: int = 0  # cached tokens of those that started again
+    preempted: int = 0
+    together: int = 0  # the most sequences in one batch
+    finished: set[str] = field(default_factory=set)
 
-def prompts() -> list[tuple[int, ...]]:
-    """Some begin alike, by more than a block."""
-    rng = random.Random(11)
-    shared = [rng.randrange(3, 500) for _ in range(70)]
-    alone = [tuple(rng.randrange(3, 500) for _ in range(n)) for n in (1, 5, 17, 40, 90)]
-    return [*alone, *(tuple(shared[:n] + [rng.randrange(3, 500) for _ in range(4)]) for n in (20, 40, 70, 70))]
+    def run(self, waves: Sequence[Sequence[Request]], preempt: float) -> None:
+        """Random plans until all have ended."""
+        step = 0
+        waiting = list(waves)
+        while waiting or not self.replica.empty:
+            if waiting and (step % 6 == 0 or self.replica.empty):
+                for request in waiting.pop(0):
+                    self.engine.add(request)
+                    self.ids[request.id] = []
+                    self._note(self.replica.submit(request, float(step)))
+            step += 1
+            assert step < 2000
+            self._step(float(step), preempt)
+        self.replica.check_integrity()
+        assert self.replica.kv.free == self.replica.kv.total
 
-
-def expected(model: Any, asked: Sequence[Sequence[int]]) -> list[list[int]]:
-    """transformers one by one: no padding that a window could see."""
-    found = []
-    with torch.inference_mode():
-        for prompt in asked:
-            ids = torch.tensor([list(prompt)])
-            out = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=2)
-            found.append(out[0, len(prompt) :].tolist())
-    return found
-
-
-async def serve(engine: Engine, asked: Sequence[Sequence[int]], prefix_cache: bool) -> tuple[list[list[int]], int, int]:
-    """Random plans through a replica to the end: tokens of each, tokens that came from the cache, preemptions."""
-    await engine.start()
-    replica = Replica("r0", engine.limits, Linear(), prefix_cache=prefix_cache)
-    rng = random.Random(5)
-    waiting = [
-        Request(str(i), (Stage(len(p), token_ids=tuple(p)),), 0.0, sampling=Sampling(NEW, ignore_eos=True))
-        for i, p in enumerate(asked)
-    ]
-    tokens: dict[str, list[int]] = {r.id: [] for r in waiting}
-    cached = preempted = 0
-    while waiting or not replica.empty:
-        if waiting and (replica.empty or rng.random() < 0.4):
-            request = waiting.pop(0)
-            engine.add(request)
-            assert replica.submit(request, 0.0) == []
-        plan = draw(replica, rng)
-        preempted += len(plan.preempt)
-        batch, events = replica.apply(plan, 0.0, "random")
+    def _step(self, now: float, preempt: float) -> None:
+        plan = random_plan(self.replica.view(now), self.rng, preempt)
+        batch, events = self.replica.apply(plan, now, "random")
+        self._note(events)
         if batch.entries:
-            events += replica.commit(batch, await engine.execute(batch), 0.0)
-        replica.check_integrity()
+            self.together = max(self.together, len(batch.entries))
+            result = self.loop.run_until_complete(self.engine.execute(batch))
+            self._note(self.replica.commit(batch, result, now))
+        self.engine.forget(self.replica.gone())
+
+    def _note(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Started):
-                cached += event.cached
-            elif isinstance(event, Tokens):
-                tokens[event.id] += event.token_ids
-            elif isinstance(event, Finished):
-                assert event.outcome == "completed"
-        engine.forget(replica.gone())
-    await engine.close()
-    return list(tokens.values()), cached, preempted
+            match event:
+                case Tokens():
+                    self.ids[event.id] += event.token_ids
+                case Started():
+                    if event.resumed:
+                        self.again += event.cached
+                    else:
+                        self.cached[event.id] = event.cached
+                case Preempted():
+                    self.preempted += 1
+                case Finished():
+                    assert (event.outcome, event.reason) == ("completed", "length")
+                    self.finished.add(event.id)
 
 
-def draw(replica: Replica, rng: random.Random) -> Plan:
-    """Whoever, in chunks of whatever size, as far as KV goes; now and then someone is preempted."""
-    view = replica.view(0.0)
-    preempt = [s.id for s in view.running if rng.random() < 0.15]
+def random_plan(view: View, rng: random.Random, preempt: float) -> Plan:
+    """Each sequence with probability 0.8, chunks of random sizes, as far as KV goes; where nothing fits, or at random,
+    one loses its KV."""
+    gone: list[str] = []
+    if view.running and rng.random() < preempt:
+        gone.append(rng.choice(view.running).id)
+    seqs: list[SeqView] = [s for s in (*view.running, *view.waiting) if s.id not in gone]
+    rng.shuffle(seqs)
     free, work = view.kv_free, []
-    for seq in [*view.running, *view.waiting]:
-        if seq.id in preempt or (rng.random() < 0.2 and work):
-            continue
-        count = min(seq.pending, rng.choice((1, 3, 16, 50)))
-        need = -(-(seq.cached + count) // BLOCK) - seq.blocks
-        if need <= free:
-            free -= max(0, need)
-            work.append(Work(seq.id, count))
-    if not work and not preempt:
-        preempt = [view.running[-1].id]
-    return Plan(tuple(work), tuple(preempt), wake_at=1.0)
+    for seq in seqs:
+        tokens = min(seq.pending, rng.choice((1, 3, 8, 50)))
+        need = max(0, blocks_for(seq.cached + tokens, BLOCK) - seq.blocks)
+        if need <= free and rng.random() < 0.8:
+            work.append(Work(seq.id, tokens))
+            free -= need
+    if not work and not gone:
+        gone = [rng.choice(view.running).id] if view.running else []
+    return Plan(tuple(work), tuple(gone), wake_at=view.now + 1.0)
 
 
-def engine(folder: Path, blocks: int = 40) -> Engine:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_block = BLOCK * config.num_hidden_layers * 2 * config.num_key_value_heads * dim * 4
-    return Engine(folder, dtype="float32", device="cpu", kv_gib=(blocks + 0.5) * per_block / 2**30, block=BLOCK)
+@pytest.fixture
+def harness(twin: Callable[[str], Path]) -> Any:
+    """Builds a harness, and closes what it built."""
+    made: list[Harness] = []
+
+    def build(name: str, cache: bool, seed: int) -> Harness:
+        per_block = BLOCK * bytes_per_token(load_config(twin(name)), torch.float32)
+        engine = Engine(twin(name), dtype="float32", device="cpu", block=BLOCK, kv_gib=BLOCKS * per_block / 2**30)
+        assert engine.limits.kv_blocks == BLOCKS
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(engine.start())
+        with torch.inference_mode():
+            engine._model.kv.uniform_(-50, 50)  # type: ignore[union-attr]  # nothing may depend on KV not its own
+        replica = Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache)
+        made.append(Harness(engine, replica, loop, random.Random(seed)))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.loop.run_until_complete(harness.engine.close())
+        harness.loop.close()
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_tokens_are_transformers_own(twin: tuple[Path, Any], prefix_cache: bool) -> None:
-    folder, model = twin
-    asked = prompts()
-    found, cached, preempted = asyncio.run(serve(engine(folder), asked, prefix_cache))
-    assert found == expected(model, asked)
-    assert preempted >= 10
-    if prefix_cache:
-        assert cached >= 150
-    else:
-        assert cached == 0
+def prompts_that_share(rng: random.Random) -> list[list[int]]:
+    """Twelve: eight that begin like another, four of their own; 3 to 70 tokens."""
+
+    def some(least: int, most: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(rng.randint(least, most))]
+
+    prefixes = [some(24, 30), some(40, 50)]
+    return [prefixes[i % 2] + some(1, 20) for i in range(8)] + [some(3, 60) for _ in range(4)]
+
+
+def requests_for(prompts: Sequence[Sequence[int]]) -> list[Request]:
+    """One for each prompt; three for the last one, as a group."""
+    plain = [
+        Request(f"p{i}", (Stage(len(ids), token_ids=tuple(ids)),), 0.0, sampling=GO_ON) for i, ids in enumerate(prompts)
+    ]
+    last = plain.pop()
+    return plain + [Request(f"g{i}", last.stages, 0.0, sampling=GO_ON, group="g") for i in range(3)]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}])
+def test_what_a_config_leaves_out_is_as_transformers_has_it(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    raw = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 32, **more}
+    theirs = getattr(transformers, f"{family}Config")(**raw)
+    raw |= {"architectures": [f"{family}ForCausalLM"], "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours = load_config(tmp_path)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert (ours.context, ours.norm_eps, ours.rope.theta) == (
+        theirs.max_position_embeddings,
+        theirs.rms_norm_eps,
+        theirs.rope_theta,
+    )
+    all_layers = ["sliding_attention" if family == "Mistral" else "full_attention"] * 5
+    kinds = getattr(theirs, "layer_types", all_layers)
+    assert ours.windows == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert (more == {}) or (ours.windows.count(7) == {"Llama": 0, "Mistral": 5}.get(family, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention layers and the window None"),
+        ({"layer_types": ["full_attention"] * 2}, "for each of its 3 layers"),
+        ({"use_sliding_window": True, "sliding_window": 0, "layer_types": None, "max_window_layers": 0}, "window 0"),
+    ],
+)
+def test_impossible_windows_are_refused(
+    change: dict[str, Any], words: str, twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    raw = json.loads((twin("qwen2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ValueError, match=words):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_greedy_tokens_are_transformers_own(
+    name: str,
+    twin: Callable[[str], Path],
+    reference: Callable[[Path, Sequence[Sequence[int]], int], list[list[int]]],
+    harness: Callable[[str, bool, int], Harness],
+) -> None:
+    prompts = prompts_that_share(random.Random(name))
+    expected = reference(twin(name), prompts, NEW)
+    wanted = {f"p{i}": ids for i, ids in enumerate(expected[:-1])} | {f"g{i}": expected[-1] for i in range(3)}
+    assert len({tuple(ids) for ids in expected}) > 6  # the model's output depends on the prompt
+    requests = requests_for(prompts)
+    cached, again = {}, {}
+    for cache in (False, True):
+        run = harness(name, cache, 1)
+        run.run([requests[:3], requests[3:8], requests[8:]], preempt=0.12)
+        assert run.ids == wanted
+        assert run.finished == set(wanted)
+        assert run.preempted >= 5
+        assert run.together >= 4
+        cached[cache] = sum(tokens for id, tokens in run.cached.items() if id.startswith("p"))
+        again[cache] = run.again
+        assert sum(tokens for id, tokens in run.cached.items() if id.startswith("g")) > 0
+    assert cached[False] == 0
+    assert cached[True] >= 100  # of about 500 prompt tokens, 280 of them in the two prefixes
+    assert again[True] > again[False]

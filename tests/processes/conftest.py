@@ -44,6 +44,11 @@ class Server:
         """Its event log; whole once it has ended."""
         return list(trace.read(self.folder / "trace.jsonl"))
 
+    def events_so_far(self) -> list[Event]:
+        """Of its event log, the lines that are whole and written by now."""
+        raw = (self.folder / "trace.jsonl").read_bytes()
+        return [trace.decode(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+
     def metrics(self) -> Callable[..., float]:
         """value(name, label=..., ...) of a fresh scrape, summed over the series that have these labels."""
         text = httpx2.get(f"{self.url}/metrics", timeout=10).text
@@ -69,7 +74,7 @@ class Server:
 
     def _wait_for_url(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not (found := re.search(r"serving at (http://\S+)", self.log)):
+        while not (found := re.search(r"serving at (https?://\S+)", self.log)):
             assert self.process.poll() is None, f"it did not start:\n{self.log}"
             assert time.monotonic() < deadline, f"it is not ready after {START_SECONDS} s:\n{self.log}"
             time.sleep(0.02)

@@ -63,6 +63,74 @@ def test_streams(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in texts) == "la ti do "
 
 
+def test_choices(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="little", messages=HI, n=3, max_tokens=4, seed=1)
+    assert [(c.index, c.message.content, c.finish_reason) for c in chat.choices] == [
+        (i, "la ti do re ", "length") for i in range(3)
+    ]
+    assert chat.usage is not None
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (20, 12)
+    text = client.completions.create(model="little", prompt="abc", n=2, best_of=2, max_tokens=3)
+    assert [(c.index, c.text) for c in text.choices] == [(0, "la ti do "), (1, "la ti do ")]
+
+
+def test_streamed_choices(client: openai.OpenAI) -> None:
+    *chunks, last = client.chat.completions.create(
+        model="little", messages=HI, n=3, max_tokens=4, stream=True, stream_options={"include_usage": True}
+    )
+    texts, ends = [""] * 3, [[] for _ in range(3)]  # type: ignore[var-annotated]
+    for chunk in chunks:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert (texts, ends) == (["la ti do re "] * 3, [["length"]] * 3)
+    assert last.choices == []
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (20, 12)
+    counts = dict.fromkeys(range(2), "")
+    for part in client.completions.create(model="little", prompt="abc", n=2, max_tokens=3, stream=True):
+        counts[part.choices[0].index] += part.choices[0].text
+    assert set(counts.values()) == {"la ti do "}
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"model": "little", "messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    choice = client.chat.completions.create(**options).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [one.token for one in choice.logprobs.content] == ["la ", "ti ", "do "]
+    assert [top.token for top in choice.logprobs.content[0].top_logprobs] == ["la ", "ti "]
+    assert all(bytes(one.bytes or ()).decode() == one.token for one in choice.logprobs.content)
+    streamed = [
+        one
+        for chunk in client.chat.completions.create(**options, stream=True)
+        for likely in [chunk.choices[0].logprobs]
+        for one in (likely.content or [] if likely else [])
+    ]
+    assert [one.model_dump() for one in streamed] == [one.model_dump() for one in choice.logprobs.content]
+    old = client.completions.create(model="little", prompt="abc", max_tokens=3, logprobs=2).choices[0].logprobs
+    assert old is not None
+    assert (old.tokens, old.text_offset) == (["la ", "ti ", "do "], [0, 3, 6])
+    assert old.top_logprobs is not None
+    assert [len(top) for top in old.top_logprobs] == [2, 2, 2]
+
+
+def test_cached_tokens(start: Start) -> None:
+    def told(client: openai.OpenAI, prompt: str, **fields: Any) -> int | None:
+        usage = client.completions.create(model="simulated", prompt=prompt, max_tokens=2, **fields).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens
+
+    for on, hit in ((True, 96), (False, 0)):
+        server = start(prefix_cache=on)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+            prompt = "".join(chr(97 + i % 26) for i in range(100))
+            assert [told(client, prompt, n=2), told(client, prompt), told(client, "x" + prompt)] == [0, hit, 0]
+        assert server.end() == 0
+
+
 def test_the_streaming_helper_puts_the_whole_answer_together(client: openai.OpenAI) -> None:
     helper = client.chat.completions.stream(model="little", messages=HI, max_tokens=4)
     with helper as stream, pytest.raises(openai.LengthFinishReasonError) as end:  # its way with finish_reason length
@@ -110,7 +178,8 @@ def test_typed_errors(client: openai.OpenAI) -> None:
 
     bad = error(openai.BadRequestError, temperature=9)
     assert (bad.param, bad.code, bad.type) == ("temperature", "invalid_value", "invalid_request_error")
-    assert error(openai.BadRequestError, n=2).param == "n"
+    assert error(openai.BadRequestError, n=17).param == "n"
+    assert error(openai.BadRequestError, max_completion_tokens=10**6).param == "max_completion_tokens"
     assert error(openai.BadRequestError, extra_headers={"x-slo-ttft-ms": "soon"}).param == "x-slo-ttft-ms"
     assert error(openai.BadRequestError, max_tokens=10**6).code == "context_length_exceeded"
     assert error(openai.NotFoundError, model="gpt-4").code == "model_not_found"
@@ -149,7 +218,14 @@ def test_a_real_model_on_the_torch_engine(start: Start) -> None:
         chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
         text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert text == whole.choices[0].message.content
-        assert chunks[-1].usage == whole.usage
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+            whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens
+        )  # fmt: skip
+        for one, hit in ((whole.usage, 0), (usage, (whole.usage.prompt_tokens - 1) // 16 * 16)):
+            assert one.prompt_tokens_details is not None
+            assert one.prompt_tokens_details.cached_tokens == hit
         stopped = client.chat.completions.create(**options, stop="Paris", extra_body={"slo": {"ttft_ms": 30_000}})
         assert "Paris" not in (stopped.choices[0].message.content or "")
         assert stopped.choices[0].finish_reason == "stop"
@@ -160,4 +236,24 @@ def test_a_real_model_on_the_torch_engine(start: Start) -> None:
         assert count.usage.completion_tokens == 7
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="smol", prompt=[10**9], max_tokens=2)
+        several = client.chat.completions.create(**options, n=3, logprobs=True, top_logprobs=3)
+        assert [c.message.content for c in several.choices] == [text] * 3
+        assert several.usage is not None
+        assert several.usage.completion_tokens == 3 * whole.usage.completion_tokens
+        for choice in several.choices:
+            assert choice.logprobs is not None
+            tokens = choice.logprobs.content or []
+            # the end-of-text token counts, but has no text
+            ended = choice.finish_reason == "stop"
+            assert "".join(one.token for one in tokens[: len(tokens) - ended]) == text
+            assert all(one.token == one.top_logprobs[0].token for one in tokens)  # greedy
+        warm = {**options, "max_tokens": 8, "temperature": 1.0, "seed": 7, "n": 3}
+        first, second = (client.chat.completions.create(**warm) for _ in range(2))
+        assert [c.message.content for c in first.choices] == [c.message.content for c in second.choices]
+        assert len({c.message.content for c in first.choices}) == 3
+        ids = client.completions.create(
+            model="smol", prompt="One, two, three,", max_tokens=8, temperature=0, logprobs=0
+        )
+        assert ids.choices[0].logprobs is not None
+        assert "".join(ids.choices[0].logprobs.tokens or []) == ids.choices[0].text
     assert server.end() == 0

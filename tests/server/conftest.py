@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import httpx2
@@ -13,11 +14,23 @@ from fastapi import FastAPI
 from rubato.clock import VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import Engine
+from rubato.fairness import FairShare
 from rubato.latency.affine import Model
 from rubato.server.app import Service, create_app
+from rubato.server.slo_input import Tiers
+from rubato.server.tenants import Quota, Tenant, Tenants
 from rubato.types import Event, Limits
 
 STEP = 0.1  # seconds, whatever the batch
+
+
+def tenant(name: str, *, tiers: tuple[str, ...] | None = None, admin: bool = False, **quota: Any) -> Tenant:
+    """A tenant whose key is `sk-NAME`."""
+    return Tenant(name, (sha256(f"sk-{name}".encode()).digest(),), tiers, Quota(**quota), admin)
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer sk-{name}"}
 
 
 @dataclass
@@ -54,6 +67,9 @@ def edge() -> Callable[..., None]:
         max_in_flight: int | None = None,
         engine: type[Engine] = Engine,
         limits: Limits | None = None,
+        tenants: Sequence[Tenant] = (),
+        fair: FairShare | None = None,
+        prefix_cache: bool = False,
         **service: Any,
     ) -> None:
         async def main() -> None:
@@ -61,12 +77,21 @@ def edge() -> Callable[..., None]:
             limits_ = limits or Limits(max_seqs=8, max_tokens=512, max_length=256, kv_blocks=64, block=16)
             model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
             engine_ = engine(model, limits_, clock)
-            cluster = local_cluster([engine_], [model], clock, policy=policy, max_in_flight=max_in_flight)
+            cluster = local_cluster(
+                [engine_],
+                [model],
+                clock,
+                policy=policy,
+                max_in_flight=max_in_flight,
+                fair=fair,
+                prefix_cache=prefix_cache,
+            )
             events: list[Event] = []
-            cluster.listen(events.append)
             await cluster.start()
-            settings = {"model": "simulated", "most_tokens": limits_.max_length, **service}
-            app = create_app(Service(cluster, engine_.text, **settings))
+            settings = {"model": "simulated", "most_tokens": limits_.max_length, "fair": fair is not None, **service}
+            known = Tenants(tenants, settings.get("tiers") or Tiers())
+            app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
+            app.state.books.listen(events.append)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             try:
                 async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:

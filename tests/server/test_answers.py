@@ -12,11 +12,10 @@ import pytest
 
 from rubato.engines.simulated import Engine
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Batch, Demoted, Finished, Limits, Offered, Request, Started, StepResult, Tokens
+from rubato.types import SLO, Batch, Demoted, Finished, Limits, Offered, Request, Sampling, Started, StepResult, Tokens
 from tests.server.conftest import STEP, Edge
 
 Runs = Callable[..., None]
-COUNTS = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
 GOLD = Tiers(
     [Tier("gold", SLO(0.25, 0.15), "refuse"), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")]
 )
@@ -28,6 +27,11 @@ def events(body: str) -> list[Any]:
     assert pieces.pop() == ""
     assert all(piece.startswith("data: ") for piece in pieces)
     return [piece[6:] if piece == "data: [DONE]" else json.loads(piece[6:]) for piece in pieces]
+
+
+def usage(prompt: int, output: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def text_of(chunks: Iterable[Any]) -> str:
@@ -45,7 +49,7 @@ def test_a_whole_chat(edge: Runs) -> None:
         assert body["object"] == "chat.completion"
         assert body["choices"][0]["message"] == {"role": "assistant", "content": "la ti do ", "refusal": None}
         assert body["choices"][0]["finish_reason"] == "length"
-        assert body["usage"] == {"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23}
+        assert body["usage"] == usage(20, 3)
         assert body["service_tier"] == "gold"
         assert body["rubato"] == {
             "tier": "gold",
@@ -80,7 +84,7 @@ def test_a_whole_completion_of_token_ids(edge: Runs) -> None:
         answer = (await at.complete(prompt=[1, 2, 3])).json()
         assert answer["object"] == "text_completion"
         assert answer["choices"] == [{"index": 0, "text": "la ti do ", "logprobs": None, "finish_reason": "length"}]
-        assert answer["usage"] == COUNTS
+        assert answer["usage"] == usage(3, 3)
         offered = at.events[0]
         assert isinstance(offered, Offered)
         assert offered.request.stages[0].token_ids == (1, 2, 3)
@@ -98,11 +102,36 @@ def test_parameters_reach_the_engine(edge: Runs) -> None:
         first, second, third = (e.request for e in at.events if isinstance(e, Offered))
         s = first.sampling
         assert (s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos) == (0.0, 0.5, 7, -1, ("x",), True)
-        assert (s.max_tokens, first.tenant, first.on_decline) == (2, "me", "best_effort")
+        assert (s.max_tokens, first.on_decline) == (2, "best_effort")
         s = second.sampling
         assert (s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos) == (1, 1, 0, None, ("a", "b"), False)
         assert second.on_decline == "refuse"
         assert third.sampling.max_tokens == 256 - 3  # null, unlike a field that is left out: up to the context
+
+    edge(scenario)
+
+
+def test_further_sampling_fields_reach_the_engine(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        fields = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
+        await at.chat(**fields, stop_token_ids=[7, 8], logprobs=True, top_logprobs=2)
+        await at.complete(**fields, logprobs=0)
+        await at.chat(logprobs=False, top_logprobs=0)
+        first, second, third = (e.request.sampling for e in at.events if isinstance(e, Offered))
+        for s in (first, second):
+            assert (s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (0.1, 0.5, -1, 1.2)
+        assert (first.stop_ids, first.logprobs, second.stop_ids, second.logprobs) == ((7, 8), 2, (), 0)
+        assert third == Sampling(max_tokens=3, temperature=1.0)
+
+    edge(scenario)
+
+
+def test_messages_as_clients_write_them(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        silent = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None}
+        answer = await at.chat(messages=[{"role": "user", "content": parts}, silent, {"role": "user", "content": "?"}])
+        assert answer.json()["usage"]["prompt_tokens"] == len(b"user: hi\nassistant: \nuser: ?\nassistant: ")
 
     edge(scenario)
 
@@ -112,7 +141,9 @@ def test_a_completion_has_16_tokens_and_a_chat_the_context_unless_told(edge: Run
         text = await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "abc"})
         assert text.json()["usage"]["completion_tokens"] == 16
         chat = await at.chat(max_tokens=None)
-        assert chat.json()["usage"] == {"prompt_tokens": 20, "completion_tokens": 236, "total_tokens": 256}
+        assert chat.json()["usage"] == usage(20, 236)
+        little_room = await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "x" * 250})
+        assert little_room.json()["usage"] == usage(250, 6)  # the 16 were nobody's wish
 
     edge(scenario)
 

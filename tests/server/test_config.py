@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rubato.clock import VirtualClock
-from rubato.config import Config, ConfigError, load
+from rubato.config import Config, ConfigError, TenantSettings, load
 from rubato.engines.simulated import Engine
+from rubato.fairness import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serve import build
+from rubato.serve import build, fair_share_of, tenants_of
+from rubato.server.tenants import Quota, Tenant
 from rubato.types import SLO
 
 YAML = """
@@ -76,6 +80,21 @@ def test_defaults_and_short_forms() -> None:
         ({"policy": {"safety": 1}}, ["policy", "name"]),
         ({"policy": 7}, ["policy"]),
         ({"engine": {"kind": 7}}, ["engine", "7"]),
+        ({"tenants": {"a": {}}}, ["tenants.a", "keys_env"]),
+        ({"tenants": {"a": {"kyes": ["k"]}}}, ["tenants.a.kyes", "'keys'"]),
+        ({"tenants": {"a": {"keys": ["k"], "tiers": ["glod"]}}, "tiers": {"gold": {}}}, ["tenants.a.tiers", "'gold'"]),
+        ({"tenants": {"a": {"keys": ["k"], "tiers": []}}}, ["tenants.a.tiers"]),
+        ({"tenants": {"a": {"keys": ["k"], "weight": 0}}}, ["tenants.a.weight", "got 0"]),
+        ({"tenants": {"a": {"keys": ["k"], "requests_per_minute": -1}}}, ["requests_per_minute", "got -1"]),
+        ({"tenants": {"a b": {"keys": ["k"]}}}, ["tenants", "'a b'"]),
+        ({"tenants": {"a" * 65: {"keys": ["k"]}}}, ["tenants", "64"]),
+        ({"fair_share": {}}, ["fair_share", "tenants"]),
+        ({"fair_share": {"widnow": 3}, "tenants": {"a": {"keys": ["k"]}}}, ["fair_share.widnow", "'window'"]),
+        ({"log": {"format": "xml"}}, ["log.format", "'json'"]),
+        ({"log": {"lvl": "info"}}, ["log.lvl", "'level'"]),
+        ({"tls": {"cert": "c"}}, ["tls.key", "required"]),
+        ({"stall_seconds": 0}, ["stall_seconds", "got 0"]),
+        ({"trace": "t", "step_log": "t"}, ["step_log", "trace"]),
     ],
 )
 def test_impossible_settings(tree: dict[str, Any], says: list[str]) -> None:
@@ -83,6 +102,74 @@ def test_impossible_settings(tree: dict[str, Any], says: list[str]) -> None:
         load(tree)
     for word in says:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"tenants": "hush-hush"},
+        {"tenants": {"a": "hush-hush"}},
+        {"tenants": {"a": ["hush-hush"]}},
+        {"tenants": {"a": {"keys": "hush-hush"}}},
+        {"tenants": {"a": {"keys": ["hush-hush "]}}},
+        {"tenants": {"a": {"keys": [{"hush-hush": 1}]}}},
+        {"tenants": {"a": {"keys": ["hüsh-hush"]}}},
+        {"tenants": {"a": {"keys": ["hush-hush"], "tiers": "hush-hush"}}},
+        {"tenants": {"a": {"keys": ["hush-hush"], "weight": "hush-hush"}}},
+        {"tls": "hush-hush"},
+        {"tls": {"cert": "c", "key": "k", "key_password": ["hush-hush"]}},
+    ],
+)
+def test_no_key_is_in_an_error(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tree)
+    assert "hush" not in str(error.value)
+    assert "hüsh" not in str(error.value)
+    assert error.value.__cause__ is None
+
+
+def test_no_key_is_in_what_a_yaml_error_says_nor_kept_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rubato.yaml"
+    path.write_text("tenants:\n  a: {keys: [hush-hush, ]]\n")
+    with pytest.raises(ConfigError, match=r"line 2, column 26") as error:
+        load(path)
+    assert "hush" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        load({}, ["tenants.a.keys=[hush"])
+    assert "hush" not in str(error.value)
+    with pytest.raises(ConfigError, match="must be a string"):
+        load({"tenants": {"a": {"keys": [123456]}}})
+    settings = load(
+        {"tenants": {"a": {"keys": ["hush-hush"]}}, "tls": {"cert": "c", "key": "k", "key_password": "hush"}}
+    )
+    assert "hush" not in repr(settings)
+    assert settings.tenants["a"].digests() == (sha256(b"hush-hush").digest(),)
+
+
+def test_the_fair_share_is_there_exactly_with_tenants() -> None:
+    assert fair_share_of(load({})) is None
+    tenants = {"a": {"keys": ["k1"], "weight": 3}, "b": {"keys": ["k2"]}}
+    fair = fair_share_of(load({"tenants": tenants, "fair_share": {"window": 7}}))
+    assert fair is not None
+    assert (fair.weights, fair.window) == ({"a": 3.0, "b": 1.0}, 7)
+    assert fair_share_of(load({"tenants": tenants})) == FairShare({"a": 3.0, "b": 1.0})
+
+
+def test_tenants_as_the_server_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("# a comment\n one \n\ntwo\n")
+    monkeypatch.setenv("THREE", "three,four five")
+    tree = {
+        "a": {"key_file": str(tmp_path / "keys"), "tiers": ["flex"], "max_in_flight": 3},
+        "b": {"keys_env": "THREE"},
+    }
+    a, b = tenants_of(load({"tenants": tree}))
+    assert a == Tenant("a", tuple(sha256(k).digest() for k in (b"one", b"two")), ("flex",), Quota(max_in_flight=3))
+    assert b.digests == tuple(sha256(k).digest() for k in (b"three", b"four", b"five"))
+    (tmp_path / "keys").write_text("# nothing\n")
+    monkeypatch.setenv("THREE", " ")
+    for tenant in ("a", "b"):
+        with pytest.raises(ConfigError, match=f"tenants.{tenant}.key"):
+            tenants_of(load({"tenants": {tenant: tree[tenant]}}))
 
 
 SIMULATED = {"engine": {"kind": "simulated"}}
@@ -138,3 +225,12 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("# nothing yet\n")
     assert load(path) == Config()
+
+
+def test_the_operators_page_names_every_setting_and_its_example_is_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    for name in [*Config.model_fields, *TenantSettings.model_fields]:
+        assert f"`{name}`" in page, name
+    example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    config = load(example)
+    assert set(config.tenants) == {"acme", "ops"}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rubato.server.prometheus import MOST_TENANTS
+from rubato.server.prometheus import MOST_REASONS, Metrics
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Stepped
-from tests.server.conftest import STEP, Edge
+from rubato.types import SLO, Finished, Offered, Request, Stage, Stepped, Verdict
+from tests.server.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]
 Key = tuple[str, frozenset[tuple[str, str]]]
@@ -31,11 +31,11 @@ async def scrape(at: Edge) -> Callable[..., float]:
 def test_counts(edge: Runs) -> None:
     async def scenario(at: Edge) -> None:
         await asyncio.gather(
-            at.chat(service_tier="good", user="a"),
-            at.chat(service_tier="good", user="b"),
-            at.chat(service_tier="late", user="b"),
-            at.chat(service_tier="never", user="b"),
-            at.complete(),
+            at.chat(service_tier="good", headers=key("a")),
+            at.chat(service_tier="good", headers=key("b"), user="a"),
+            at.chat(service_tier="late", headers=key("b")),
+            at.chat(service_tier="never", headers=key("b")),
+            at.complete(headers=key("c")),
         )
         value = await scrape(at)
         assert value("rubato_requests_offered_total") == 5
@@ -43,7 +43,14 @@ def test_counts(edge: Runs) -> None:
         assert value("rubato_requests_offered_total", tier="good", tenant="a") == 1
         assert value("rubato_requests_finished_total", outcome="completed") == 4
         assert value("rubato_requests_finished_total", tier="never", outcome="refused") == 1
-        assert value("rubato_slo_met_total") == value("rubato_slo_met_total", tier="good") + 1 == 3
+        assert value("rubato_slo_met_total", dimension="all") == 3
+        assert value("rubato_slo_met_total", tier="good", dimension="all") == 2
+        assert value("rubato_slo_met_total", tier="good", dimension="ttft") == 2
+        assert value("rubato_slo_promised_total") == value("rubato_slo_promised_total", dimension="ttft") == 4
+        assert value("rubato_slo_met_total", dimension="ttft") == 2
+        assert value("rubato_requests_refused_total", tier="never") == 1
+        assert value("rubato_tenant_tokens_total", tenant="b", kind="output") == 6
+        assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3
         assert value("rubato_slo_missed_total", tier="never", cause="refused") == 1
         assert value("rubato_slo_missed_total") == 2
         assert value("rubato_demotions_total") == 1
@@ -60,7 +67,7 @@ def test_counts(edge: Runs) -> None:
         assert value("rubato_step_tokens_sum", replica="r0") == sum(s.tokens for s in steps)
 
     tiers = Tiers([Tier("good", SLO(ttft=5.0)), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")])
-    edge(scenario, tiers=tiers)
+    edge(scenario, tiers=tiers, tenants=[tenant("a"), tenant("b"), tenant("c")])
 
 
 def test_gauges_follow_requests_and_offered_is_always_finished_plus_in_flight(edge: Runs) -> None:
@@ -86,12 +93,50 @@ def test_gauges_follow_requests_and_offered_is_always_finished_plus_in_flight(ed
     edge(scenario)
 
 
-def test_tenants_cannot_grow_the_server(edge: Runs) -> None:
+def test_a_clients_words_make_no_labels(edge: Runs) -> None:
     async def scenario(at: Edge) -> None:
-        for i in range(MOST_TENANTS + 5):
-            await at.complete(user=f"tenant {i}", max_tokens=1)
+        for i in range(20):
+            await at.complete(user=f"user {i}", max_tokens=1, headers={"x-tenant": f"t{i}"})
         value = await scrape(at)
-        assert value("rubato_requests_offered_total", tenant="tenant 0") == 1
-        assert value("rubato_requests_offered_total", tenant="other") == 5
+        assert value("rubato_requests_offered_total") == value("rubato_requests_offered_total", tenant="default") == 20
+
+    edge(scenario)
+
+
+def test_reasons_of_refusal_are_bounded() -> None:
+    metrics = Metrics("m", list, lambda: 0)
+    for i in range(MOST_REASONS + 5):
+        request = Request(f"q{i}", (Stage(1),), 0.0)
+        metrics(Offered(0.0, request.id, request))
+        metrics(
+            Finished(0.0, request.id, "refused", f"reason {i}: said at length", Verdict(False, "deadline", "refused"))
+        )
+    text = metrics.text().decode()
+    assert text.count("\nrubato_requests_refused_total{") == MOST_REASONS + 1
+    assert 'rubato_requests_refused_total{reason="other",tier="default"} 5.0' in text
+    assert "said at length" not in text
+
+
+def test_the_prefix_cache_is_counted_in_tokens(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        for _ in range(2):
+            await at.complete(prompt="x" * 40)
+        await at.complete(prompt="y" * 40)
+        value = await scrape(at)
+        assert value("vllm:prefix_cache_queries_total") == 120
+        assert value("vllm:prefix_cache_hits_total") == 32  # two full blocks of the second
+        assert value("vllm:iteration_tokens_total_sum") == sum(
+            e.shape.tokens for e in at.events if isinstance(e, Stepped)
+        )
+
+    edge(scenario, prefix_cache=True)
+
+
+def test_the_ttft_expected_at_placement_is_right_where_nothing_else_comes(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        await at.complete(prompt="x" * 200)
+        value = await scrape(at)
+        assert value("rubato_predicted_ttft_seconds_count") == 1
+        assert value("rubato_predicted_ttft_seconds_sum") == value("vllm:time_to_first_token_seconds_sum")
 
     edge(scenario)

@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's endpoints over a `Cluster`, `/health` and `/metrics`."""
+"""The ASGI app: OpenAI's endpoints over a `Cluster`, `/health`, `/metrics` and `/debug`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from uuid import uuid4
 
 import orjson
 from fastapi import FastAPI, Request
@@ -14,17 +13,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from rubato.cluster import Cluster
 from rubato.interfaces import View
-from rubato.server import schemas, slo_input, sse
+from rubato.server import debug, logs, openapi, schemas, slo_input
 from rubato.server.errors import ApiError
-from rubato.server.live import Answer
+from rubato.server.limits import Books, Door, Meter
+from rubato.server.offers import answer
 from rubato.server.prometheus import Metrics
 from rubato.server.slo_input import Tiers
-from rubato.types import Request as Offer
+from rubato.server.tenants import Tenant, Tenants
 
-_REFERENCE = "#/components/schemas/{model}"
 LONG_TEXT = 16_384  # characters; tokenizing more than this would hold up the loop, and all streams, by milliseconds
 
 
@@ -36,17 +36,27 @@ class Text(Protocol):
         """The messages through the model's chat template, ready for an answer. Raises ValueError if it cannot."""
         ...
 
+    def spell(self, id: int) -> bytes:
+        """The bytes that a token id stands for, a special token's name included (for logprobs)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served. most_tokens: prompt + output that a request may have. created_offset: Unix time - clock time."""
+    """What is served. most_tokens: prompt + output that a request may have. most_choices: `n` at most. tenants: None =
+    keys are not asked for. rule: by which the cluster judges. fair: whether it shares itself out between tenants.
+    created_offset: Unix time - clock time."""
 
     cluster: Cluster
     text: Text
     model: str
     most_tokens: int
+    most_choices: int = 16
     aliases: tuple[str, ...] = ()
     tiers: Tiers = field(default_factory=Tiers)
+    tenants: Tenants | None = None
+    rule: str = "deadline"
+    fair: bool = False
     max_body_bytes: int = 4 << 20
     created_offset: float = 0.0
 
@@ -58,60 +68,104 @@ class Service:
         return [host.view() for host in self.cluster.hosts.values()]
 
 
-def create_app(service: Service) -> FastAPI:
-    """The app. The cluster is started and ended by the caller."""
-    app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
-    app.state.draining = False  # set when no request is taken any more: /health says so
-    metrics = Metrics(service.names[0], service.views, lambda: service.cluster.in_flight)
-    service.cluster.listen(metrics)
-    _add_error_shapes(app)
+class _Edge:
+    """A service with what the app keeps about it."""
 
-    @app.post("/v1/chat/completions", **_documented(schemas.ChatCompletion))
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.tenants = service.tenants or Tenants((), service.tiers)
+        self.books = Books(service.cluster, service.rule)
+        self.meters = {name: Meter(quota) for name, quota in self.tenants.quotas.items()}
+        self.metrics = Metrics(service.names[0], service.views, lambda: service.cluster.in_flight)
+        self.recorder = debug.Recorder(logs.finished)
+        self.books.listen(self.metrics)
+        self.books.listen(self.recorder)
+        self.created = int(service.created_offset + service.cluster.clock.now())
+
+
+def create_app(service: Service) -> FastAPI:
+    """The app. The cluster is started and ended by the caller; `app.state.books` has every event of a request."""
+    app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
+    edge = _Edge(service)
+    app.state.draining = False  # set when no request is taken any more: /health says so
+    app.state.books = edge.books
+    _add_error_shapes(app)
+    _add_completions(app, edge)
+    _add_models(app, edge)
+    _add_operations(app, edge)
+    openapi.complete(app, keys=edge.tenants.configured)
+    return app
+
+
+def _add_completions(app: FastAPI, edge: _Edge) -> None:
+    service = edge.service
+
+    @app.post("/v1/chat/completions", **openapi.completion(schemas.ChatCompletion))
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         arrival = service.cluster.clock.now()
+        tenant = edge.tenants.of(http.headers)
         body = schemas.parse(schemas.ChatCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
         dialogue = body.dialogue()
         long = sum(len(message["content"]) for message in dialogue) > LONG_TEXT
         prompt = await _encode(service.text.chat, dialogue, long, "messages")
-        return _answer(service, http, arrival, body, prompt)
+        return _offer(edge, http, tenant, arrival, body, prompt)
 
-    @app.post("/v1/completions", **_documented(schemas.TextCompletion))
+    @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
     async def completion(http: Request) -> Response:
         """OpenAI's text completion, of a string or of token ids."""
         arrival = service.cluster.clock.now()
+        tenant = edge.tenants.of(http.headers)
         body = schemas.parse(schemas.TextCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = await _encode(service.text.encode, prompt, len(prompt) > LONG_TEXT, "prompt")
-        return _answer(service, http, arrival, body, prompt)
+        return _offer(edge, http, tenant, arrival, body, prompt)
 
-    created = int(service.created_offset + service.cluster.clock.now())
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service, name, created) for name in service.names]})
+def _add_models(app: FastAPI, edge: _Edge) -> None:
+    service = edge.service
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    @app.get("/v1/models", responses=openapi.errors(401))
+    async def models(http: Request) -> Response:
+        """The names under which the model may be asked for."""
+        edge.tenants.of(http.headers)
+        return _json({"object": "list", "data": [_model(service, name, edge.created) for name in service.names]})
+
+    @app.get("/v1/models/{name:path}", responses=openapi.errors(401, 404))
+    async def model(http: Request, name: str) -> Response:
+        """One of them."""
+        edge.tenants.of(http.headers)
         _check_model(service, name)
-        return _json(_model(service, name, created))
+        return _json(_model(service, name, edge.created))
 
-    @app.get("/health")
+
+def _add_operations(app: FastAPI, edge: _Edge) -> None:
+    service = edge.service
+
+    @app.get("/health", responses=openapi.errors(503))
     async def health() -> Response:
         """200 while requests are taken, else 503."""
         if service.cluster.dead.is_set():
             return _json({"status": "dead", "error": str(service.cluster.error)}, 503)
         return _json({"status": "draining"}, 503) if app.state.draining else _json({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Prometheus' text format."""
+        return Response(edge.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    _document_parts(app)
-    return app
+    @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
+    async def request(http: Request, id: str) -> Response:
+        """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
+        tenant = edge.tenants.of(http.headers)
+        records = edge.recorder.find(id)
+        if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
+            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
+        now = service.cluster.clock.now()
+        return _json(debug.shown(id, records, service.views(), now, fair=service.fair))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request
@@ -147,48 +201,55 @@ def _check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _answer(
-    service: Service,
+def _offer(
+    edge: _Edge,
     http: Request,
+    tenant: Tenant,
     arrival: float,
     body: schemas.ChatCompletion | schemas.TextCompletion,
     prompt: tuple[int, ...],
-) -> Answer:
-    chat = isinstance(body, schemas.ChatCompletion)
-    where = "messages" if chat else "prompt"
-    tier = service.tiers.resolve(body.service_tier)
-    offer = Offer(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
-        stages=slo_input.stages(prompt, http.headers, body.slo, tier),
+) -> Response:
+    service = edge.service
+    tier = edge.tenants.tiers(tenant).resolve(body.service_tier)
+    meter = edge.meters.get(tenant.name)
+    door = service.cluster if meter is None else Door(edge.books, meter)
+    reply = answer(
+        body,
+        prompt,
+        http.headers,
         arrival=arrival,
-        tier=tier.name,
-        tenant=body.user or "default",
-        sampling=body.sampling(_room(service.most_tokens, len(prompt), body.limit, where)),
-        on_decline=(body.slo and body.slo.on_decline) or tier.on_decline,
+        tenant=tenant.name,
+        tier=tier,
+        cluster=door,
+        spell=service.text.spell,
+        most_tokens=service.most_tokens,
+        most_choices=service.most_choices,
+        created_offset=service.created_offset,
     )
-    form = sse.Format("chat" if chat else "text", offer, body.model, int(service.created_offset + arrival))
-    chunks = None
-    if body.stream:
-        options = body.stream_options or schemas.StreamOptions()
-        chunks = sse.Chunks(
-            form, include_usage=bool(options.include_usage), every_usage=bool(options.continuous_usage_stats)
-        )
-    return Answer(service.cluster, form, chunks)
+    less = slo_input.clamped(http.headers, body.slo, tier)
+    if body.service_tier not in (None, "auto") and service.tiers.resolve(body.service_tier).name != tier.name:
+        less.insert(0, "service_tier")
+    granted = [(b"x-rubato-clamped", ", ".join(less).encode())] if less else []
+    if meter is None:
+        return _WithHeaders(reply, lambda: granted) if granted else reply
+    return _WithHeaders(reply, lambda: granted + meter.headers(service.cluster.clock.now()))
 
 
-def _room(most: int, prompt: int, wanted: int | None, where: str) -> int:
-    """The output tokens a request gets. Raises ApiError 400 when prompt and output are beyond the model's context."""
-    if prompt == 0:
-        raise ApiError(400, f"{where}: there is no token in it.", param=where, code="invalid_value")
-    if prompt + (wanted or 1) > most:
-        asked = f" and {wanted} of output" if wanted else ", which leaves no room for output"
-        raise ApiError(
-            400,
-            f"This model's context is {most} tokens; you asked for {prompt} of {where}{asked}.",
-            param=where,
-            code="context_length_exceeded",
-        )
-    return wanted or most - prompt
+class _WithHeaders(Response):
+    """An answer with more headers, those that hold when it begins."""
+
+    def __init__(self, reply: Response, more: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._reply = reply
+        self._more = more
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *self._more()]}
+            await send(message)
+
+        await self._reply(scope, receive, marked)
 
 
 # --------------------------------------------------------------------------- answers
@@ -207,21 +268,6 @@ def _model(service: Service, name: str, created: int) -> dict[str, Any]:
 
 def _json(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
-
-
-def _documented(schema: type[schemas.Completion]) -> dict[str, Any]:
-    """Bodies are read by hand, for OpenAI's error shapes and speed; this puts them into /docs all the same."""
-    of = schema.model_json_schema(ref_template=_REFERENCE)
-    of.pop("$defs")
-    body = {"required": True, "content": {"application/json": {"schema": of}}}
-    return {"openapi_extra": {"requestBody": body}, "response_model": None}
-
-
-def _document_parts(app: FastAPI) -> None:
-    """Where `_documented` bodies refer to."""
-    parts = app.openapi().setdefault("components", {}).setdefault("schemas", {})
-    for schema in (schemas.ChatCompletion, schemas.TextCompletion):
-        parts.update(schema.model_json_schema(ref_template=_REFERENCE)["$defs"])
 
 
 def _add_error_shapes(app: FastAPI) -> None:

@@ -1,7 +1,7 @@
 """Every error a client can see, in OpenAI's shape: `{"error": {message, type, param, code}}`.
 
-Bad input is 400 with `param` naming the field (404 unknown model, 413 body too large), no capacity is 429 with
-`Retry-After`, an engine that failed is 500. Nothing is ever 422.
+Bad input is 400 with `param` naming the field (401 no or an unknown key, 404 unknown model, 413 body too large), no
+capacity or a tenant's limit is 429 with `Retry-After`, an engine that failed is 500. Nothing is ever 422.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
         return ApiError(400, f"This model cannot run the request: {event.reason}.", code=code)
     if event.outcome == "refused":
         seconds = max(1, math.ceil(min(retry_after, 3600.0)))
+        limited = event.reason.startswith("rejected-rate-limit")
         return ApiError(
             429,
-            f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
-            code=event.reason,
+            f"This key's rate limit is used up: try again in {seconds} s."
+            if limited
+            else f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
+            code="rate_limit_exceeded" if limited else event.reason,
             kind="rate_limit_error",
             headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", _one_line(event.reason))),
         )

@@ -3,93 +3,148 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rubato.cluster import Cluster
 from rubato.server import sse
 from rubato.server.errors import ApiError, from_finished
 from rubato.server.verdict import served_tier
-from rubato.types import Event, Finished, Tokens
+from rubato.types import Event, Finished, Logprob, Request, Started, Tokens
+
+
+class Intake(Protocol):
+    """Where requests are offered: a cluster, or what stands before it."""
+
+    def offer(self, request: Request, listener: Callable[[Event], None] | None = None) -> None: ...
+    def cancel(self, id: str) -> None: ...
+    def retry_after(self) -> float: ...
+
+
+class Part:
+    """What one choice's events have brought that was not taken yet."""
+
+    __slots__ = ("_logprobs", "_texts", "cached", "end", "output", "told")
+
+    def __init__(self) -> None:
+        self.output = 0
+        self.cached: int | None = None  # prompt tokens that were in KV when it began
+        self.end: Finished | None = None
+        self.told = False  # its end has been written
+        self._texts: list[str] = []
+        self._logprobs: list[Logprob] = []
+
+    def add(self, event: Tokens) -> None:
+        self._texts.append(event.text)
+        self._logprobs += event.logprobs
+        self.output += event.tokens
+
+    def take(self) -> sse.Said | None:
+        """All since the last call, as one piece; None when no token came."""
+        if not self._texts:
+            return None
+        said = sse.Said("".join(self._texts), tuple(self._logprobs))
+        self._texts.clear()
+        self._logprobs.clear()
+        return said
 
 
 class Live:
-    """Collects what a request's events bring until the handler takes it. Called on the event loop with each event.
+    """Collects what the events of a request's choices bring until the handler takes it. Called on the event loop with
+    each event.
 
-    every_token: wake the handler at each token, not only at the end.
+    every_token: wake the handler at each token and at each choice's end, not only at the end of all.
     """
 
-    __slots__ = ("_every_token", "_texts", "_waiter", "end", "gone", "output")
+    __slots__ = ("_every_token", "_left", "_news", "_parts", "_waiter", "failed", "gone", "parts")
 
-    def __init__(self, every_token: bool) -> None:
-        self.output = 0
-        self.end: Finished | None = None
+    def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
+        self.parts = [Part() for _ in requests]
+        self.failed: Finished | None = None  # the first end that is no completion: there is no answer any more
         self.gone = False  # the client is: there is nobody to answer
-        self._texts: list[str] = []
+        self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
+        self._left = len(requests)
+        self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._every_token = every_token
 
     def __call__(self, event: Event) -> None:
+        part = self._parts[event.id]
         if type(event) is Tokens:
-            self._texts.append(event.text)
-            self.output += event.tokens
+            part.add(event)
             if self._every_token:
                 self._wake()
+        elif type(event) is Started:
+            if part.cached is None:
+                part.cached = 0 if event.resumed else event.cached
         elif type(event) is Finished:
-            self.end = event
-            self._wake()
+            part.end = event
+            self._left -= 1
+            if event.outcome != "completed" and self.failed is None:
+                self.failed = event
+            if self._every_token or self.over:
+                self._wake()
+
+    @property
+    def over(self) -> bool:
+        """All choices have ended, or one has failed."""
+        return self._left == 0 or self.failed is not None
+
+    @property
+    def ends(self) -> list[Finished]:
+        return [part.end for part in self.parts if part.end is not None]
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens whose KV was there when the first choice began: the prefix cache's doing. That the others find
+        its prompt's KV is not."""
+        return self.parts[0].cached or 0
 
     async def ready(self) -> None:
-        """Return when there is something to take, or the end."""
-        if self.end is None and not (self._every_token and self._texts):
+        """Return when there is something new since the last call, or it is over."""
+        if not self.over and not self._news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-
-    def take(self) -> str | None:
-        """All text since the last call, as one piece; None when no token came."""
-        if not self._texts:
-            return None
-        text = "".join(self._texts)
-        self._texts.clear()
-        return text
+        self._news = False
 
     def _wake(self) -> None:
+        self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class Answer(Response):
-    """Offers a request when sent, and answers with what becomes of it.
+    """Offers a request's choices when sent, and answers with what becomes of them.
 
-    The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming. A client
-    that goes away takes its request with it at once.
+    The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: of one
+    choice it is of all. A client that goes away takes its request with it at once.
     """
 
-    def __init__(self, cluster: Cluster, form: sse.Format, chunks: sse.Chunks | None) -> None:
+    def __init__(self, cluster: Intake, form: sse.Format, chunks: sse.Chunks | None) -> None:
         self._cluster = cluster
         self._form = form
         self._chunks = chunks
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = self._form.request
-        live = Live(every_token=self._chunks is not None)
-        self._cluster.offer(request, live)
+        live = Live(self._form.requests, every_token=self._chunks is not None)
 
         def gone() -> None:
             live.gone = True
-            if live.end is None:
-                self._cluster.cancel(request.id)
+            self._cancel(live)
 
+        for request in self._form.requests:
+            self._cluster.offer(request, live)
         watcher = asyncio.create_task(_watch(receive, gone))
         try:
             await live.ready()
             if live.gone:
                 return
-            if live.end is not None and live.end.outcome != "completed":
-                await self._refuse(live.end)(scope, receive, send)
+            if live.failed is not None:
+                self._cancel(live)
+                await self._error(live.failed).response()(scope, receive, send)
             elif self._chunks is None:
                 await self._whole(live, scope, receive, send)
             else:
@@ -98,13 +153,16 @@ class Answer(Response):
             watcher.cancel()
             gone()
 
-    def _refuse(self, end: Finished) -> Response:
-        return from_finished(end, self._cluster.retry_after()).response()
+    def _cancel(self, live: Live) -> None:
+        """End what has not ended."""
+        for request, part in zip(self._form.requests, live.parts, strict=True):
+            if part.end is None:
+                self._cluster.cancel(request.id)
 
     async def _whole(self, live: Live, scope: Scope, receive: Receive, send: Send) -> None:
-        assert live.end is not None, "a whole answer is woken at its end only"
-        body = sse.whole(self._form, live.take() or "", live.end)
-        headers = {"x-rubato-tier": served_tier(self._form.request, live.end), "x-request-id": live.end.id}
+        said = [part.take() or sse.Said("") for part in live.parts]
+        body = sse.whole(self._form, said, live.ends, live.cached)
+        headers = {"x-rubato-tier": served_tier(self._form.request, live.ends), "x-request-id": self._form.id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
     async def _stream(self, live: Live, chunks: sse.Chunks, send: Send) -> None:
@@ -112,24 +170,34 @@ class Answer(Response):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
-            (b"x-request-id", self._form.request.id.encode()),
+            (b"x-request-id", self._form.id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         piece = chunks.begin()
         while True:
-            end, text = live.end, live.take()
-            if text is not None:
-                piece += chunks.tokens(text, live.output)
-            if end is not None:
+            piece += self._new(live, chunks)
+            if live.over:
                 break
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = b""
             await live.ready()
-        if end.outcome == "completed":
-            piece += chunks.end(end)
-        else:  # no [DONE]: what came is not an answer
-            piece += b"data: " + self._error(end).body() + b"\n\n"
+        if live.failed is not None:  # no [DONE]: what came is not an answer
+            self._cancel(live)
+            piece += b"data: " + self._error(live.failed).body() + b"\n\n"
         await send({"type": "http.response.body", "body": piece, "more_body": False})
+
+    def _new(self, live: Live, chunks: sse.Chunks) -> bytes:
+        """The chunks of what came since the last call."""
+        piece = b""
+        for index, part in enumerate(live.parts):
+            if (said := part.take()) is not None:
+                piece += chunks.tokens(index, said, part.output)
+            if part.end is not None and part.end.outcome == "completed" and not part.told:
+                part.told = True
+                last = all(other.told for other in live.parts)
+                piece += chunks.end(index, live.ends, live.cached) if last else chunks.end_choice(index, part.end)
+        return piece
 
     def _error(self, end: Finished) -> ApiError:
         return from_finished(end, self._cluster.retry_after())

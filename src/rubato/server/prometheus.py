@@ -1,7 +1,10 @@
 """Prometheus metrics: a fold over events, plus gauges read from the replicas at the scrape.
 
-vLLM's names where the meaning is the same. Attainment is `rubato_slo_met_total` over `rubato_requests_offered_total`: a
-request that was refused, failed or cut short was offered too.
+vLLM's names where the meaning is the same. Attainment is `rubato_slo_met_total{dimension="all"}` over
+`rubato_requests_offered_total`: a request that was refused, failed or cut short was offered too. For one dimension
+alone it is over `rubato_slo_promised_total`; a TPOT is there the mean over the request, whatever rule judges it.
+
+Labels are tiers, tenants, replicas and words of ours: all of them known beforehand, so that no client can make more.
 """
 
 from __future__ import annotations
@@ -15,15 +18,32 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from rubato.interfaces import View
-from rubato.types import Demoted, Event, Finished, Offered, Preempted, Promoted, Request, Started, Stepped, Tokens
+from rubato.slo import TOLERANCE
+from rubato.types import (
+    SLO,
+    Demoted,
+    Event,
+    Finished,
+    Offered,
+    Placed,
+    Preempted,
+    Promoted,
+    Request,
+    Shape,
+    Started,
+    Stepped,
+    Tokens,
+    Verdict,
+)
 
-MOST_TENANTS = 100  # label values; a client names its tenant, and must not be able to grow the server's memory
+MOST_REASONS = 32  # label values; a policy may refuse with any words
 OTHER = "other"
 
 TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 PER_TOKEN = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 E2E = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+MARGIN = (-30.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -32,8 +52,11 @@ class _Open:
     """What a request in flight needs remembered."""
 
     request: Request
+    used: Counter  # its tenant's output tokens
     replica_wait: float | None  # arrival, until its first work
-    last: float | None = None  # time of its last token
+    begun: float | None = None  # its first work
+    first: float | None = None  # time of its first token
+    last: float | None = None  # and of its last
 
 
 class Metrics:
@@ -43,13 +66,15 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use to anyone here
         self.registry = CollectorRegistry()
         self._open: dict[str, _Open] = {}
-        self._tenants: set[str] = set()
+        self._reasons: set[str] = set()
         self._model = model
+        self._views = views
         self._build_own()
         self._build_vllm(model)
         self.registry.register(_Gauges(model, views, in_flight))
         self._folds: dict[type[Event], Callable[[Any], None]] = {
             Offered: self._offered,
+            Placed: self._placed,
             Started: self._started,
             Tokens: self._token,
             Preempted: lambda event: self._preemptions.inc(),
@@ -74,9 +99,35 @@ class Metrics:
         to = self.registry
         self._n_offered = Counter("rubato_requests_offered", "Requests offered", ["tier", "tenant"], registry=to)
         self._n_finished = Counter("rubato_requests_finished", "Requests ended", ["tier", "outcome"], registry=to)
-        self._met = Counter("rubato_slo_met", "Requests whose every SLO was met", ["tier"], registry=to)
+        self._promised = Counter(
+            "rubato_slo_promised", "Requests offered with an SLO in this dimension", ["tier", "dimension"], registry=to
+        )
+        self._met = Counter(
+            "rubato_slo_met",
+            "Requests that met it; all: every SLO",
+            ["tier", "dimension"],
+            registry=to,
+        )
         self._missed = Counter(
             "rubato_slo_missed", "Requests with a missed SLO, by cause", ["tier", "cause"], registry=to
+        )
+        self._refused = Counter("rubato_requests_refused", "Requests refused", ["tier", "reason"], registry=to)
+        self._used = Counter(
+            "rubato_tenant_tokens", "Tokens of prompts that began, and of output", ["tenant", "kind"], registry=to
+        )
+        self._predicted = Histogram(
+            "rubato_predicted_ttft_seconds",
+            "TTFT expected at placement",
+            ["tier"],
+            buckets=TTFT,
+            registry=to,
+        )
+        self._margin = Histogram(
+            "rubato_slo_margin_seconds",
+            "To spare at the tightest token",
+            ["tier"],
+            buckets=MARGIN,
+            registry=to,
         )
         self._demotions = Counter("rubato_demotions", "Requests demoted to best effort", registry=to)
         self._promotions = Counter("rubato_promotions", "Requests promoted back to their SLO", registry=to)
@@ -94,6 +145,8 @@ class Metrics:
 
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
         self._generated = counter("generation_tokens", "Output tokens")
+        self._asked = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._preemptions = counter("num_preemptions", "Preemptions")
         self._success = Counter(
             "vllm:request_success", "Requests completed", ["model_name", "finished_reason"], registry=self.registry
@@ -102,6 +155,9 @@ class Metrics:
         self._itl = histogram("inter_token_latency_seconds", "From a token to the next", PER_TOKEN)
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean over a request", PER_TOKEN)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token", E2E)
+        self._prefill = histogram("request_prefill_time_seconds", "From the first work to the first token", E2E)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", E2E)
+        self._iteration = histogram("iteration_tokens_total", "Tokens in a step", SIZES)
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first work", E2E)
         self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", SIZES)
         self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZES)
@@ -110,41 +166,70 @@ class Metrics:
 
     def _offered(self, event: Offered) -> None:
         request = event.request
-        self._open[event.id] = _Open(request, request.arrival)
-        self._n_offered.labels(request.tier, self._tenant(request.tenant)).inc()
+        self._open[event.id] = _Open(request, self._used.labels(request.tenant, "output"), request.arrival)
+        self._n_offered.labels(request.tier, request.tenant).inc()
+        for dimension in _promises(request):
+            self._promised.labels(request.tier, dimension).inc()
+
+    def _placed(self, event: Placed) -> None:
+        state = self._open[event.id]
+        view = next((view for view in self._views() if view.id == event.replica), None)
+        if view is not None and state.last is None:
+            waited = event.at - state.request.arrival
+            self._predicted.labels(state.request.tier).observe(waited + prefill_seconds(view, _prompt(state.request)))
 
     def _started(self, event: Started) -> None:
         state = self._open[event.id]
         if state.replica_wait is not None:
-            prompt = sum(stage.prompt for stage in state.request.stages)
+            prompt = _prompt(state.request)
             self._queue.observe(event.at - state.replica_wait)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
+            self._used.labels(state.request.tenant, "prompt").inc(prompt)
+            self._asked.inc(prompt)
+            self._hits.inc(event.cached)
             state.replica_wait = None
+            state.begun = event.at
 
     def _token(self, event: Tokens) -> None:
         if not event.tokens:  # text that was held back, of tokens counted before
             return
         self._generated.inc(event.tokens)
         state = self._open[event.id]
+        state.used.inc(event.tokens)
         if state.last is None:
+            state.first = event.at
             self._ttft.observe(event.at - state.request.arrival)
+            if state.begun is not None:
+                self._prefill.observe(event.at - state.begun)
         else:
             self._itl.observe(event.at - state.last)
         state.last = event.at
 
     def _finished(self, event: Finished) -> None:
-        tier = self._open.pop(event.id).request.tier
-        verdict = event.verdict
+        state = self._open.pop(event.id)
+        tier, verdict = state.request.tier, event.verdict
         self._n_finished.labels(tier, event.outcome).inc()
         if verdict.met:
-            self._met.labels(tier).inc()
+            self._met.labels(tier, "all").inc()
         else:
             self._missed.labels(tier, verdict.cause or "unknown").inc()
-        if event.outcome != "completed":
-            return
+        if event.outcome == "refused":
+            self._refused.labels(tier, self._reason(event.reason)).inc()
+        if verdict.margin is not None:
+            self._margin.labels(tier).observe(verdict.margin)
+        if event.outcome == "completed":
+            for dimension, seconds in _promises(state.request).items():
+                if _kept(verdict, dimension, seconds):
+                    self._met.labels(tier, dimension).inc()
+            self._completed(event, state)
+
+    def _completed(self, event: Finished, state: _Open) -> None:
+        verdict = event.verdict
         self._success.labels(self._model, event.reason).inc()
         self._output_size.observe(event.output)
+        if state.first is not None and state.last is not None:
+            self._decode.observe(state.last - state.first)
         if verdict.tpot is not None:
             self._tpot.observe(verdict.tpot)
         if verdict.e2e is not None:
@@ -154,14 +239,49 @@ class Metrics:
         self._step.labels(event.id).observe(event.seconds)
         self._seqs.labels(event.id).observe(event.shape.seqs)
         self._tokens.labels(event.id).observe(event.shape.tokens)
+        self._iteration.observe(event.shape.tokens)
 
-    def _tenant(self, name: str) -> str:
-        name = name[:64]
-        if name not in self._tenants:
-            if len(self._tenants) >= MOST_TENANTS:
+    def _reason(self, reason: str) -> str:
+        """Its first words, which name the kind; what follows a colon is about one request."""
+        reason = reason.partition(":")[0][:64]
+        if reason not in self._reasons:
+            if len(self._reasons) >= MOST_REASONS:
                 return OTHER
-            self._tenants.add(name)
-        return name
+            self._reasons.add(reason)
+        return reason
+
+
+def _prompt(request: Request) -> int:
+    return sum(stage.prompt for stage in request.stages)
+
+
+def _promises(request: Request) -> dict[str, float]:
+    """Dimension -> seconds; a TPOT only where all stages promise the same, since it is measured over the whole."""
+    slo = request.stages[0].slo
+    same = all(stage.slo.tpot == slo.tpot for stage in request.stages)
+    slo = SLO(slo.ttft, slo.tpot if same else None, slo.e2e)
+    return {name: value for name in ("ttft", "tpot", "e2e") if (value := getattr(slo, name)) is not None}
+
+
+def _kept(verdict: Verdict, dimension: str, seconds: float) -> bool:
+    measured = getattr(verdict, dimension)
+    return (dimension == "tpot" and verdict.ttft is not None) if measured is None else measured <= seconds + TOLERANCE
+
+
+def prefill_seconds(view: View, prompt: int) -> float:
+    """Expected until a replica, as it is now, has prefilled what waits and then `prompt` tokens more: full batches,
+    decodes going on beside them. What is predicted of a request in the moment it is placed."""
+    decodes = sum(seq.pending == 1 for seq in view.running)
+    kv = sum(seq.length for seq in view.running)
+    pending = prompt + sum(seq.pending for seq in view.waiting)
+    pending += sum(seq.pending for seq in view.running if seq.pending > 1)
+    chunk = max(1, view.limits.max_tokens - decodes)
+    base = Shape(decodes, decodes, kv)
+    full, rest = divmod(pending, chunk)
+    seconds = max(0.0, view.busy_until - view.now)
+    if full:
+        seconds += full * view.latency.step_time(base.plus(chunk, 0))
+    return seconds + (view.latency.step_time(base.plus(rest, 0)) if rest else 0.0)
 
 
 class _Gauges:
@@ -172,7 +292,11 @@ class _Gauges:
 
     def collect(self) -> Iterator[Metric]:
         views = self._views()
-        yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=self._in_flight())
+        flight = self._in_flight()
+        placed = sum(len(v.running) + len(v.waiting) for v in views)
+        yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=flight)
+        yield GaugeMetricFamily("rubato_requests_held", "Of these, at no replica yet", value=max(0, flight - placed))
+        yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
         yield self._gauge("num_requests_running", "Holding KV", ((v, len(v.running)) for v in views))
         yield self._gauge("num_requests_waiting", "Placed, holding no KV", ((v, len(v.waiting)) for v in views))
         usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)

@@ -1,4 +1,4 @@
-"""What a client may send: OpenAI's chat and text completion bodies, vLLM's `top_k` and `ignore_eos`, and our `slo`.
+"""What a client may send: OpenAI's chat and text completion bodies, vLLM's further sampling fields, and our `slo`.
 
 A parameter that would change the output and that we do not implement is refused, never ignored; one that changes
 nothing (`store`, `metadata`, ...) is accepted.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from rubato.server.errors import ApiError
 from rubato.types import Sampling
@@ -22,13 +22,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -39,33 +37,32 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
+    "parallel_tool_calls": (),
     "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 MOST_STOPS = 4
+MOST_STOP_IDS = 64
+MOST_LOGPROBS = 20
 INT64 = 2**63
 LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
+
+
+StopId = Annotated[int, Field(ge=0, lt=INT64)]
 
 
 class Body(BaseModel):
@@ -100,11 +97,23 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Any
 
+    tool_calls: Any = None
+    function_call: Any = None
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("this server calls no tools: leave it out")
+        return value
+
     @field_validator("content")
     @classmethod
-    def _text(cls, value: Any) -> str:
+    def _text(cls, value: Any, about: ValidationInfo) -> str:
         if isinstance(value, str):
             return value
+        if value is None and about.data.get("role") == "assistant":  # OpenAI: it said nothing
+            return ""
         if not isinstance(value, list) or not value:
             raise ValueError("give a string, or a list of parts of type text")
         for part in value:
@@ -121,8 +130,14 @@ class Completion(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=INT64)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    n: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Any = None
+    stop_token_ids: list[StopId] | None = Field(default=None, max_length=MOST_STOP_IDS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -142,25 +157,50 @@ class Completion(Body):
             raise ValueError(f"{len(stops)} stop strings given: at most {MOST_STOPS} are allowed")
         return tuple(stops)
 
-    def sampling(self, max_tokens: int) -> Sampling:
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    def _sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
             top_k=max(0, self.top_k or 0),  # vLLM writes "off" as -1, OpenAI has no such field
+            min_p=float(self.min_p or 0.0),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
             seed=self.seed,
             stop=self.stop or (),
+            stop_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
         )
 
 
 class ChatCompletion(Completion):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, about: ValidationInfo) -> int | None:
+        if value and not about.data.get("logprobs"):
+            raise ValueError("only allowed together with logprobs=true")
+        return value
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
     @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
 
     def dialogue(self) -> list[dict[str, str]]:
         """The messages as a chat template wants them; `developer` is OpenAI's newer name for `system`."""
@@ -170,6 +210,19 @@ class ChatCompletion(Completion):
 class TextCompletion(Completion):
     prompt: Any
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_returned(cls, value: int | None, about: ValidationInfo) -> int | None:
+        n = about.data.get("n") or 1
+        if value is not None and value != n:
+            raise ValueError(f"this server returns every choice it makes: give n ({n}), or leave it out")
+        return value
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        return self._sampling(max_tokens, self.logprobs)
 
     @field_validator("prompt")
     @classmethod
@@ -187,8 +240,9 @@ class TextCompletion(Completion):
         raise ValueError("give a string that is not empty, or a list of token ids")
 
     @property
-    def limit(self) -> int | None:
-        return self.max_tokens
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
 
 
 B = TypeVar("B", ChatCompletion, TextCompletion)

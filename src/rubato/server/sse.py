@@ -1,101 +1,151 @@
 """Answers as bytes: a whole one, or server-sent events made from templates.
 
 At 32 sequences every step makes 32 chunks, so a chunk is concatenated from parts that are encoded once per request;
-only its text goes through a JSON encoder.
+only its text (and its log probabilities, where they are asked for) goes through a JSON encoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
 
+from rubato.server import logprobs
 from rubato.server.verdict import report, served_tier, usage
-from rubato.types import Finished, Request
+from rubato.types import Finished, Logprob, Request
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Everything about one answer that its tokens do not change. `created` in Unix seconds."""
+    """Everything about one answer that its tokens do not change. `created` in Unix seconds; requests: one a choice,
+    which differ in id and seed only."""
 
+    id: str
     kind: Literal["chat", "text"]
-    request: Request
+    requests: tuple[Request, ...]
     model: str
     created: int
+    spell: logprobs.Spell
+
+    @property
+    def request(self) -> Request:
+        return self.requests[0]
 
     @property
     def prompt(self) -> int:
         return sum(stage.prompt for stage in self.request.stages)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.sampling.logprobs is not None
 
-def whole(form: Format, text: str, end: Finished) -> bytes:
-    """The answer of a request that did not stream."""
-    if form.kind == "chat":
-        content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    else:
-        content = {"text": text}
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one choice said, or what of it is new."""
+
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+def whole(form: Format, said: Sequence[Said], ends: Sequence[Finished], cached: int) -> bytes:
+    """The answer of a request that did not stream. cached: prompt tokens whose KV was there already."""
+    choices = []
+    for index, (one, end) in enumerate(zip(said, ends, strict=True)):
+        content: dict[str, Any] = {"text": one.text}
+        if form.kind == "chat":
+            content = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
+        choices.append({"index": index, **content, "logprobs": _logprobs(form, one), "finish_reason": end.reason})
     return orjson.dumps(
         {
-            "id": form.request.id,
+            "id": form.id,
             "object": "chat.completion" if form.kind == "chat" else "text_completion",
             "created": form.created,
             "model": form.model,
-            "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": end.reason}],
-            "usage": usage(form.prompt, end.output),
-            "service_tier": served_tier(form.request, end),
+            "choices": choices,
+            "usage": usage(form.prompt, sum(end.output for end in ends), cached),
+            "service_tier": served_tier(form.request, ends),
             "system_fingerprint": None,
-            "rubato": report(form.request, end),
+            "rubato": report(form.request, ends),
         }
     )
+
+
+def _logprobs(form: Format, said: Said) -> dict[str, Any] | None:
+    if not form.wants_logprobs:
+        return None
+    return logprobs.chat(form.spell, said.logprobs) if form.kind == "chat" else _offsets(form).add(said.logprobs)
+
+
+def _offsets(form: Format) -> logprobs.Offsets:
+    return logprobs.Offsets(form.spell)
 
 
 class Chunks:
     """The events of one streamed answer.
 
     include_usage: a last chunk with `usage` and no choice (OpenAI). every_usage: running counts in every chunk (vLLM's
-    `continuous_usage_stats`), from which a client knows how many tokens a chunk brought.
+    `continuous_usage_stats`), its own choice's, from which a client knows how many tokens a chunk brought.
     """
 
-    __slots__ = ("_after", "_before", "_every_usage", "_form", "_head", "_include_usage", "_role")
+    __slots__ = ("_after", "_before", "_every_usage", "_form", "_head", "_include_usage", "_offsets", "_role")
 
     def __init__(self, form: Format, *, include_usage: bool = False, every_usage: bool = False) -> None:
         chat = form.kind == "chat"
         name = "chat.completion.chunk" if chat else "text_completion"
-        head = {"id": form.request.id, "object": name, "created": form.created, "model": form.model}
+        head = {"id": form.id, "object": name, "created": form.created, "model": form.model}
         self._head = b"data: " + orjson.dumps(head)[:-1]
-        first = b',"choices":[{"index":0,'
-        self._before = self._head + first + (b'"delta":{"content":' if chat else b'"text":')
-        self._after = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]'
+        firsts = [self._head + b',"choices":[{"index":%d,' % index for index in range(len(form.requests))]
+        self._before = [first + (b'"delta":{"content":' if chat else b'"text":') for first in firsts]
+        self._after = (b"}" if chat else b"") + b',"logprobs":'
         role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        self._role = self._head + first + role if chat else b""
+        self._role = [first + role for first in firsts] if chat else []
+        self._offsets = [] if chat else [_offsets(form) for _ in firsts]
         self._form = form
         self._include_usage = include_usage
         self._every_usage = every_usage
 
     def begin(self) -> bytes:
-        """What comes before the first token: the role, in a chat."""
-        return self._role + self._tail(0) if self._role else b""
+        """What comes before the first token: the roles, in a chat."""
+        return b"".join(role + self._tail(0) for role in self._role)
 
-    def tokens(self, text: str, output: int) -> bytes:
-        """A chunk of new text, which may be empty (half a character); `output` tokens are out by now in all."""
-        return self._before + orjson.dumps(text) + self._after + self._tail(output)
+    def tokens(self, index: int, new: Said, output: int) -> bytes:
+        """A chunk of what is new in choice `index`, whose text may be empty (half a character); `output` of its
+        tokens are out by now."""
+        likely = b"null"
+        if self._form.wants_logprobs:
+            found = new.logprobs
+            likely = orjson.dumps(
+                self._offsets[index].add(found) if self._offsets else logprobs.chat(self._form.spell, found)
+            )
+        middle = self._before[index] + orjson.dumps(new.text) + self._after + likely
+        return middle + b',"finish_reason":null}]' + self._tail(output)
 
-    def end(self, end: Finished) -> bytes:
-        """The finish reason, the usage if asked for, and on whichever is last the tier served and the verdict."""
-        request = self._form.request
-        empty = b'"delta":{}' if self._form.kind == "chat" else b'"text":""'
-        choice = b',"choices":[{"index":0,' + empty + b',"logprobs":null,"finish_reason":%b}]'
-        finish = self._head + choice % orjson.dumps(end.reason)
-        verdict = {"service_tier": served_tier(request, end), "rubato": report(request, end)}
+    def end_choice(self, index: int, end: Finished) -> bytes:
+        """The finish reason of a choice while others go on."""
+        return self._finish(index, end) + self._tail(end.output)
+
+    def end(self, index: int, ends: Sequence[Finished], cached: int) -> bytes:
+        """The finish reason of the last choice to end, the usage if asked for, and on whichever of the two is last
+        the tier served and the verdict."""
+        request, output = self._form.request, ends[index].output
+        verdict = {"service_tier": served_tier(request, ends), "rubato": report(request, ends)}
         about = b"," + orjson.dumps(verdict)[1:-1]
+        finish = self._finish(index, ends[index])
         if not self._include_usage:
-            return finish + about + self._tail(end.output) + DONE
-        counts = orjson.dumps(usage(self._form.prompt, end.output))
+            return finish + about + self._tail(output) + DONE
+        counts = orjson.dumps(usage(self._form.prompt, sum(end.output for end in ends), cached))
         last = self._head + b',"choices":[]' + about + b',"usage":' + counts + b"}\n\n"
-        return finish + self._tail(end.output) + last + DONE
+        return finish + self._tail(output) + last + DONE
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        empty = b'"delta":{}' if self._form.kind == "chat" else b'"text":""'
+        choice = b',"choices":[{"index":%d,' % index + empty + b',"logprobs":null,"finish_reason":%b}]'
+        return self._head + choice % orjson.dumps(end.reason)
 
     def _tail(self, output: int) -> bytes:
         if self._every_usage:

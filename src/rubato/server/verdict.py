@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from rubato.server.slo_input import BEST_EFFORT
 from rubato.types import SLO, Finished, Request
 
 
-def usage(prompt: int, output: int) -> dict[str, int]:
-    """OpenAI's `usage`, in tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
+    """OpenAI's `usage`, in tokens. cached: of the prompt, those whose KV the prefix cache had."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
-def served_tier(request: Request, end: Finished) -> str:
-    """The tier actually served: the one asked for, unless the request ended as best effort against its will."""
-    return BEST_EFFORT if end.best_effort and not request.best_effort else request.tier
+def served_tier(request: Request, ends: Sequence[Finished]) -> str:
+    """The tier actually served: the one asked for, unless a choice ended as best effort against its will."""
+    return BEST_EFFORT if any(end.best_effort for end in ends) and not request.best_effort else request.tier
 
 
-def report(request: Request, end: Finished) -> dict[str, Any]:
+def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
     """The `rubato` field: what was promised (`targets`), what was measured, and whether the promise was kept.
 
-    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO.
+    Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO. Of
+    several choices: the report of the one that fared worst, `met` when all met, and each by itself under `choices`.
     """
+    reports = [_report(request, end) for end in ends]
+    if len(reports) == 1:
+        return reports[0]
+    worst = min(reports, key=lambda r: (r["met"], inf if r["margin_ms"] is None else r["margin_ms"]))
+    served = "best_effort" if any(r["served"] == "best_effort" for r in reports) else "slo"
+    return {**worst, "served": served, "choices": [{"index": i, **r} for i, r in enumerate(reports)]}
+
+
+def _report(request: Request, end: Finished) -> dict[str, Any]:
     verdict = end.verdict
     best_effort = end.best_effort or request.best_effort
     return {

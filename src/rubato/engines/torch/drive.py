@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rubato.interfaces import Engine
+from rubato.interfaces import KV, Engine
 from rubato.types import Batch, Emitted, Entry, Request, Sampling, Stage, StepResult
 
 
@@ -38,6 +38,7 @@ class Driver:
         self.add_request(Request(id, (Stage(len(prompt), token_ids=tuple(prompt)),), 0.0, sampling=sampling))
 
     def add_request(self, request: Request) -> None:
+        """Of one with `progress`, add what it has beyond its first prompt to `length`."""
         self.engine.add(request)
         self.blocks[request.id], self.cached[request.id] = [], 0
         self.length[request.id] = request.stages[0].prompt
@@ -54,9 +55,7 @@ class Driver:
         """The batch that runs so many pending tokens of each sequence; takes the blocks it needs."""
         entries = []
         for id, count in work.items():
-            end = self.cached[id] + count
-            while len(self.blocks[id]) * self.engine.limits.block < end:
-                self.blocks[id].append(self.free.pop(0))
+            self._grow(id, self.cached[id] + count)
             entries.append(Entry(id, self.cached[id], count, tuple(self.blocks[id]), count == self.pending(id)))
         return Batch(tuple(entries))
 
@@ -74,10 +73,24 @@ class Driver:
         self.free += self.blocks[id]
         self.blocks[id], self.cached[id] = [], 0
 
+    def export_kv(self, id: str) -> KV:
+        """What is in KV of a sequence."""
+        return self.loop.run_until_complete(self.engine.export_kv(self.blocks[id], self.cached[id]))
+
+    def import_kv(self, id: str, kv: KV) -> None:
+        """Begin a sequence, of which nothing is in KV yet, with that of another engine."""
+        self._grow(id, kv.tokens)
+        self.loop.run_until_complete(self.engine.import_kv(self.blocks[id], kv))
+        self.cached[id] = kv.tokens
+
     def run(self) -> None:
         """Run everything to its end: each step all that is pending of every sequence."""
         while live := self.live:
             self.step({id: self.pending(id) for id in live})
+
+    def _grow(self, id: str, tokens: int) -> None:
+        while len(self.blocks[id]) * self.engine.limits.block < tokens:
+            self.blocks[id].append(self.free.pop(0))
 
     def _book(self, id: str, out: Emitted) -> None:
         self.length[id] += out.tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from rubato.engines.torch.config import Rope, frequencies
+from rubato.engines.torch.config import FAMILIES, Rope, frequencies
 from rubato.engines.torch.vocabulary import special_ids, tokenizer, tokenizer_config
 
 EDITION = 1  # of the conversion: folders of another one are not read
@@ -61,6 +61,22 @@ OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+}
+# Keys that change what is computed, which these architectures do not have, with the value that changes nothing.
+IDLE = {
+    "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.sliding_window_pattern": 0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 0.0,
+    "embedding_scale": 0.0,
+    "residual_scale": 0.0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
 }
 ROPE_FACTORS = "rope_freqs.weight"  # how much each pair's wavelength is stretched: no weight, but llama3's rope
 
@@ -108,8 +124,14 @@ def convert(file: Path, into: Path) -> None:
     """Write the Hugging Face folder `into` (it exists and is empty). Raises ValueError as `ensure`."""
     import gguf
 
-    reader = gguf.GGUFReader(file)
-    fields: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+    try:
+        reader = gguf.GGUFReader(file)
+        fields: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{file.name} cannot be read as GGUF, is it whole? ({error})") from error
+    for key in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens"):
+        if key not in fields:
+            raise ValueError(f"{file.name} does not say {key}: it holds no model with a tokenizer")
     architecture = _architecture(file, fields)
     made = tokenizer(file.name, fields)
     factors = {t.name: t.data for t in reader.tensors if t.name == ROPE_FACTORS}.get(ROPE_FACTORS)
@@ -131,7 +153,8 @@ def convert(file: Path, into: Path) -> None:
             values = unpermute(values, config[heads])
         shards.add(name, torch.from_numpy(np.ascontiguousarray(values)).to(dtype))
     shards.close()
-    config |= _facts(file, shards.where)
+    config |= _facts(file, shards.where, architecture)
+    _complete(file, shards.where, config)
     ends = special_ids(fields)
     _write(into / "config.json", {**config, **ends, "torch_dtype": str(dtype).removeprefix("torch.")})
     _write(into / "generation_config.json", ends)
@@ -159,7 +182,17 @@ def _architecture(file: Path, fields: dict[str, Any]) -> Architecture:
         raise ValueError(f"{file.name} is one of {fields['split.count']} parts: merge them into one file first")
     if fields.get(f"{name}.expert_count", 0):
         raise ValueError(f"{file.name} is a mixture of experts, which the torch engine does not run")
-    return MISTRAL if fields.get(f"{name}.attention.sliding_window") else ARCHITECTURES[name]
+    for key, idle in IDLE.items():
+        if (value := fields.get(f"{name}.{key}", idle)) != idle:
+            raise ValueError(f"{file.name} sets {name}.{key} to {value}, which the torch engine does not know")
+    window = fields.get(f"{name}.attention.sliding_window")
+    if not window or window >= fields.get(f"{name}.context_length", 0):
+        return ARCHITECTURES[name]
+    if name != "llama":  # GGUF does not say which of its layers have the window
+        raise ValueError(
+            f"{file.name} is a {name} with a sliding window of {window} tokens, which is not read from GGUF"
+        )
+    return MISTRAL
 
 
 def _dtype(kinds: set[str]) -> torch.dtype:
@@ -208,7 +241,7 @@ def _config(file: Path, fields: dict[str, Any], architecture: Architecture, fact
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": round(float(get("attention.layer_norm_rms_epsilon")), 10),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, fields, of) or _llama3(file, factors, theta, dim),
+        "rope_scaling": _rope_scaling(file, fields, of, factors) or _llama3(file, factors, theta, dim),
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
     }
     if architecture is MISTRAL:
@@ -216,7 +249,7 @@ def _config(file: Path, fields: dict[str, Any], architecture: Architecture, fact
     return config
 
 
-def _rope_scaling(file: Path, fields: dict[str, Any], of: str) -> dict[str, Any] | None:
+def _rope_scaling(file: Path, fields: dict[str, Any], of: str, factors: Any) -> dict[str, Any] | None:
     kind = fields.get(f"{of}.rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -228,7 +261,11 @@ def _rope_scaling(file: Path, fields: dict[str, Any], of: str) -> dict[str, Any]
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     }
+    if factors is not None:
+        raise ValueError(f"{file.name} has both rope scaling {kind!r} and {ROPE_FACTORS}: one of them is meant")
     found = {hf: fields[key] for part, hf in keys.items() if (key := f"{of}.rope.scaling.{part}") in fields}
+    if "factor" not in found:
+        raise ValueError(f"{file.name} has rope scaling {kind!r} without {of}.rope.scaling.factor")
     return {"rope_type": kind, **found}
 
 
@@ -239,7 +276,7 @@ def _llama3(file: Path, factors: Any, theta: float, dim: int) -> dict[str, Any] 
         return None
     stretched = torch.from_numpy(np.array(factors, dtype=np.float32)).flatten()
     plain = frequencies(Rope(theta, None), dim)
-    for power in range(10, 21):
+    for power in range(6, 21):
         scaling = {
             "rope_type": "llama3",
             "factor": float(stretched.max()),
@@ -253,7 +290,7 @@ def _llama3(file: Path, factors: Any, theta: float, dim: int) -> dict[str, Any] 
     raise ValueError(f"{file.name} has rope factors other than Llama 3's, which the torch engine does not run")
 
 
-def _facts(file: Path, names: dict[str, str]) -> dict[str, Any]:
+def _facts(file: Path, names: Mapping[str, str], architecture: Architecture) -> dict[str, Any]:
     """What GGUF does not say but shows by the tensors that are there."""
 
     def some(*parts: str) -> bool:
@@ -263,11 +300,36 @@ def _facts(file: Path, names: dict[str, str]) -> dict[str, Any]:
         return all(there)
 
     qkv, out = some("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), some("self_attn.o_proj")
+    mlp = some("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    family = FAMILIES[architecture.name]
+    # a switch in config.json (a string) says either; else the family says it
+    fits = all(isinstance(own, str) or own == has for own, has in (
+        (family.qkv_bias, qkv), (family.out_bias, out), (family.mlp_bias, mlp)))  # fmt: skip
+    if not fits or (family.qkv_bias == family.out_bias and qkv != out):
+        raise ValueError(
+            f"{file.name} has biases (attention {qkv}, its output {out}, MLP {mlp}) that {architecture.name} has not"
+        )
     return {
         "attention_bias": qkv and out,
-        "mlp_bias": some("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        "mlp_bias": mlp,
         "tie_word_embeddings": "lm_head.weight" not in names,
     }
+
+
+def _complete(file: Path, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless every layer has the tensors that the first has, and the first all it needs."""
+    first = {name for name in names if name.startswith("model.layers.0.")}
+    family = FAMILIES[config["architectures"][0]]
+    parts = [part for part in LAYER_NAMES.values() if family.qk_norm or not part.endswith(("q_norm", "k_norm"))]
+    first |= {f"model.layers.0.{part}.weight" for part in parts}
+    wanted = {name.replace(".0.", f".{i}.", 1) for i in range(config["num_hidden_layers"]) for name in first}
+    wanted |= {"model.embed_tokens.weight", "model.norm.weight"}
+    missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted - {"lm_head.weight"})
+    if not family.qk_norm:
+        more += sorted(name for name in first if name.endswith(("q_norm.weight", "k_norm.weight")))
+    for what, found in (("lacks", missing), ("has, of which this architecture knows nothing,", more)):
+        if found:
+            raise ValueError(f"{file.name} {what} {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}")
 
 
 class _Shards:

@@ -1,0 +1,319 @@
+"""What happened to a request and why it waited: for `/debug/requests/{id}` and for the log. No prompt, no output.
+
+A fold over events. In flight every request is kept, afterwards the last `KEEP`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from rubato.interfaces import View
+from rubato.slo import deadlines
+from rubato.types import (
+    Demoted,
+    Event,
+    Finished,
+    Lost,
+    Offered,
+    Placed,
+    Preempted,
+    Promoted,
+    Request,
+    Started,
+    Stepped,
+    Tokens,
+)
+
+KEEP = 1000  # requests that have ended, all choices of one counted as one
+MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
+# What a request waits for from the event on; what ends it is its first work.
+HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
+
+
+@dataclass(slots=True)
+class _Step:
+    """Something that happened; a run of tokens from `at` until `last`."""
+
+    at: float
+    what: str
+    about: dict[str, Any] = field(default_factory=dict)
+    last: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The tokens of one stage."""
+
+    start: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
+
+    request: Request
+    steps: list[_Step] = field(default_factory=list)
+    left_out: int = 0
+    waits: list[tuple[str, float, float]] = field(default_factory=list)  # why, from, until
+    waiting: tuple[str, float] | None = None
+    best_effort_since: float | None = None
+    best_effort: float = 0.0  # seconds, until it ended or was promoted again
+    replicas: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    cached: int = 0  # prompt tokens whose KV was there when it first started
+    started: bool = False
+    output: int = 0
+    stages: list[_Stage] = field(default_factory=list)
+    end: Finished | None = None
+
+    @property
+    def prompt(self) -> int:
+        return sum(stage.prompt for stage in self.request.stages)
+
+
+class Recorder:
+    """A listener. ended: called with each record that is complete."""
+
+    def __init__(self, ended: Callable[[Record], None] | None = None) -> None:
+        self._ended = ended
+        self._open: dict[str, Record] = {}
+        self._groups: OrderedDict[str, list[Record]] = OrderedDict()  # by the id that the API gave
+        self._done: OrderedDict[str, None] = OrderedDict()
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is Stepped:  # of a replica, not of a request
+            return
+        if type(event) is Offered:
+            record = self._open[event.id] = Record(event.request)
+            self._groups.setdefault(event.request.group or event.id, []).append(record)
+        record = self._open[event.id]
+        _fold(record, event)
+        if type(event) is Finished:
+            del self._open[event.id]
+            self._retire(record.request.group or event.id)
+            if self._ended is not None:
+                self._ended(record)
+
+    def find(self, id: str) -> Sequence[Record]:
+        """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
+        return self._groups.get(id, ())
+
+    def _retire(self, group: str) -> None:
+        if all(record.end is not None for record in self._groups[group]):
+            self._done[group] = None
+            self._done.move_to_end(group)
+            while len(self._done) > KEEP:
+                oldest, _ = self._done.popitem(last=False)
+                if all(record.end is not None for record in self._groups[oldest]):
+                    del self._groups[oldest]
+
+
+def _fold(record: Record, event: Event) -> None:
+    if isinstance(event, Tokens):
+        _tokens(record, event)
+        return
+    about: dict[str, Any] = {}
+    if isinstance(event, Offered):
+        record.waiting = (HELD, event.at)
+        record.stages.append(_Stage(event.request.arrival))
+    elif isinstance(event, Placed):
+        about["replica"] = event.replica
+        record.replicas.append(event.replica)
+        _wait(record, event.at, QUEUE)
+    elif isinstance(event, Started):
+        about = {"resumed": event.resumed, "cached_tokens": event.cached}
+        if not record.started:
+            record.started, record.cached = True, event.cached
+        _wait(record, event.at, None)
+    elif isinstance(event, Preempted):
+        record.preemptions += 1
+        _wait(record, event.at, PREEMPTED)
+    elif isinstance(event, Lost):
+        about["replica"] = event.replica
+        _wait(record, event.at, LOST)
+    elif isinstance(event, Demoted):
+        record.best_effort_since = event.at
+    elif isinstance(event, Promoted):
+        _served_best_effort(record, event.at)
+    elif isinstance(event, Finished):
+        about = {"outcome": event.outcome, "reason": event.reason}
+        _wait(record, event.at, None)
+        _served_best_effort(record, event.at)
+        record.end = event
+    _add(record, _Step(event.at, type(event).__name__.lower(), about))
+
+
+def _tokens(record: Record, event: Tokens) -> None:
+    if not event.tokens:  # text that was held back, of tokens counted before
+        return
+    while len(record.stages) <= event.stage:
+        record.stages.append(_Stage(record.stages[-1].last))
+    stage = record.stages[event.stage]
+    stage.first = event.at if stage.first is None else stage.first
+    stage.last = event.at
+    stage.tokens += event.tokens
+    record.output += event.tokens
+    last = record.steps[-1]
+    if last.what == "tokens" and last.about["stage"] == event.stage:
+        last.last, last.tokens = event.at, last.tokens + event.tokens
+    else:
+        _add(record, _Step(event.at, "tokens", {"stage": event.stage}, event.at, event.tokens))
+
+
+def _add(record: Record, step: _Step) -> None:
+    """The first and the last of a long history are kept."""
+    record.steps.append(step)
+    if len(record.steps) > MOST_STEPS:
+        del record.steps[MOST_STEPS // 2]
+        record.left_out += 1
+
+
+def _wait(record: Record, now: float, why: str | None) -> None:
+    """What it waited for until now, and waits for from now on."""
+    if record.waiting is not None:
+        record.waits.append((record.waiting[0], record.waiting[1], now))
+        if len(record.waits) > MOST_STEPS:
+            del record.waits[MOST_STEPS // 2]
+    record.waiting = None if why is None else (why, now)
+
+
+def _served_best_effort(record: Record, now: float) -> None:
+    if record.best_effort_since is not None:
+        record.best_effort += now - record.best_effort_since
+        record.best_effort_since = None
+
+
+# --------------------------------------------------------------------------- as JSON
+
+
+def shown(id: str, records: Sequence[Record], views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
+    """The page of one request, all its choices; times in milliseconds since its arrival.
+
+    fair: tenants share the replicas, so what is held before one waits for its tenant's share.
+    """
+    request = records[0].request
+    return {
+        "id": id,
+        "tenant": request.tenant,
+        "tier": request.tier,
+        "state": "finished" if all(record.end is not None for record in records) else "in flight",
+        "slo": [_slo(stage.slo, stage.ends) for stage in request.stages],
+        "on_decline": request.on_decline,
+        "prompt_tokens": records[0].prompt,
+        "max_tokens": request.sampling.max_tokens,
+        "age_ms": _ms(now - request.arrival),
+        "choices": [_choice(record, views, now, fair=fair) for record in records],
+    }
+
+
+def _choice(record: Record, views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
+    arrival = record.request.arrival
+    until = now if record.end is None else record.end.at
+    waits = [*record.waits, *([(*record.waiting, now)] if record.waiting is not None else [])]
+    demoted = record.best_effort + (now - record.best_effort_since if record.best_effort_since is not None else 0.0)
+    return {
+        "id": record.request.id,
+        "state": _state(record),
+        "replicas": record.replicas,
+        "deadlines": _due(record),
+        "now": None if record.end is not None else _now(record, views),
+        "output_tokens": record.output,
+        "cached_tokens": record.cached,
+        "preemptions": record.preemptions,
+        "waited": [
+            {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": _ms(a - arrival), "ms": _ms(b - a)}
+            for why, a, b in waits
+            if b > a or record.waiting == (why, a)
+        ],
+        "best_effort_ms": _ms(until - arrival) if record.request.best_effort else _ms(demoted),
+        "verdict": None if record.end is None else verdict(record.end),
+        "events": [_event(step, arrival) for step in record.steps],
+        "events_left_out": record.left_out,
+    }
+
+
+def _state(record: Record) -> str:
+    if record.end is not None:
+        return record.end.outcome
+    return "running" if record.waiting is None else record.waiting[0]
+
+
+def _now(record: Record, views: Sequence[View]) -> dict[str, Any] | None:
+    """How it stands at its replica, where it has one."""
+    for view in views:
+        for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
+            for position, seq in enumerate(seqs):
+                if seq.id == record.request.id:
+                    due = seq.due - record.request.arrival
+                    return {
+                        "replica": view.id,
+                        "in": queue,
+                        "position": position,
+                        "of": len(seqs),
+                        "pending_tokens": seq.pending,
+                        "kv_blocks": seq.blocks,
+                        "best_effort": seq.best_effort,
+                        "next_token_due_ms": None if due == inf else _ms(due),
+                    }
+    return None
+
+
+def _due(record: Record) -> list[dict[str, Any]]:
+    """When each stage's tokens are due: the first, each after it, and the last."""
+    arrival = record.request.arrival
+    continues: float | None = None
+    rows = []
+    for index, times in enumerate(record.stages):
+        stage = record.request.stages[index]
+        due = deadlines(stage.slo, arrival, times.start, times.first, continues if stage.prompt == 0 else None)
+        last = due.token(max(0, times.tokens - 1))
+        continues = last if last < inf else times.last
+        rows.append(
+            {
+                "stage": index,
+                "first_token_due_ms": None if due.first == inf else _ms(due.first - arrival),
+                "then_every_ms": None if stage.slo.tpot is None else _ms(stage.slo.tpot),
+                "end_due_ms": None if due.end == inf else _ms(due.end - arrival),
+                "first_token_ms": None if times.first is None else _ms(times.first - arrival),
+                "last_token_ms": None if times.first is None else _ms(times.last - arrival),
+                "tokens": times.tokens,
+            }
+        )
+    return rows
+
+
+def _slo(slo: Any, ends: str) -> dict[str, Any]:
+    return {"until": ends, **{f"{name}_ms": _ms(getattr(slo, name)) for name in ("ttft", "tpot", "e2e")}}
+
+
+def _event(step: _Step, arrival: float) -> dict[str, Any]:
+    row = {"at_ms": _ms(step.at - arrival), "event": step.what, **step.about}
+    if step.tokens:
+        row |= {"tokens": step.tokens, "until_ms": _ms(step.last - arrival)}
+    return row
+
+
+def verdict(end: Finished) -> dict[str, Any]:
+    """A verdict in milliseconds, as the answer itself tells it."""
+    judged = end.verdict
+    return {
+        "met": judged.met,
+        "cause": judged.cause,
+        "ttft_ms": _ms(judged.ttft),
+        "tpot_ms": _ms(judged.tpot),
+        "e2e_ms": _ms(judged.e2e),
+        "margin_ms": _ms(judged.margin),
+        "rule": judged.rule,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -1,0 +1,171 @@
+"""How much a tenant may use: requests and tokens a minute, and requests at once.
+
+A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
+`Books` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from rubato.cluster import Cluster, Listener
+from rubato.server.tenants import Quota
+from rubato.slo import judge
+from rubato.types import Event, Finished, Offered, Request
+
+RATE = "rejected-rate-limit"
+AT_ONCE = "rejected-tenant-saturated"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Holds up to `per_minute` and refills at that rate. What costs more than it can ever hold passes when it is full,
+    and leaves it in debt."""
+
+    per_minute: float
+    level: float = field(init=False)
+    at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.level = self.per_minute
+
+    def wait(self, cost: float, now: float) -> float:
+        """Seconds until `cost` may be taken; 0 = now."""
+        self._refill(now)
+        missing = min(cost, self.per_minute) - self.level
+        return missing * 60.0 / self.per_minute if missing > 1e-9 else 0.0
+
+    def take(self, cost: float, now: float) -> None:
+        """A negative cost gives back."""
+        self._refill(now)
+        self.level = min(self.per_minute, self.level - cost)
+
+    def _refill(self, now: float) -> None:
+        self.level = min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / 60.0)
+        self.at = max(self.at, now)
+
+
+class Meter:
+    """What one tenant has used. Times in the clock's seconds."""
+
+    def __init__(self, quota: Quota) -> None:
+        self.requests = None if quota.requests_per_minute is None else Bucket(quota.requests_per_minute)
+        self.tokens = None if quota.tokens_per_minute is None else Bucket(quota.tokens_per_minute)
+        self.max_in_flight = quota.max_in_flight or inf
+        self.in_flight = 0
+
+    def refusal(self, tokens: int, now: float) -> tuple[str, float] | None:
+        """Why a request of so many tokens may not pass now, and the seconds until it might (0: not known)."""
+        wait = 0.0 if self.requests is None else self.requests.wait(1, now)
+        if self.tokens is not None:
+            wait = max(wait, self.tokens.wait(tokens, now))
+        if wait > 0:
+            return RATE, wait
+        return (AT_ONCE, 0.0) if self.in_flight >= self.max_in_flight else None
+
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
+        """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""
+        found: list[tuple[bytes, bytes]] = []
+        for name, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
+            if bucket is None:
+                continue
+            wait = bucket.wait(inf, now)
+            found += [
+                (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
+                (b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(bucket.level))),
+                (b"x-ratelimit-reset-" + name, b"%dms" % ceil(wait * 1e3) if wait < 1 else b"%ds" % ceil(wait)),
+            ]
+        return found
+
+
+class Books:
+    """One stream of events: the cluster's, and those of requests that were refused before they came to it.
+
+    rule: by which a refused request is judged, as the cluster's.
+    """
+
+    def __init__(self, cluster: Cluster, rule: str = "deadline") -> None:
+        self.cluster = cluster
+        self._rule = rule
+        self._listeners: list[Listener] = []
+        cluster.listen(self._tell)
+
+    def listen(self, listener: Listener) -> None:
+        """Every event from now on, in order, on the event loop."""
+        self._listeners.append(listener)
+
+    def refuse(self, request: Request, reason: str, listener: Listener | None) -> None:
+        """Offered, and ended at once."""
+        now = self.cluster.clock.now()
+        verdict = judge(request, [], "refused", self._rule)
+        for event in (Offered(now, request.id, request), Finished(now, request.id, "refused", reason, verdict)):
+            if listener is not None:
+                listener(event)
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:  # as in the cluster: a full disk under a log must not cost a request its end
+                log.exception("listener %r failed and gets no more events", listener)
+                self._listeners.remove(listener)
+
+
+class Door:
+    """What one API request sees of the cluster when its tenant is limited. All its choices pass, or none does.
+
+    Charged are the prompt and the most that may come out; what did not come out is given back at the end.
+    """
+
+    def __init__(self, books: Books, meter: Meter) -> None:
+        self._books, self._cluster, self._meter = books, books.cluster, meter
+        self._refusal: tuple[str, float] | None = None
+        self._asked = False
+        self._open = 0
+
+    def offer(self, request: Request, listener: Listener | None = None) -> None:
+        """As `Cluster.offer`."""
+        now = self._cluster.clock.now()
+        prompt, most = sum(stage.prompt for stage in request.stages), request.sampling.max_tokens
+        if not self._asked:
+            self._asked = True
+            self._refusal = self._meter.refusal(prompt + most, now)
+            if self._refusal is None and self._meter.requests is not None:
+                self._meter.requests.take(1, now)
+        else:
+            prompt = 0  # the choices of one request share its prompt
+        if self._refusal is not None:
+            self._books.refuse(request, self._refusal[0], listener)
+            return
+        if self._meter.tokens is not None:
+            self._meter.tokens.take(prompt + most, now)
+        self._meter.in_flight += self._open == 0
+        self._open += 1
+
+        def watch(event: Event) -> None:
+            if type(event) is Finished:
+                self._settle(event, prompt, most)
+            if listener is not None:
+                listener(event)
+
+        self._cluster.offer(request, watch)
+
+    def cancel(self, id: str, reason: str = "client disconnected") -> None:
+        """As `Cluster.cancel`."""
+        self._cluster.cancel(id, reason)
+
+    def retry_after(self) -> float:
+        """As `Cluster.retry_after`; for a request refused here, when its tenant has enough left for it."""
+        return self._refusal[1] if self._refusal is not None and self._refusal[1] else self._cluster.retry_after()
+
+    def _settle(self, end: Finished, prompt: int, most: int) -> None:
+        self._open -= 1
+        self._meter.in_flight -= self._open == 0
+        if self._meter.tokens is not None:
+            unused = most - end.output + (prompt if end.outcome == "refused" else 0)
+            self._meter.tokens.take(-unused, end.at)

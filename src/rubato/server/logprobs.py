@@ -1,0 +1,62 @@
+"""Log probabilities in OpenAI's two shapes: a list of tokens in a chat, parallel lists in a completion."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rubato.types import Logprob
+
+Spell = Callable[[int], bytes]
+
+
+def chat(spell: Spell, found: Iterable[Logprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat. A token that is part of a character has a replacement character as `token`;
+    its `bytes` are exact."""
+
+    def said(token: int, logprob: float) -> dict[str, Any]:
+        raw = spell(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    content = [
+        {**said(one.token, one.logprob), "top_logprobs": [said(id, value) for id, value in one.top]} for one in found
+    ]
+    return {"content": content, "refusal": None}
+
+
+class Offsets:
+    """`choices[].logprobs` of a completion, chunk by chunk: where in the output a token begins goes on.
+
+    Offsets count characters of the output's own text. A token that is no UTF-8 by itself is spelled as OpenAI spells
+    it, "bytes:\\xe2\\x82": two of them must not become one key of `top_logprobs`.
+    """
+
+    __slots__ = ("_at", "_decoder", "_spell")
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, found: Iterable[Logprob]) -> dict[str, Any]:
+        tokens, values, tops, offsets = [], [], [], []
+        for one in found:
+            raw = self._spell(one.token)
+            token = _name(raw)
+            # the likelier of two with one spelling stays, and the chosen one always does, beyond the n likeliest
+            top = {_name(self._spell(id)): value for id, value in reversed(one.top)}
+            top[token] = one.logprob
+            tokens.append(token)
+            values.append(one.logprob)
+            tops.append(top)
+            offsets.append(self._at)
+            self._at += len(self._decoder.decode(raw))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,95 @@
+"""What `/openapi.json` says beyond what FastAPI finds by itself: bodies, SLO headers, errors, keys.
+
+Bodies are read by hand, for OpenAI's error shapes and speed; here they get into the document all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+
+from rubato.server import schemas
+from rubato.server.slo_input import HEADERS
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_MEANINGS = {
+    400: "The request is malformed, or asks for what this model or server cannot do; `param` names the field.",
+    401: "The API key is missing or unknown (only where tenants are configured).",
+    404: "There is no such model, request or path.",
+    405: "The path exists, with other methods.",
+    413: "The body is larger than the server takes.",
+    429: "No capacity, or a limit is used up: try again after `Retry-After` seconds.",
+    500: "The engine failed at this request.",
+    503: "The server is stopping, or the request was cut short.",
+}
+SCHEME = "key"
+
+
+def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
+    """How an endpoint that takes this body is documented: keywords for FastAPI's route."""
+    of = schema.model_json_schema(ref_template=_REFERENCE)
+    of.pop("$defs")
+    body = {"required": True, "content": {"application/json": {"schema": of}}}
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    return {
+        "openapi_extra": {"requestBody": body, "parameters": _slo_headers()},
+        "response_model": None,
+        "responses": {
+            200: {"description": "The answer: whole, or as server-sent events", "content": answer},
+            **errors(400, 401, 404, 413, 429, 500, 503),
+        },
+    }
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with these."""
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+
+
+def complete(app: FastAPI, *, keys: bool) -> None:
+    """Add what routes refer to, once all of them are there. keys: tenants are configured, so that a key is needed."""
+    document = app.openapi()
+    parts = document.setdefault("components", {})
+    named = parts.setdefault("schemas", {})
+    named["Error"] = _ERROR
+    for schema in (schemas.ChatCompletion, schemas.TextCompletion):
+        named.update(schema.model_json_schema(ref_template=_REFERENCE)["$defs"])
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; every bad input is a 400 here
+    for unused in ("HTTPValidationError", "ValidationError"):
+        named.pop(unused, None)
+    if keys:
+        parts["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
+        for name, path in document["paths"].items():
+            if name.startswith(("/v1/", "/debug/")):
+                for operation in path.values():
+                    operation["security"] = [{SCHEME: []}]
+
+
+def _slo_headers() -> list[dict[str, Any]]:
+    schema = {"type": "number", "exclusiveMinimum": 0}
+    return [
+        {"name": name, "in": "header", "required": False, "schema": schema, "description": f"{dimension}, milliseconds"}
+        for dimension, names in HEADERS.items()
+        for name in names
+    ]

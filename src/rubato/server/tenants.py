@@ -1,0 +1,78 @@
+"""Who is asking: from an API key to its tenant, and from nothing else.
+
+Keys are known by their SHA-256 digests only. Without tenants every request is of one and the same, `default`, which may
+do anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+
+from rubato.server.errors import ApiError
+from rubato.server.slo_input import TenantTiers, Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use at most, None = no bound. tokens_per_minute: of prompt and output together."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_in_flight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """digests: SHA-256 of each of its keys. tiers: names of those it may use, None = all. admin: sees every request."""
+
+    name: str
+    digests: tuple[bytes, ...] = ()
+    tiers: tuple[str, ...] | None = None
+    quota: Quota = Quota()
+    admin: bool = False
+
+
+ANYONE = Tenant("default", admin=True)
+
+
+class Tenants:
+    """All tenants of a server. Raises ValueError when two share a key, or one names a tier that there is not."""
+
+    def __init__(self, tenants: Sequence[Tenant], tiers: Tiers) -> None:
+        self.configured = bool(tenants)
+        self._digests = [(digest, tenant) for tenant in tenants for digest in tenant.digests]
+        seen: dict[bytes, str] = {}
+        for digest, tenant in self._digests:
+            if digest in seen:
+                raise ValueError(f"tenants {seen[digest]!r} and {tenant.name!r} have a key in common")
+            seen[digest] = tenant.name
+        self.names = tuple(tenant.name for tenant in tenants) or (ANYONE.name,)
+        self.quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota != Quota()}
+        self._tiers = {tenant.name: tiers.allowed(tenant.tiers) for tenant in tenants}
+        self._all = tiers
+
+    def of(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant whose key `Authorization: Bearer KEY` holds. Raises ApiError 401."""
+        if not self.configured:
+            return ANYONE
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized("You did not give an API key: send it as `Authorization: Bearer KEY`.")
+        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, tenant in self._digests:  # all of them, whichever it is: the time taken says nothing
+            if compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise _unauthorized("The API key is not known to this server.")
+        return found
+
+    def tiers(self, tenant: Tenant) -> Tiers | TenantTiers:
+        return self._tiers.get(tenant.name, self._all)
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))

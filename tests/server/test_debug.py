@@ -1,0 +1,195 @@
+"""/debug/requests/{id}: what happened and why it waited, to its tenant and to admins only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rubato.fairness import FairShare
+from rubato.server import debug, logs
+from rubato.server.debug import MOST_STEPS, Recorder
+from rubato.server.slo_input import Tier, Tiers
+from rubato.types import SLO, Finished, Limits, Offered, Placed, Preempted, Request, Stage, Started, Tokens, Verdict
+from tests.server.conftest import STEP, Edge, key, tenant
+
+Runs = Callable[..., None]
+TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
+
+
+async def page(at: Edge, id: str, who: str = "a") -> Any:
+    answer = await at.http.get(f"/debug/requests/{id}", headers=key(who))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_finished_request(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = (await at.chat(headers=key("a"), messages=[{"role": "user", "content": "a secret"}])).json()
+        told = await page(at, answer["id"])
+        assert (told["tenant"], told["tier"], told["state"]) == ("a", "good", "finished")
+        assert told["slo"] == [{"until": "eos", "ttft_ms": 5000.0, "tpot_ms": 200.0, "e2e_ms": None}]
+        (choice,) = told["choices"]
+        assert [e["event"] for e in choice["events"]] == ["offered", "placed", "started", "tokens", "finished"]
+        assert [e["at_ms"] for e in choice["events"]] == [0.0, 0.0, 0.0, 100.0, 300.0]
+        assert choice["events"][3] == {"at_ms": 100.0, "event": "tokens", "stage": 0, "tokens": 3, "until_ms": 300.0}
+        (due,) = choice["deadlines"]
+        assert (due["first_token_due_ms"], due["then_every_ms"], due["first_token_ms"]) == (5000.0, 200.0, 100.0)
+        assert choice["verdict"]["met"] is True
+        assert choice["verdict"]["ttft_ms"] == answer["rubato"]["ttft_ms"]
+        assert (choice["state"], choice["now"], choice["waited"], choice["output_tokens"]) == ("completed", None, [], 3)
+        text = json.dumps(told)
+        assert "secret" not in text
+        assert answer["choices"][0]["message"]["content"].strip() not in text
+
+    edge(scenario, tenants=TENANTS, tiers=Tiers([Tier("good", SLO(5.0, 0.2))], "good"))
+
+
+def test_others_see_nothing_at_all(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        id = (await at.chat(headers=key("a"))).json()["id"]
+        foreign = await at.http.get(f"/debug/requests/{id}", headers=key("b"))
+        unknown = await at.http.get(f"/debug/requests/{id[:-1]}x", headers=key("b"))
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.text.replace(id, "ID") == unknown.text.replace(f"{id[:-1]}x", "ID")
+        assert (await page(at, id, "root"))["tenant"] == "a"
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_why_it_waits_for_a_place_in_the_batch(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=10)) for _ in range(3)]
+        await at.clock.sleep_until(2.5 * STEP, 0)
+        ids = [e.id for e in at.events if isinstance(e, Offered)]
+        pages = [await page(at, id) for id in ids]
+        assert [p["state"] for p in pages] == ["in flight"] * 3
+        choices = [p["choices"][0] for p in pages]
+        assert sorted(c["state"] for c in choices) == ["queue of a replica", "running", "running"]
+        late = next(c for c in choices if c["state"] != "running")
+        assert late["now"]["in"] == "waiting"
+        assert late["waited"] == [{"why": "queue of a replica", "at_ms": 0.0, "ms": 250.0}]
+        runs = next(c for c in choices if c["state"] == "running")
+        assert (runs["now"]["in"], runs["now"]["replica"], runs["now"]["of"]) == ("running", "r0", 2)
+        await asyncio.gather(*tasks)
+        waited = (await page(at, late["id"]))["choices"][0]["waited"]
+        assert [w["why"] for w in waited] == ["queue of a replica"]
+        assert waited[0]["ms"] >= 1000.0
+
+    edge(scenario, tenants=TENANTS, limits=Limits(2, 512, 256, 64, 16))
+
+
+def test_what_fair_share_holds_back_says_so(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=5) for _ in range(3)))
+        waits = [(await page(at, a.json()["id"]))["choices"][0]["waited"] for a in answers]
+        assert sorted([w["why"] for w in waited] for waited in waits) == [
+            [],
+            ["held before a replica (fair share)"],
+            ["held before a replica (fair share)"],
+        ]
+
+    edge(scenario, tenants=TENANTS, fair=FairShare(window=1))
+
+
+def test_best_effort_against_its_will(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = (await at.complete(headers=key("a"), slo={"ttft_ms": 50})).json()
+        (choice,) = (await page(at, answer["id"]))["choices"]
+        at_ms = {e["event"]: e["at_ms"] for e in choice["events"]}
+        assert choice["best_effort_ms"] == at_ms["finished"] - at_ms["demoted"] > 0
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_all_choices_of_one_request(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answer = (await at.complete(headers=key("a"), n=3)).json()
+        told = await page(at, answer["id"])
+        assert len(told["choices"]) == 3
+        assert len({choice["id"] for choice in told["choices"]}) == 3
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug, "KEEP", 10)
+    recorder = Recorder()
+    for i in range(30):
+        request = Request(f"q{i}", (Stage(1),), float(i))
+        recorder(Offered(float(i), request.id, request))
+        if i != 3:  # still in flight: kept
+            recorder(Finished(float(i), request.id, "completed", "stop", Verdict(True, "deadline")))
+    assert [i for i in range(30) if recorder.find(f"q{i}")] == [3, *range(20, 30)]
+    recorder(Placed(30.0, "q3", "r0"))
+    for i in range(500):
+        recorder(Started(31.0 + 3 * i, "q3", resumed=i > 0))
+        recorder(Tokens(32.0 + 3 * i, "q3", 1))
+        recorder(Preempted(33.0 + 3 * i, "q3"))
+    (record,) = recorder.find("q3")
+    assert len(record.steps) == MOST_STEPS
+    assert len(record.waits) <= MOST_STEPS
+    assert record.left_out == 2 + 1500 - MOST_STEPS
+    assert (record.preemptions, record.output, record.steps[0].what) == (500, 500, "offered")
+
+
+def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
+    recorder = Recorder()
+    stages = (Stage(5, SLO(1.0, 0.1), "x"), Stage(0, SLO(None, 0.2)))
+    recorder(Offered(10.0, "q", Request("q", stages, 10.0)))
+    recorder(Placed(10.0, "q", "r0"))
+    recorder(Started(10.0, "q"))
+    for at, stage in ((10.5, 0), (10.6, 0), (10.7, 1)):
+        recorder(Tokens(at, "q", 1, stage=stage))
+    told = debug.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
+    assert [(d["first_token_due_ms"], d["then_every_ms"], d["tokens"]) for d in told] == [
+        (1000.0, 100.0, 2),
+        (1300.0, 200.0, 1),  # the last of the first stage was due at 1100
+    ]
+
+
+def test_one_json_line_a_finished_request(edge: Runs) -> None:
+    lines: list[Any] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(logs.Lines().format(record)))
+
+    async def scenario(at: Edge) -> None:
+        for _ in range(2):
+            await at.complete(headers=key("a"), prompt="private " * 5, slo={"ttft_ms": 5000})
+        await at.complete(headers=key("limited"))
+        await at.complete(headers=key("limited"))
+
+    handler = Keep()
+    logs.requests.addHandler(handler)
+    level = logs.requests.level
+    logs.requests.setLevel(logging.INFO)
+    try:
+        edge(scenario, tenants=[*TENANTS, tenant("limited", requests_per_minute=1)], prefix_cache=True)
+    finally:
+        logs.requests.removeHandler(handler)
+        logs.requests.setLevel(level)
+    assert [(line["tenant"], line["outcome"]) for line in lines] == [
+        ("a", "completed"),
+        ("a", "completed"),
+        ("limited", "completed"),
+        ("limited", "refused"),
+    ]
+    assert [line["cached_tokens"] for line in lines] == [0, 32, 0, 0]
+    second = lines[1]
+    assert (second["logger"], second["level"], second["tier"], second["served"]) == (
+        "rubato.requests",
+        "info",
+        "default",
+        "slo",
+    )
+    assert (second["met"], second["prompt_tokens"], second["output_tokens"], second["replica"]) == (True, 40, 3, "r0")
+    assert (second["ttft_ms"], second["margin_ms"]) == (100.0, 4900.0)
+    assert lines[3]["reason"] == "rejected-rate-limit"
+    assert "private" not in json.dumps(lines)
+    assert "sk-" not in json.dumps(lines)

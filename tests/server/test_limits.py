@@ -1,0 +1,144 @@
+"""What a tenant may use at most; what is refused for it is offered, refused, and told how long to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rubato.server.limits import Bucket
+from rubato.types import Finished, Offered
+from tests.server.conftest import STEP, Edge, key, tenant
+from tests.server.test_metrics import scrape
+
+Runs = Callable[..., None]
+
+
+def test_a_bucket() -> None:
+    bucket = Bucket(60.0)
+    bucket.take(50, 0.0)
+    assert bucket.wait(10, 0.0) == 0.0
+    assert bucket.wait(20, 0.0) == pytest.approx(10.0)
+    assert bucket.wait(20, 10.0) == 0.0
+    bucket.take(-1000, 10.0)  # never more than full
+    assert bucket.level == 60.0
+    assert bucket.wait(600, 10.0) == 0.0  # more than it holds passes when it is full,
+    bucket.take(600, 10.0)
+    assert bucket.wait(1, 10.0) == pytest.approx(541.0)  # and is paid for afterwards
+    assert bucket.wait(1, 5.0) == pytest.approx(541.0)  # time does not run backwards
+
+
+def test_requests_per_minute(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = [await at.complete(headers=key("a"), max_tokens=1) for _ in range(3)]
+        assert [a.status_code for a in answers] == [200, 200, 429]
+        assert [a.headers["x-ratelimit-limit-requests"] for a in answers] == ["2"] * 3
+        assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["1", "0", "0"]
+        assert answers[1].headers["x-ratelimit-reset-requests"] == "60s"
+        assert "x-ratelimit-limit-tokens" not in answers[0].headers
+        refused = answers[2]
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-rate-limit"
+        seconds = int(refused.headers["retry-after"])
+        assert seconds == 30  # one of two a minute, less the moment that passed
+        assert (await at.complete(headers=key("b"))).status_code == 200  # nobody else's business
+        await at.clock.sleep_until(at.clock.now() + seconds - 1, 0)
+        assert (await at.complete(headers=key("a"))).status_code == 429
+        await at.clock.sleep_until(at.clock.now() + 1, 0)
+        assert (await at.complete(headers=key("a"))).status_code == 200
+
+    edge(scenario, tenants=[tenant("a", requests_per_minute=2), tenant("b")])
+
+
+def test_tokens_per_minute_count_the_prompt_and_what_came_out(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        first = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 20, max_tokens=60))
+        await at.clock.sleep_until(STEP / 2, 0)
+        assert (await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=11)).status_code == 429
+        second = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=10)
+        assert second.status_code == 200
+        assert second.headers["x-ratelimit-limit-tokens"] == "100"
+        assert (await first).status_code == 200
+
+    edge(scenario, tenants=[tenant("a", tokens_per_minute=100)])
+
+
+def test_what_did_not_come_out_is_given_back(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        task = asyncio.create_task(at.complete(headers=key("a"), prompt="x" * 10, max_tokens=200))
+        await at.clock.sleep_until(4.5 * STEP, 0)
+        task.cancel()  # four of two hundred are out
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await at.clock.sleep_until(5 * STEP, 0)
+        end = next(e for e in at.events if isinstance(e, Finished))
+        used = 10 + end.output
+        assert end.output < 10
+        answer = await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=210 - 10 - used)
+        assert answer.status_code == 200
+
+    edge(scenario, tenants=[tenant("a", tokens_per_minute=210)])
+
+
+def test_in_flight(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(5)))
+        assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
+        for answer in answers:
+            if answer.status_code == 429:
+                assert answer.headers["x-rubato-reject-reason"] == "rejected-tenant-saturated"
+                assert int(answer.headers["retry-after"]) >= 1
+        again = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(2)))
+        assert [a.status_code for a in again] == [200, 200]
+
+    edge(scenario, tenants=[tenant("a", max_in_flight=2)])
+
+
+def test_choices_of_one_request_pass_together_and_count_as_one(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = [await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=5, n=3) for _ in range(2)]
+        assert [a.status_code for a in answers] == [200, 429]
+        assert answers[0].headers["x-ratelimit-remaining-tokens"] == str(100 - 10 - 3 * 5)
+        ends = [e for e in at.events if isinstance(e, Finished)]
+        assert [e.outcome for e in ends] == ["completed"] * 3 + ["refused"] * 3
+        flight = await asyncio.gather(*(at.complete(headers=key("b"), n=2) for _ in range(3)))
+        assert sorted(a.status_code for a in flight) == [200, 200, 429]
+
+    edge(
+        scenario,
+        tenants=[tenant("a", requests_per_minute=1, tokens_per_minute=100), tenant("b", max_in_flight=2)],
+    )
+
+
+def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        sums = []
+        tasks = [asyncio.create_task(at.complete(headers=key("a"), max_tokens=n)) for n in range(1, 9)]
+        while not all(task.done() for task in tasks):
+            value = await scrape(at)
+            ended = value("rubato_requests_finished_total") + value("rubato_requests_in_flight")
+            sums.append((value("rubato_requests_offered_total"), ended))
+            await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)
+        assert all(offered == ended for offered, ended in sums)
+        value = await scrape(at)
+        assert value("rubato_requests_offered_total", tenant="a") == 8
+        assert value("rubato_requests_finished_total", outcome="refused") == 5
+        assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 5
+        assert value("rubato_slo_missed_total", cause="refused") == 5
+        assert value("rubato_slo_met_total", dimension="all") == 3
+        offered = [e.id for e in at.events if isinstance(e, Offered)]
+        assert sorted(offered) == sorted(e.id for e in at.events if isinstance(e, Finished))
+        assert len(offered) == 8
+
+    edge(scenario, tenants=[tenant("a", requests_per_minute=3)])
+
+
+def test_bad_input_costs_nothing(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        for _ in range(3):
+            assert (await at.complete(headers=key("a"), max_tokens=-1)).status_code == 400
+        assert (await at.complete(headers=key("a"))).status_code == 200
+
+    edge(scenario, tenants=[tenant("a", requests_per_minute=1)])
