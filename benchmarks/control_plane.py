@@ -96,6 +96,7 @@ def main() -> int:
         "served_name": "bundled",
         "engine": {"kind": "torch", "max_seqs": 64},
         "policy": args.policy,
+        "prefix_cache": False,
     }
     with tempfile.TemporaryDirectory() as folder, ServerProcess(config, Path(folder) / "server.log") as server:
         rows = asyncio.run(measure(server.url, server.pid, args.seqs, args.tokens, args.windows))
@@ -105,6 +106,7 @@ def main() -> int:
     result = {
         "seqs": args.seqs,
         "policy": args.policy,
+        "prefix_cache": False,
         "windows": len(rows),
         "step_ms": 1e3 * median(row["step"] for row in rows),
         "control_plane_ms": 1e3 * median(row["control"] for row in rows),

@@ -237,7 +237,8 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
     address = resources.pop("address", None)
     if not ray.is_initialized():
         ray.init(address=address, include_dashboard=None if address else False, configure_logging=False)
-    makers = [functools.partial(_made, config, replica) for replica in range(config.replicas)]
+    open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
+    makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, resources=resources, **given)
 
 
