@@ -1,0 +1,91 @@
+"""A flooding tenant against another, live: the bundled model over HTTP, each tenant a client of its own.
+
+    python benchmarks/fair_share.py [--policy edf --policy vllm] [--seconds 30] [--json FILE]
+
+Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone), offers the same (fair),
+or `--flood` times as much: with tenants configured, so that the fair share holds, and without, first come first served.
+What `quiet` attains beside the flood must not be below what it attains in the fair cell. Keep the machine quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rubato.engines.torch import bundled
+from rubato.serverprocess import ServerProcess
+
+TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TTFT, TPOT
+KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}
+
+
+def config(policy: str, tenants: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model": str(bundled.ensure()),
+        "engine": {"kind": "torch", "max_seqs": 64, "max_tokens": 2048},
+        "policy": policy,
+        "prefix_cache": False,
+        "max_in_flight": 1024,
+        "tiers": {name: {"ttft_ms": ttft, "tpot_ms": tpot} for name, (ttft, tpot) in TIERS.items()},
+    }
+    if tenants:
+        settings["tenants"] = {name: {"keys": [key]} for name, key in KEYS.items()}
+    return settings
+
+
+def bench(url: str, tenant: str, rate: float, seconds: float, seed: int, into: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "rubato.cli", "bench", url, "--rate", str(rate), "--duration", str(seconds)]
+    words += ["--seed", str(seed), "--slo-as", "slo", "--api-key", KEYS[tenant], "--no-progress", "--allow-late"]
+    words += [word for name, (ttft, tpot) in TIERS.items() for word in (f"--{name}", f"{ttft},{tpot}")]
+    return subprocess.Popen([*words, "--json", str(into)], stdout=subprocess.DEVNULL)
+
+
+def cell(policy: str, tenants: bool, rates: dict[str, float], seconds: float, folder: Path) -> dict[str, str]:
+    """Per tenant, met of offered."""
+    with ServerProcess(config(policy, tenants), folder / "server.log") as server:
+        warm = bench(server.url, "quiet", 1.0, 4.0, 99, folder / "warm.json")
+        warm.wait()
+        running = {}
+        for seed, (name, rate) in enumerate(rates.items()):
+            running[name] = bench(server.url, name, rate, seconds, seed, folder / f"{name}.json")
+        found = {}
+        for name, process in running.items():
+            process.wait()
+            rows = json.loads((folder / f"{name}.json").read_bytes())["runs"][0]["tiers"]
+            total = next(row for row in rows if row["tier"] == "all")
+            found[name] = f"{total['met']} of {total['offered']}"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", action="append")
+    parser.add_argument("--rate", type=float, default=1.2, help="requests a second of the quiet tenant")
+    parser.add_argument("--flood", type=float, default=8.0, help="times as much from the loud one")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    cells = {
+        "alone": (True, {"quiet": args.rate}),
+        "fair": (True, {"quiet": args.rate, "loud": args.rate}),
+        "flood, fair share": (True, {"quiet": args.rate, "loud": args.flood * args.rate}),
+        "flood, no tenants": (False, {"quiet": args.rate, "loud": args.flood * args.rate}),
+    }
+    for policy in args.policy or ["edf", "vllm"]:
+        for name, (tenants, rates) in cells.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = cell(policy, tenants, rates, args.seconds, Path(folder))
+            rows.append({"policy": policy, "cell": name, **found})
+            print(f"{policy:8} {name:20} quiet {found['quiet']:12} loud {found.get('loud', '-')}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
