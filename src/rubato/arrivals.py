@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from rubato import prompts
 from rubato.policies import nearest
-from rubato.workload import Arrival, Count, Kind, Workload, fresh_text, tiers_of
+from rubato.workload import Arrival, Count, Kind, Workload, fresh_text, json_object, tiers_of
 
 _KINDS, _TEXTS, _ARRIVALS = range(10, 13)  # one random stream for each purpose, none of `workload.make`'s
 
@@ -158,12 +157,5 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 yield reader.line_num, row
             return
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise TraceError(f"{path}, line {number}: should be a JSON object, is {type(row).__name__}")
-            yield number, row
+            if line.strip():
+                yield number, json_object(path, number, line, TraceError)

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rubato.clock import Clock
 from rubato.fairness import FairShare
 from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, Router
 from rubato.policies import load, load_router
 from rubato.slo import judge
-from rubato.types import Event, Finished, Lost, Offered, Placed, Request
+from rubato.types import Event, Finished, Lost, Offered, Outcome, Placed, Request
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,25 @@ RECENT = 64  # completions that the estimate of Retry-After looks back on
 
 Listener = Callable[[Event], None]
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
+HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
+
+
+class Listeners:
+    """Who is told of every event, in order, on the event loop."""
+
+    def __init__(self) -> None:
+        self._all: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        self._all.append(listener)
+
+    def tell(self, event: Event) -> None:
+        for listener in list(self._all):
+            try:
+                listener(event)
+            except Exception:  # a full disk under the event log must not cost a request its end
+                log.exception("listener %r failed and gets no more events", listener)
+                self._all.remove(listener)
 
 
 class Cluster:
@@ -56,7 +76,7 @@ class Cluster:
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
-        self._listeners: list[Listener] = []
+        self._listeners = Listeners()
         self._own: dict[str, Listener] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._draining = False
@@ -73,7 +93,7 @@ class Cluster:
 
     def listen(self, listener: Listener) -> None:
         """Every event from now on, in order, on the event loop."""
-        self._listeners.append(listener)
+        self._listeners.add(listener)
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
         """Take a request; `listener` gets its events. Raises ValueError for an id that is in flight already."""
@@ -96,17 +116,14 @@ class Cluster:
         elif full:
             self._refuse(request, "rejected-saturated")
         elif not self.hosts:
-            verdict = judge(request, [], "failed", self._rule)
-            self._emit(Finished(now, request.id, "failed", f"no replica is left: {self.error}", verdict))
+            self._end(request, "failed", f"no replica is left: {self.error}")
         else:
             self._place()
 
     def cancel(self, id: str, reason: str = "client disconnected") -> None:
         """End a request early; an id that is not in flight is ignored (it has just finished)."""
         if id in self._held:
-            request = self._held[id]
-            verdict = judge(request, [], "cancelled", self._rule)
-            self._emit(Finished(self.clock.now(), id, "cancelled", reason, verdict))
+            self._end(self._held[id], "cancelled", reason)
         elif id in self._placed:
             self.hosts[self._placed[id][0]].cancel(id, reason)
 
@@ -186,8 +203,12 @@ class Cluster:
             del self._groups[placed[1].group]
 
     def _refuse(self, request: Request, reason: str) -> None:
-        verdict = judge(request, [], "refused", self._rule)
-        self._emit(Finished(self.clock.now(), request.id, "refused", reason, verdict))
+        self._end(request, "refused", reason)
+
+    def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
+        """End a request that no host has."""
+        verdict = judge(request, [], outcome, self._rule)
+        self._emit(Finished(self.clock.now(), request.id, outcome, reason, verdict))
 
     def _emit(self, event: Event) -> None:
         last = isinstance(event, Finished)
@@ -202,12 +223,7 @@ class Cluster:
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         if own is not None:
             own(event)
-        for listener in list(self._listeners):
-            try:
-                listener(event)
-            except Exception:  # a full disk under the event log must not cost a request its end
-                log.exception("listener %r failed and gets no more events", listener)
-                self._listeners.remove(listener)
+        self._listeners.tell(event)
         self._router.observe((event,))
         if last:
             if not self.in_flight:
@@ -232,13 +248,11 @@ class Cluster:
         self.error = error
         self.dead.set()
         for request in list(self._held.values()):
-            verdict = judge(request, [], "failed", self._rule)
-            self._emit(Finished(now, request.id, "failed", f"no replica is left: {error}", verdict))
+            self._end(request, "failed", f"no replica is left: {error}")
 
 
-def local_cluster(
-    engines: Sequence[Engine],
-    latencies: Sequence[LatencyModel],
+def cluster_of(
+    makers: Sequence[HostMaker],
     clock: Clock,
     *,
     policy: str,
@@ -251,28 +265,35 @@ def local_cluster(
     prefix_cache: bool = False,
     fair: FairShare | None = None,
 ) -> Cluster:
-    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
+    """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router.
 
-    Raises PolicyError for an unknown policy, router or setting, ValueError for an engine that lacks what it needs.
+    Raises PolicyError for an unknown policy, router or setting.
     """
+    load(policy, settings)  # an error here, also where hosts load their own in another process
+    options = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
 
     def hosts(emit: Listener, lost: HostLost) -> list[Host]:
         return [
-            LocalHost(
-                f"r{i}",
-                engine,
-                load(policy, settings),
-                latency,
-                clock,
-                emit=emit,
-                lost=lost,
-                policy=policy,
-                lengths=lengths,
-                rule=rule,
-                prefix_cache=prefix_cache,
-            )
-            for i, (engine, latency) in enumerate(zip(engines, latencies, strict=True))
+            make(f"r{i}", emit=emit, lost=lost, policy=policy, settings=settings, options=options)
+            for i, make in enumerate(makers)
         ]
 
     placing = load_router(router, router_settings)
     return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
+
+
+def local_cluster(engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, **given: Any) -> Cluster:
+    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
+
+    given: as `cluster_of` takes and raises; also ValueError for an engine that lacks what the policy needs.
+    """
+
+    def maker(engine: Engine, latency: LatencyModel) -> HostMaker:
+        def make(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
+                 options: Mapping[str, Any]) -> Host:  # fmt: skip
+            scheduler = load(policy, settings)
+            return LocalHost(id, engine, scheduler, latency, clock, emit=emit, lost=lost, policy=policy, **options)
+
+        return make
+
+    return cluster_of([maker(*pair) for pair in zip(engines, latencies, strict=True)], clock, **given)

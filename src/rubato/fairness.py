@@ -49,7 +49,7 @@ class _Entry:
 
     @property
     def work(self) -> float:
-        return _prompt(self.request) + self.expected
+        return self.request.prompt + self.expected
 
 
 @dataclass
@@ -87,7 +87,7 @@ class FairShare:
         entry = self._entries[request.id] = _Entry(request, account, tag, expected)
         account.finish = tag + entry.work / account.weight
         tpots = [stage.slo.tpot for stage in request.stages if stage.slo.tpot is not None]
-        self._recent.append((min(tpots, default=inf), _prompt(request), expected))
+        self._recent.append((min(tpots, default=inf), request.prompt, expected))
 
     def placed(self, id: str) -> None:
         """It went to a replica."""
@@ -192,7 +192,3 @@ class FairShare:
             else:
                 high = n - 1
         return low
-
-
-def _prompt(request: Request) -> int:
-    return sum(stage.prompt for stage in request.stages)

@@ -87,7 +87,7 @@ class Replica:
         if request.progress is not None:
             seq.resume(request.progress)
         seq.learn_keys(self.limits.block)
-        most = sum(stage.prompt for stage in request.stages) + request.sampling.max_tokens
+        most = request.prompt + request.sampling.max_tokens
         if most > self.limits.max_length:
             return [self._finished(seq, now, "refused", "rejected-too-long")]
         if blocks_for(most, self.limits.block) > self.kv.total:

@@ -126,6 +126,11 @@ class Request:
             raise ValueError(f"request {self.id!r} has max_tokens {self.sampling.max_tokens}: give 1 or more")
 
     @property
+    def prompt(self) -> int:
+        """Prompt tokens, of all stages."""
+        return sum(stage.prompt for stage in self.stages)
+
+    @property
     def best_effort(self) -> bool:
         return all(stage.slo.best_effort for stage in self.stages)
 

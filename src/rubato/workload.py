@@ -333,18 +333,23 @@ def _read_messages(row: _Line) -> tuple[tuple[str, str], ...]:
     return tuple(read)
 
 
+def json_object(path: str | Path, line: int, text: bytes, error: type[ValueError]) -> dict[str, Any]:
+    """The object of one line of a file. Raises `error`, saying where and what is wrong, for anything else."""
+    try:
+        values = orjson.loads(text)
+    except orjson.JSONDecodeError as problem:
+        raise error(f"{path}, line {line}: not JSON ({problem})") from problem
+    if not isinstance(values, dict):
+        raise error(f"{path}, line {line}: should be a JSON object, is {type(values).__name__}")
+    return values
+
+
 class _Line:
     """One JSON line of a file; its fields by type, with errors that say where."""
 
     def __init__(self, path: str, line: int, text: bytes) -> None:
         self.path, self.line = path, line
-        try:
-            values = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise WorkloadError(f"{path}, line {line}: not JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise WorkloadError(f"{path}, line {line}: should be a JSON object, is {type(values).__name__}")
-        self.values: dict[str, Any] = values
+        self.values = json_object(path, line, text, WorkloadError)
 
     def error(self, field: str, problem: str) -> WorkloadError:
         return WorkloadError(f"{self.path}, line {self.line}: {field} {problem}")

@@ -7,6 +7,7 @@ poll that was waiting for it; what it served goes to the others with the tokens 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from rubato.clock import Clock, WallClock, unix_time
-from rubato.cluster import Cluster, HostLost, Listener
-from rubato.fairness import FairShare
+from rubato.cluster import Cluster, HostLost, Listener, cluster_of
 from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
-from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, View
-from rubato.policies import load, load_router
+from rubato.interfaces import Engine, LatencyModel, View
+from rubato.policies import load
 from rubato.types import Event, Limits, Request
 from rubato.worker import LocalHost
 
@@ -236,33 +236,11 @@ class RayHost:
 
 
 def ray_cluster(
-    make: Sequence[Callable[[Clock], Made]],
-    clock: Clock,
-    *,
-    policy: str,
-    settings: Mapping[str, object] | None = None,
-    router: str = "least_loaded",
-    router_settings: Mapping[str, object] | None = None,
-    lengths: LengthPredictor | None = None,
-    max_in_flight: int | None = None,
-    rule: str = "deadline",
-    prefix_cache: bool = False,
-    fair: FairShare | None = None,
-    resources: Mapping[str, Any] | None = None,
+    make: Sequence[Callable[[Clock], Made]], clock: Clock, *, resources: Mapping[str, Any] | None = None, **given: Any
 ) -> Cluster:
-    """A cluster of Ray actors, one for each of `make`, under the same names and settings as `cluster.local_cluster`.
+    """A cluster of Ray actors, one for each of `make`; `ray.init` has been called.
 
-    `ray.init` has been called. Raises PolicyError for an unknown policy, router or setting.
+    given: as `cluster.cluster_of` takes and raises.
     """
-    load(policy, settings)  # an unknown name or setting is an error here, not in another process
-    options = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
-
-    def hosts(emit: Listener, lost: HostLost) -> list[Host]:
-        return [
-            RayHost(f"r{i}", each, clock, emit=emit, lost=lost, policy=policy, settings=settings, options=options,
-                    resources=resources)
-            for i, each in enumerate(make)
-        ]  # fmt: skip
-
-    placing = load_router(router, router_settings)
-    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
+    makers = [functools.partial(RayHost, make=each, clock=clock, resources=resources) for each in make]
+    return cluster_of(makers, clock, **given)

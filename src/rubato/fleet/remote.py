@@ -125,7 +125,7 @@ class Mirror:
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
         seqs = [*self._running.values(), *self._waiting.values()]
-        return [replace(s.request, progress=s.progress if s.total_output else s.request.progress) for s in seqs]
+        return [replace(s.request, progress=s.progress if s.total_output else None) for s in seqs]
 
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):

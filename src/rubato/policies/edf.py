@@ -250,13 +250,12 @@ class Scheduler:
         self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
     ) -> None:
         view = packing.view
-        running = {s.id for s in view.running}
-        active = [s for s in strict if s.id in running]
+        active = [s for s in strict if s.id in packing.running]
         jobs = [s for s in strict if s.pending > 1]
         for seq in sorted(jobs, key=_due):
             if seq in packing.preempted:
                 continue
-            if seq.id not in running:
+            if seq.id not in packing.running:
                 if not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
@@ -267,11 +266,10 @@ class Scheduler:
 
     def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""
-        running = {s.id for s in packing.view.running}
         for at, seq in enumerate(rest):
             if seq in packing.preempted or seq.id in packing.work:
                 continue
-            if seq.id in running:
+            if seq.id in packing.running:
                 if packing.lacks(seq, 1):
                     self._make_room(packing, seq, 1, rest[:at:-1])
                 self._chunk(packing, seq, bound)

@@ -55,7 +55,7 @@ class Scheduler:
         packing = Packing(view, self.budget)
         order = sorted([*view.running, *view.waiting], key=_order)
         starved = self._starved(view, order)
-        running = {s.id for s in view.running}
+        running = packing.running
         if starved is not None:
             self._give_turn(packing, starved, [s for s in order[::-1] if s.id in running])
         admitting = True

@@ -76,7 +76,7 @@ class Record:
 
     @property
     def prompt(self) -> int:
-        return sum(stage.prompt for stage in self.request.stages)
+        return self.request.prompt
 
 
 class Recorder:

@@ -6,19 +6,16 @@ A request beyond that is refused at the door, with the seconds after which it wo
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.cluster import Cluster, Listener
+from rubato.cluster import Cluster, Listener, Listeners
 from rubato.server.tenants import Quota
 from rubato.slo import judge
 from rubato.types import Event, Finished, Offered, Request
 
 RATE = "rejected-rate-limit"
 AT_ONCE = "rejected-tenant-saturated"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -91,12 +88,12 @@ class Books:
     def __init__(self, cluster: Cluster, rule: str = "deadline") -> None:
         self.cluster = cluster
         self._rule = rule
-        self._listeners: list[Listener] = []
-        cluster.listen(self._tell)
+        self._listeners = Listeners()
+        cluster.listen(self._listeners.tell)
 
     def listen(self, listener: Listener) -> None:
         """Every event from now on, in order, on the event loop."""
-        self._listeners.append(listener)
+        self._listeners.add(listener)
 
     def refuse(self, request: Request, reason: str, listener: Listener | None) -> None:
         """Offered, and ended at once."""
@@ -105,15 +102,7 @@ class Books:
         for event in (Offered(now, request.id, request), Finished(now, request.id, "refused", reason, verdict)):
             if listener is not None:
                 listener(event)
-            self._tell(event)
-
-    def _tell(self, event: Event) -> None:
-        for listener in list(self._listeners):
-            try:
-                listener(event)
-            except Exception:  # as in the cluster: a full disk under a log must not cost a request its end
-                log.exception("listener %r failed and gets no more events", listener)
-                self._listeners.remove(listener)
+            self._listeners.tell(event)
 
 
 class Door:
@@ -131,7 +120,7 @@ class Door:
     def offer(self, request: Request, listener: Listener | None = None) -> None:
         """As `Cluster.offer`."""
         now = self._cluster.clock.now()
-        prompt, most = sum(stage.prompt for stage in request.stages), request.sampling.max_tokens
+        prompt, most = request.prompt, request.sampling.max_tokens
         if not self._asked:
             self._asked = True
             self._refusal = self._meter.refusal(prompt + most, now)

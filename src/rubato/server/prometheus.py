@@ -176,12 +176,12 @@ class Metrics:
         view = next((view for view in self._views() if view.id == event.replica), None)
         if view is not None and state.last is None:
             waited = event.at - state.request.arrival
-            self._predicted.labels(state.request.tier).observe(waited + prefill_seconds(view, _prompt(state.request)))
+            self._predicted.labels(state.request.tier).observe(waited + prefill_seconds(view, state.request.prompt))
 
     def _started(self, event: Started) -> None:
         state = self._open[event.id]
         if state.replica_wait is not None:
-            prompt = _prompt(state.request)
+            prompt = state.request.prompt
             self._queue.observe(event.at - state.replica_wait)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
@@ -249,10 +249,6 @@ class Metrics:
                 return OTHER
             self._reasons.add(reason)
         return reason
-
-
-def _prompt(request: Request) -> int:
-    return sum(stage.prompt for stage in request.stages)
 
 
 def _promises(request: Request) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Format:
 
     @property
     def prompt(self) -> int:
-        return sum(stage.prompt for stage in self.request.stages)
+        return self.request.prompt
 
     @property
     def wants_logprobs(self) -> bool:

@@ -90,7 +90,7 @@ class Engine:
         """Raises ValueError when the request could never be run: too long, no token ids, settings out of range."""
         if request.id in self._seqs:
             raise ValueError(f"request id {request.id!r} is in the engine already: ids must be unique")
-        prompt = sum(stage.prompt for stage in request.stages)
+        prompt = request.prompt
         most = request.sampling.max_tokens
         if prompt + most > self._limits.max_length:
             raise ValueError(

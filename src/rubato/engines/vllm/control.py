@@ -191,10 +191,10 @@ class Control:
         """Book a plan's demotions and promotions."""
         now = self.clock()
         for id in plan.demote:
-            self.seqs[id].demoted = True
+            self.seqs[id].books.demoted = True
             self._events.append(Demoted(now, id))
         for id in plan.promote:
-            self.seqs[id].demoted = False
+            self.seqs[id].books.demoted = False
             self._events.append(Promoted(now, id))
 
     def scheduled(self, view: View, plan: Plan, output: Any) -> None:
@@ -238,7 +238,7 @@ class Control:
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if out.new_token_ids:
-            seq.emit(len(out.new_token_ids), now)
+            seq.books.got([now] * len(out.new_token_ids))
             self._events.append(Tokens(now, seq.id, len(out.new_token_ids), token_ids=tuple(out.new_token_ids)))
         if out.finish_reason is not None:
             self.end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")

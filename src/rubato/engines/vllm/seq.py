@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, cast
 
 from rubato.interfaces import LengthPredictor
-from rubato.slo import TOLERANCE, Deadlines, deadlines
+from rubato.seq import Seq as Books
 from rubato.types import SLO, OnDecline, Request, Sampling, Stage
 
 PREFIX = "slo_"
@@ -75,7 +75,7 @@ class Hit:
 
 @dataclass(slots=True, eq=False)
 class Seq:
-    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, here is what it does not know."""
+    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `books` what it does not know."""
 
     request: Request
     own: Any  # vLLM's Request
@@ -84,15 +84,13 @@ class Seq:
     lengths: LengthPredictor | None = None
     waiting: bool = True
     started: bool = False
-    demoted: bool = False
-    missed: bool = False
-    times: list[float] = field(default_factory=list)
     hit: Hit | None = None  # looked up once for each view, when it is asked for
-    deadlines: Deadlines = field(init=False)
-    due: float = field(init=False, default=inf)
+    books: Books = field(init=False)
 
     def __post_init__(self) -> None:
-        self._renew()
+        arrival = self.request.arrival
+        self.books = Books(self.request, self.order, arrival, arrival, self.request.prompt)
+        self.books.renew_due()
 
     # ----------------------------------------------------------------- SeqView
 
@@ -110,7 +108,7 @@ class Seq:
 
     @property
     def first_token_at(self) -> float | None:
-        return self.times[0] if self.times else None
+        return self.books.first_token_at
 
     @property
     def output(self) -> int:
@@ -146,7 +144,19 @@ class Seq:
 
     @property
     def best_effort(self) -> bool:
-        return self.demoted or self.request.best_effort
+        return self.books.best_effort
+
+    @property
+    def demoted(self) -> bool:
+        return self.books.demoted
+
+    @property
+    def missed(self) -> bool:
+        return self.books.missed
+
+    @property
+    def due(self) -> float:
+        return self.books.due
 
     @property
     def predicted(self) -> float | None:
@@ -156,7 +166,12 @@ class Seq:
 
     @property
     def key(self) -> tuple[float, int]:
-        return (self.request.arrival, self.order)
+        return self.books.key
+
+    @property
+    def times(self) -> Sequence[float]:
+        """When each token came out."""
+        return self.books.times[-1]
 
     def look_up(self) -> Hit:
         """What the prefix cache would save a waiting request, as of this step's view."""
@@ -164,19 +179,6 @@ class Seq:
             found = self.kv.get_computed_blocks(self.own)
             self.hit = Hit(found[1], found[0].blocks[0], found)
         return self.hit
-
-    def emit(self, tokens: int, now: float) -> None:
-        """`tokens` new tokens came out at `now`."""
-        if not self.times:
-            self._renew(now)  # a TPOT without TTFT runs from the first token
-        self.missed |= now > self.deadlines.token(len(self.times)) + TOLERANCE
-        self.times.extend([now] * tokens)
-        self.due = self.deadlines.token(len(self.times))
-
-    def _renew(self, first_token_at: float | None = None) -> None:
-        arrival = self.request.arrival
-        self.deadlines = deadlines(self.request.stages[0].slo, arrival, arrival, first_token_at, None)
-        self.due = self.deadlines.token(len(self.times))
 
     def _held(self) -> Sequence[Any]:
         # vLLM's own list; its get_blocks() would wrap it thrice, and policies ask some five times a step.
