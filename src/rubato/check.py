@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.types import Plan
+from rubato.types import Plan, Work
 
 
 class PlanError(Exception):
@@ -16,15 +17,23 @@ class PlanError(Exception):
 def check(plan: Plan, view: View, policy: str) -> None:
     """Raise PlanError unless `plan` can be carried out on `view`: known sequences, each named once, no more tokens than
     are pending, the engine's limits kept, enough KV, and no standing still while there is work."""
-    known = {s.id: s for s in view.waiting} | {s.id: s for s in view.running}
-    for problem in _problems(plan, view, known):
+    for problem in _problems(plan, view):
         raise PlanError(f"policy {policy!r}, replica {view.id!r}, t={view.now:.6f}: {problem}")
 
 
-def _problems(plan: Plan, view: View, known: Mapping[str, SeqView]) -> Iterable[str]:
+def spelled_out(plan: Plan, view: View) -> Plan:
+    """The same plan with `decode` written as work, in order of start, before the rest."""
+    if not plan.decode:
+        return plan
+    gone = {*plan.preempt, *plan.drop}
+    decodes = (Work(s.id, 1) for s in view.running if s.pending == 1 and s.id not in gone)
+    return replace(plan, work=(*decodes, *plan.work), decode=False)
+
+
+def _problems(plan: Plan, view: View) -> Iterable[str]:
     """Sentences, the first of which is reported. Later ones may rely on earlier ones having found nothing."""
+    known, running = view.known, view.running_ids
     yield from _named(plan, known)
-    running = {s.id for s in view.running}
     for id in plan.preempt:
         if id not in running:
             yield f"preempt names {id!r}, which holds no KV"
@@ -38,7 +47,8 @@ def _problems(plan: Plan, view: View, known: Mapping[str, SeqView]) -> Iterable[
         if not known[id].demoted:
             yield f"promote names {id!r}, which was not demoted"
     yield from _work(plan, view, known, running)
-    decided = plan.work or plan.preempt or plan.demote or plan.promote or plan.drop
+    decodes = view.decodes.seqs if plan.decode else 0
+    decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop
     if known and not decided and plan.wake_at is None:
         yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
     if plan.wake_at is not None and not decided and plan.wake_at <= view.now:
@@ -63,26 +73,37 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
             seen.add(id)
 
 
-def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: set[str]) -> Iterable[str]:
+def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collection[str]) -> Iterable[str]:
     limits = view.limits
     gone = set(plan.preempt) | set(plan.drop)
     free = view.kv_free + sum(known[id].own_blocks for id in gone)
-    tokens = need = 0
+    tokens = seqs = need = 0
+    if plan.decode:
+        leaving = [known[id] for id in gone if id in running and known[id].pending == 1]
+        tokens = seqs = view.decodes.seqs - len(leaving)
+        need = view.decode_blocks - sum(_new_blocks(seq, 1, limits.block) for seq in leaving)
     for work in plan.work:
         seq = known[work.seq]
+        if plan.decode and work.seq in running and seq.pending == 1:
+            yield f"work names {work.seq!r} beside decode, which it is among"
         if work.seq in gone:
             yield f"work names {work.seq!r}, which the same plan preempts or drops"
         if not 1 <= work.tokens <= seq.pending:
             yield f"work gives {work.seq!r} {work.tokens} tokens, and it has {seq.pending} pending"
         tokens += work.tokens
-        need += max(0, blocks_for(seq.cached + work.tokens, limits.block) - seq.blocks)
+        need += _new_blocks(seq, work.tokens, limits.block)
     if tokens > limits.max_tokens:
         yield f"{tokens} tokens in a batch, the engine takes {limits.max_tokens}"
-    if len(plan.work) > limits.max_seqs:
-        yield f"{len(plan.work)} sequences in a batch, the engine takes {limits.max_seqs}"
+    seqs += len(plan.work)
+    if seqs > limits.max_seqs:
+        yield f"{seqs} sequences in a batch, the engine takes {limits.max_seqs}"
     started = sum(w.seq not in running for w in plan.work)
-    stay = len(running - gone)
+    stay = len(running) - sum(id in running for id in gone)
     if limits.max_running is not None and stay + started > limits.max_running:
         yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"
     if need > free:
         yield f"{need} new KV blocks needed, {free} of {view.kv_total} free after the plan's own preemptions"
+
+
+def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:
+    return max(0, blocks_for(seq.cached + tokens, block) - seq.blocks)

@@ -78,6 +78,25 @@ class VirtualClock:
         await self.sleep_until(self.now(), PLAN)
 
 
+class HandClock:
+    """A time that whoever drives sets, for hosts that have no tasks."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        raise RuntimeError("nothing waits on a hand-set clock")
+
+    async def sleep_until(self, when: float, rank: int) -> None:
+        raise RuntimeError("nothing waits on a hand-set clock")
+
+    async def settle(self) -> None:
+        raise RuntimeError("nothing waits on a hand-set clock")
+
+
 class _Jump(selectors.SelectSelector):
     """A selector that never waits: asked to wait for ever, since no task can go on, it fires the next timer."""
 

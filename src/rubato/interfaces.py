@@ -6,7 +6,7 @@ seen through the read-only `SeqView`; mutating one is a type error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Protocol
@@ -77,6 +77,49 @@ class View:
     def age(self) -> float:
         """Seconds since this was known."""
         return max(0.0, self.now - self.as_of)
+
+    # What follows is derived. A replica that keeps count of it can show it without looking at every sequence.
+
+    @property
+    def known(self) -> Mapping[str, SeqView]:
+        """All that are here, by id."""
+        return {s.id: s for group in (self.waiting, self.running) for s in group}
+
+    @property
+    def running_ids(self) -> Collection[str]:
+        return {s.id for s in self.running}
+
+    @property
+    def prefilling(self) -> Sequence[SeqView]:
+        """Running, with more than one token pending; in order of start."""
+        return [s for s in self.running if s.pending > 1]
+
+    @property
+    def decodes(self) -> Shape:
+        """The batch of one token for every running sequence that has just one pending."""
+        cached = [s.cached for s in self.running if s.pending == 1]
+        return Shape(len(cached), len(cached), sum(cached) + len(cached))
+
+    @property
+    def decode_blocks(self) -> int:
+        """New KV blocks that this batch needs."""
+        block = self.limits.block
+        return sum(-(-(s.cached + 1) // block) > s.blocks for s in self.running if s.pending == 1)
+
+    @property
+    def newest(self) -> SeqView | None:
+        """The running one started last."""
+        return self.running[-1] if self.running else None
+
+    @property
+    def pending(self) -> int:
+        """Tokens pending, of all that are here."""
+        return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running)
+
+    @property
+    def count(self) -> int:
+        """Sequences that are here."""
+        return len(self.waiting) + len(self.running)
 
 
 class LatencyModel(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from rubato.check import check
+from rubato.check import check, spelled_out
 from rubato.interfaces import LatencyModel, LengthPredictor, View
 from rubato.kv import KVBlocks, blocks_for, first_key
 from rubato.seq import Seq
@@ -34,6 +34,14 @@ from rubato.types import (
     StepResult,
     Tokens,
 )
+
+
+def never(request: Request, limits: Limits) -> str | None:
+    """Why a replica with these limits could not run it even alone, None if it could."""
+    most = request.prompt + request.sampling.max_tokens
+    if most > limits.max_length:
+        return "rejected-too-long"
+    return "rejected-exceeds-kv" if blocks_for(most, limits.block) > limits.kv_blocks else None
 
 
 class Replica:
@@ -87,11 +95,9 @@ class Replica:
         if request.progress is not None:
             seq.resume(request.progress)
         seq.learn_keys(self.limits.block)
-        most = request.prompt + request.sampling.max_tokens
-        if most > self.limits.max_length:
-            return [self._finished(seq, now, "refused", "rejected-too-long")]
-        if blocks_for(most, self.limits.block) > self.kv.total:
-            return [self._finished(seq, now, "refused", "rejected-exceeds-kv")]
+        reason = never(request, self.limits)
+        if reason is not None:
+            return [self._finished(seq, now, "refused", reason)]
         self._seqs[request.id] = seq
         group = self._groups.setdefault(request.group, []) if request.group else []
         group.append(seq)
@@ -153,7 +159,9 @@ class Replica:
         """Carry out a plan up to the engine's part. Raises PlanError, with nothing changed, for an impossible one."""
         if self.in_flight is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
-        check(plan, self.view(now), policy)
+        view = self.view(now)
+        check(plan, view, policy)
+        plan = spelled_out(plan, view)
         starting = [self._seqs[work.seq] for work in plan.work if work.seq not in self.running]
         for seq in starting:  # before anything is given back or reused: what the plan counted on is still there
             self.kv.take(seq.block_ids, self.kv.find(seq.keys[1 : 1 + seq.cached // self.limits.block]))

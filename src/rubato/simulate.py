@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
+from rubato.lean.drive import drive
+from rubato.lean.host import LeanHost
+from rubato.lean.view import SUPPORTS
 from rubato.metrics import Timeline, timelines
+from rubato.policies import load
 from rubato.records import Record, Run
-from rubato.types import Event, Limits, Request
+from rubato.slo import StageTimes
+from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
 from rubato.workload import Arrival, Workload
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
-    (what it believes; `believed` if it is to differ, and it goes on learning). noise: relative spread of step times."""
+    (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
+    it does live. noise: relative spread of step times."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
@@ -36,6 +43,38 @@ class Setup:
     rule: str = "deadline"
     prefix_cache: bool = False
     fair: Callable[[], FairShare] | None = None
+    learns: bool = True
+
+    def given(self) -> dict[str, Any]:
+        """What a cluster of these replicas is given."""
+        return {
+            "policy": self.policy, "settings": self.settings, "router": self.router,
+            "router_settings": self.router_settings, "lengths": self.lengths, "max_in_flight": self.max_in_flight,
+            "rule": self.rule, "prefix_cache": self.prefix_cache, "fair": self.fair() if self.fair else None,
+        }  # fmt: skip
+
+    def scheduler_model(self) -> LatencyModel:
+        model = (self.believed or self.latency)()
+        return model if self.learns else Fixed(model)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A latency model that does not learn."""
+
+    model: LatencyModel
+
+    def step_time(self, shape: Shape) -> float:
+        return self.model.step_time(shape)
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        return self.model.largest_chunk(seconds, base, cached, most)
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        raise ValueError("this latency model is fixed for a simulation: fit it before")
+
+    def update(self, sample: Sample) -> None:
+        pass
 
 
 def simulate(
@@ -64,20 +103,7 @@ async def _run(
         Engine(setup.latency(), setup.limits, clock, lengths=truth, noise=setup.noise, seed=setup.seed + i)
         for i in range(setup.replicas)
     ]
-    cluster = local_cluster(
-        engines,
-        [(setup.believed or setup.latency)() for _ in engines],
-        clock,
-        policy=setup.policy,
-        settings=setup.settings,
-        router=setup.router,
-        router_settings=setup.router_settings,
-        lengths=setup.lengths,
-        max_in_flight=setup.max_in_flight,
-        rule=setup.rule,
-        prefix_cache=setup.prefix_cache,
-        fair=setup.fair() if setup.fair else None,
-    )
+    cluster = local_cluster(engines, [setup.scheduler_model() for _ in engines], clock, **setup.given())
     events: list[Event] = []
     cluster.listen(events.append)
     if watch is not None:
@@ -94,13 +120,20 @@ async def _run(
     return events
 
 
-def simulated_run(workload: Workload, setup: Setup, label: str | None = None) -> Run:
-    """A workload simulated, as the results of a bench are: records, judged by `setup.rule`."""
-    requests = list(workload.requests())
+def simulated_run(
+    workload: Workload, setup: Setup, label: str | None = None, *, times: bool = True, plain: bool = False
+) -> Run:
+    """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
+
+    times: keep when each token came out; without, a run of many long requests takes less memory. The fast driver
+    (`lean`) is taken where it can do what is asked, unless plain.
+    """
     truth = {a.id: (a.output_tokens,) for a in workload.arrivals}
-    events = simulate(requests, truth, setup)
-    lines = {line.request.id: line for line in timelines(events)}
-    records = tuple(_record(arrival, lines[arrival.id]) for arrival in workload.arrivals)
+    if plain or not lean_enough(setup):
+        lines = {line.request.id: line for line in timelines(simulate(list(workload.requests()), truth, setup))}
+    else:
+        lines = lean_lines(workload.requests(), truth, setup, times=times)
+    records = tuple(_record(arrival, lines[arrival.id], times) for arrival in workload.arrivals)
     settings = {
         "simulated": True,
         "policy": setup.policy,
@@ -114,7 +147,42 @@ def simulated_run(workload: Workload, setup: Setup, label: str | None = None) ->
     return Run(label or setup.policy, workload, records, setup.rule, settings=settings)
 
 
-def _record(arrival: Arrival, line: Timeline) -> Record:
+def lean_enough(setup: Setup) -> bool:
+    """Whether the fast driver can simulate this: a fixed latency model, no prefix cache, a policy of plain steps."""
+    return not (setup.learns or setup.prefix_cache) and load(setup.policy, setup.settings).needs <= SUPPORTS
+
+
+def lean_lines(
+    requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: Setup, *, times: bool = True
+) -> dict[str, Timeline]:
+    """What became of each request, by id, with the times of its tokens if wanted. Raises as `lean.drive` does."""
+    lines: dict[str, Timeline] = {}
+    came: dict[str, list[float]] = {}
+
+    def make(number: int, **given: Any) -> LeanHost:
+        model = setup.scheduler_model()
+        return LeanHost(
+            truth=setup.latency(), latency=model, limits=setup.limits, targets=truth, noise=setup.noise,
+            seed=setup.seed + number, ended=ended if times else None, **given,
+        )  # fmt: skip
+
+    def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
+        came[event.id] = [float(t) for stage in stages for t in stage.tokens]
+
+    def follow(event: Event) -> None:
+        if isinstance(event, Offered):
+            lines[event.id] = Timeline(event.request)
+        elif isinstance(event, Finished):
+            line = lines[event.id]
+            line.end = event
+            line.times = came.pop(event.id, [])
+            line.tokens = list(range(1, len(line.times) + 1))
+
+    drive(requests, setup.replicas, make, lambda cluster: cluster.listen(follow), **setup.given())
+    return lines
+
+
+def _record(arrival: Arrival, line: Timeline, times: bool) -> Record:
     end = line.end
     if end is None:
         raise RuntimeError(f"request {arrival.id!r} has no end")
@@ -127,8 +195,8 @@ def _record(arrival: Arrival, line: Timeline) -> Record:
         verdict=end.verdict,
         asked=arrival.output_tokens,
         output=end.output,
-        times=tuple(line.times),
-        tokens=tuple(line.tokens),
+        times=tuple(line.times) if times else (),
+        tokens=tuple(line.tokens) if times else (),
         reason="" if end.outcome == "completed" else end.reason,
         prompt_tokens=arrival.prompt_tokens,
         best_effort=end.best_effort,

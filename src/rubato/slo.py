@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rubato.types import SLO, Cause, Outcome, Request, Verdict
 
 Rule = Literal["deadline", "mean", "windowed"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+MANY = 24  # tokens from which on numpy is faster
 WINDOW = 10  # tokens, SLOs-Serve's windowed TPOT
 TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
 
@@ -66,7 +70,7 @@ class StageTimes:
     """What happened in one stage: when it started, and the time of each of its output tokens, ascending."""
 
     start: float
-    tokens: Sequence[float]
+    tokens: Sequence[float] | NDArray[np.float64]
 
 
 def judge(
@@ -85,7 +89,8 @@ def judge(
         raise ValueError(f"unknown judging rule {rule!r}: choose one of {', '.join(RULES)}")
     margin = _margin(request, stages, rule)
     completed = outcome == "completed"
-    nothing = not any(stage.tokens for stage in stages) and not request.best_effort
+    some = [stage.tokens for stage in stages if len(stage.tokens)]
+    nothing = not some and not request.best_effort
     met = completed and not nothing and (margin is None or margin >= -TOLERANCE)
     cause: Cause | None = None
     if outcome == "refused" or outcome == "failed":
@@ -94,25 +99,25 @@ def judge(
         cause = "client"
     elif not met and lost:
         cause = max(lost.items(), key=lambda item: item[1])[0]
-    times = [t for stage in stages for t in stage.tokens]
-    n = len(times)
+    first, last = (float(some[0][0]), float(some[-1][-1])) if some else (0.0, 0.0)
+    n = sum(map(len, some))
     return Verdict(
-        met=met,
+        met=bool(met),
         rule=rule,
         cause=cause,
-        ttft=times[0] - request.arrival if times else None,
-        tpot=(times[-1] - times[0]) / (n - 1) if n > 1 else None,
-        e2e=times[-1] - request.arrival if times and completed else None,
-        margin=margin,
+        ttft=first - request.arrival if some else None,
+        tpot=(last - first) / (n - 1) if n > 1 else None,
+        e2e=last - request.arrival if some and completed else None,
+        margin=None if margin is None else float(margin),
     )
 
 
 def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float | None:
     """Seconds to spare at the tightest point of all SLOs; None when nothing was promised or nothing came out."""
-    spare = inf
+    spare: float = inf
     continues: float | None = None
     for stage, times in zip(request.stages, stages, strict=False):
-        if not times.tokens:
+        if not len(times.tokens):
             break
         of_stage = deadlines(
             stage.slo,
@@ -123,7 +128,7 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
         )
         spare = min(spare, of_stage.end - times.tokens[-1])
         if rule == "deadline":
-            spare = min(spare, min(of_stage.token(i) - t for i, t in enumerate(times.tokens)))
+            spare = min(spare, _deadline_margin(times.tokens, of_stage))
         else:
             if stage.slo.ttft is not None:
                 spare = min(spare, of_stage.first - times.tokens[0])
@@ -134,7 +139,14 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
     return spare if spare < inf else None
 
 
-def _tpot_margin(tokens: Sequence[float], tpot: float, rule: str) -> float:
+def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], due: Deadlines) -> float:
+    if len(tokens) < MANY:
+        return min(due.token(i) - t for i, t in enumerate(tokens))
+    of_each = np.minimum(due.first + np.arange(1, len(tokens)) * due.tpot, due.end) - tokens[1:]
+    return min(due.token(0) - tokens[0], of_each.min())
+
+
+def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:
     n = len(tokens)
     if n < 2:
         return inf

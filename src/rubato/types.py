@@ -202,9 +202,15 @@ class Plan:
     drop: seq -> reason, refuses a request for good (only one that asked for `on_decline="refuse"`, or cannot ever fit).
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
+
+    decode: one token of every running sequence that has one pending and stays, beside `work`, which then names none of
+    them. steady: unless something arrives, ends, is cancelled, has its last prompt token run or lacks KV, the plan of
+    each of so many further steps would be this one again; whoever simulates may carry them out without asking.
     """
 
     work: tuple[Work, ...] = ()
+    decode: bool = False
+    steady: int = 0
     preempt: tuple[str, ...] = ()
     demote: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()

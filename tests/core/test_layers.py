@@ -17,7 +17,7 @@ LAYERS = [
     ["replica", "policies", "metrics", "trace", "engines"],
     ["worker"],
     ["cluster"],
-    ["fleet"],
+    ["fleet", "lean"],
     ["config", "server", "workload", "prompts", "prompt_parts", "intervals", "goodput"],
     ["results", "records", "serve", "answer", "target", "mix", "arrivals", "fit"],
     ["bench", "compare", "plot", "simulate", "serverprocess"],

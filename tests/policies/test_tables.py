@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from rubato.interfaces import View
-from rubato.policies import PolicyError, describe, load, load_router, names
+from rubato import policies
+from rubato.check import check, spelled_out
+from rubato.interfaces import Scheduler, View
+from rubato.policies import PolicyError, describe, load_router, names
 from rubato.types import Finished, Limits, Plan, Verdict
 from tests.doubles import Linear, Seq, request, view
 
+
+class SpelledOut:
+    """A policy whose plans are possible, and name every decode."""
+
+    def __init__(self, name: str, settings: dict[str, object] | None = None) -> None:
+        self.inner: Scheduler = policies.load(name, settings)
+        self.observe = self.inner.observe
+
+    def plan(self, view: View) -> Plan:
+        plan = self.inner.plan(view)
+        check(plan, view, "under test")
+        return spelled_out(plan, view)
+
+
+load = SpelledOut
 LIMITS = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
 
 

@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rubato.check import spelled_out
 from rubato.engines.vllm.scheduler import RubatoScheduler
 from rubato.interfaces import Scheduler, View
 from rubato.types import Event, Finished, Plan
@@ -61,7 +62,7 @@ class Recording:
             assert 0 < seq.pending <= seq.length
             assert seq.own_blocks <= seq.blocks or seq in view.waiting
             assert seq.in_flight == 0
-        self.plans.append(self.inner.plan(view))
+        self.plans.append(spelled_out(self.inner.plan(view), view))
         return self.plans[-1]
 
 

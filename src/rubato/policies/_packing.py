@@ -8,6 +8,8 @@ from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
 from rubato.types import Plan, Shape, Work
 
+FOR_EVER = 1 << 30
+
 
 class Packing:
     """A plan in the making on a view: never beyond the engine's limits or the free KV.
@@ -21,12 +23,38 @@ class Packing:
         self.tokens_left = min(limits.max_tokens, budget) if budget is not None else limits.max_tokens
         self.seqs_left = limits.max_seqs
         self.kv_left = view.kv_free
-        self.running = {s.id for s in view.running}
+        self.running = view.running_ids
         most = limits.max_running
         self.slots_left = len(view.waiting) if most is None else most - len(self.running)
         self.shape = Shape()
         self.work: dict[str, int] = {}
         self.preempted: list[SeqView] = []
+        self.decode = False
+
+    def decode_all(self) -> bool:
+        """One token of every running sequence that has one pending, before anything else; False if not all fit."""
+        decodes, need = self.view.decodes, self.view.decode_blocks
+        if decodes.seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
+            return False
+        self.decode = decodes.seqs > 0
+        self.tokens_left -= decodes.tokens
+        self.seqs_left -= decodes.seqs
+        self.kv_left -= need
+        self.shape = decodes
+        return True
+
+    def steady(self) -> int:
+        """For how many further steps the same would come out, of a policy that gives decodes a token, prefills what is
+        left of a fixed budget, and starts who fits, in order: for ever while nobody prefills (who does not fit now
+        will not: KV only shrinks), and while one takes all that is left."""
+        if not self.decode or self.preempted:
+            return 0
+        if not self.work:
+            return FOR_EVER
+        if len(self.work) > 1 or self.tokens_left:
+            return 0
+        [(id, tokens)] = self.work.items()
+        return self.view.known[id].pending // tokens - 1
 
     def room(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
@@ -81,10 +109,12 @@ class Packing:
         self.slots_left += 1
         self.preempted.append(seq)
 
-    def plan(self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
+    def plan(self, *, steady: int = 0, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
              wake_at: float | None = None) -> Plan:  # fmt: skip
         return Plan(
-            work=tuple(Work(id, tokens) for id, tokens in self.work.items()),
+            work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
+            decode=self.decode,
+            steady=steady,
             preempt=tuple(s.id for s in self.preempted),
             demote=tuple(demote),
             promote=tuple(promote),
@@ -94,6 +124,29 @@ class Packing:
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
+
+
+def decode_first(view: View, budget: int | None) -> Packing:
+    """Every decode, then running prefills in order of start, then who waits. Who lacks KV takes it from the one started
+    last, in vLLM's way."""
+    packing = Packing(view, budget)
+    if not packing.decode_all() or not run_chunks(packing):
+        packing = Packing(view, budget)
+        decodes = [s for s in view.running if s.pending == 1]
+        run_in_order(packing, [*decodes, *view.prefilling])
+    admit_in_order(packing, view.waiting)
+    return packing
+
+
+def run_chunks(packing: Packing) -> bool:
+    """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
+    for seq in packing.view.prefilling:
+        tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
+        if tokens and packing.lacks_kv(seq, tokens):
+            return False
+        if tokens:
+            packing.add(seq, tokens)
+    return True
 
 
 def run_in_order(packing: Packing, running: Iterable[SeqView]) -> None:

@@ -32,5 +32,4 @@ class Router:
         return Dispatch(place, {})
 
     def _load(self, view: View) -> int:
-        seqs = [*view.waiting, *view.running]
-        return sum(s.pending for s in seqs) + self.per_request * len(seqs)
+        return view.pending + self.per_request * view.count

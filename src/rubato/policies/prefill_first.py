@@ -37,8 +37,9 @@ class Scheduler:
         if prefills.work:
             return prefills.plan()
         decodes = Packing(view)
-        run_in_order(decodes, view.running)
-        return decodes.plan()
+        if not decodes.decode_all():
+            run_in_order(decodes, view.running)
+        return decodes.plan(steady=decodes.steady())
 
     def _prefill(self, packing: Packing, view: View) -> None:
         begun = [s for s in view.running if s.pending > 1]

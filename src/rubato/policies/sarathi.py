@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import Packing, admit_in_order, run_in_order
-from rubato.types import Event, Plan, Shape
+from rubato.policies._packing import decode_first
+from rubato.types import Event, Plan
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
 
@@ -34,22 +34,16 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = Packing(view, self.budget or self._tuned(view))
-        decodes = [s for s in view.running if s.pending == 1]
-        prefills = [s for s in view.running if s.pending > 1]
-        run_in_order(packing, [*decodes, *prefills])
-        admit_in_order(packing, view.waiting)
-        return packing.plan()
+        packing = decode_first(view, self.budget or self._tuned(view))
+        fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
+        return packing.plan(steady=packing.steady() if fixed else 0)
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]
         tpots = [t for s in here if (t := s.request.stages[s.stage].slo.tpot) is not None]
         if not tpots:
             return view.limits.max_tokens
-        decodes = Shape()
-        for seq in view.running:
-            if seq.pending == 1:
-                decodes = decodes.plus(1, seq.cached)
+        decodes = view.decodes
         first = next((s for s in here if s.pending > 1), None)
         cached = first.cached if first else 0
         chunk = view.latency.largest_chunk(min(tpots), decodes, cached, view.limits.max_tokens)

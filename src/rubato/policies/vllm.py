@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import Packing, admit_in_order, run_in_order
+from rubato.policies._packing import Packing, admit_in_order, decode_first, run_in_order
 from rubato.types import Event, Plan
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
@@ -33,7 +33,15 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = Packing(view, self.budget)
-        run_in_order(packing, view.running)
-        admit_in_order(packing, view.waiting)
-        return packing.plan()
+        if self._prefills_last(view):
+            packing = decode_first(view, self.budget)
+        else:
+            packing = Packing(view, self.budget)
+            run_in_order(packing, view.running)
+            admit_in_order(packing, view.waiting)
+        return packing.plan(steady=packing.steady())
+
+    def _prefills_last(self, view: View) -> bool:
+        """Whether order of start and decodes first come to the same: nobody decodes who started after a prefill."""
+        begun = view.prefilling
+        return not begun or (len(begun) == 1 and begun[0] is view.newest)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from rubato.check import PlanError, check
+from rubato.check import PlanError, check, spelled_out
 from rubato.clock import WallClock, unix_time
 from rubato.engines.vllm.seq import Seq, request_of
 from rubato.interfaces import LengthPredictor, View
@@ -185,7 +185,7 @@ class Control:
         except PlanError:
             log.exception("the policy asked for something impossible: the engine stops")
             raise
-        return plan
+        return spelled_out(plan, view)
 
     def shift(self, plan: Plan) -> None:
         """Book a plan's demotions and promotions."""

@@ -1,0 +1,94 @@
+"""Why a request missed, worked out from the log of runs when it has: what `Replica` books step by step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from rubato.lean.run import Run
+from rubato.slo import TOLERANCE, deadlines
+from rubato.types import Cause, Shape
+
+if TYPE_CHECKING:
+    from rubato.lean.host import LeanHost
+    from rubato.lean.seq import LeanSeq
+
+
+def blame(seq: LeanSeq, host: LeanHost) -> dict[Cause, float]:
+    """Seconds lost to each cause until the first token that was late."""
+    lost: dict[Cause, float] = {}
+
+    def lose(cause: Cause, seconds: float) -> None:
+        if seconds > 0.0:
+            lost[cause] = lost.get(cause, 0.0) + seconds
+
+    last = _first_late(seq, host)
+    for tick, seconds, again in seq.waits:
+        if tick <= last:
+            lose("preemption" if again else "queue", seconds)
+    decodes = {t for spans in seq.spans_now() for a, b in spans for t in range(a, min(b, last + 1))}
+    for begin, end in seq.begun:
+        for tick in range(begin, min(last + 1, host.tick if end < 0 else end)):
+            run = _run_of(host.log, tick)
+            for cause, seconds in _step(seq, run, tick - run.tick, tick in decodes, host):
+                lose(cause, seconds)
+    return lost
+
+
+def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tuple[tuple[Cause, float], ...]:
+    """What one step cost it, beyond what it would have taken alone."""
+    model = host.latency.step_time
+    seconds = run.ends[i] - (run.ends[i - 1] if i else run.begin)
+    whole = run.shape(i)
+    single = run.decodes(i)
+    for part in run.chunks:
+        if part.tokens == 1:
+            single = single.plus(1, part.start + i)
+    part = next((p for p in run.chunks if p.seq is seq), None)
+    if part is None and not decodes:
+        return ((_idle(whole, single), seconds),)
+    predicted = model(whole)
+    scale = seconds / predicted if predicted > 0.0 else 0.0
+    if part is None or part.tokens == 1:
+        with_decodes = model(single)
+        alone = model(Shape().plus(1, single.kv // single.seqs))
+        return (
+            ("prefill interference", (predicted - with_decodes) * scale),
+            ("decode interference", (with_decodes - alone) * scale),
+        )
+    start = part.start + i * part.tokens
+    beside = model(single.plus(part.tokens, start))
+    alone = model(Shape().plus(part.tokens, start))
+    again = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
+    return (
+        *((("preemption", alone * scale),) if again else ()),
+        ("prefill interference", (predicted - beside) * scale),
+        ("decode interference", (beside - alone) * scale),
+    )
+
+
+def _idle(whole: Shape, single: Shape) -> Cause:
+    return "prefill interference" if whole.tokens > 2 * single.tokens else "decode interference"
+
+
+def _first_late(seq: LeanSeq, host: LeanHost) -> int:
+    """The step that brought the first token that was late; the last step, if none was."""
+    continues: float | None = None
+    for stage, start, spans in zip(seq.request.stages, seq.starts, seq.spans_now(), strict=False):
+        ticks = [t for a, b in spans for t in range(a, b)]
+        if not ticks:
+            break
+        times = host.times(spans)
+        due = deadlines(
+            stage.slo, seq.request.arrival, start, float(times[0]), continues if stage.prompt == 0 else None
+        )
+        for i, (tick, at) in enumerate(zip(ticks, times, strict=True)):
+            if at > due.token(i) + TOLERANCE:
+                return tick
+        last = due.token(len(ticks) - 1)
+        continues = last if last < float("inf") else float(times[-1])
+    return host.tick - 1
+
+
+def _run_of(log: list[Run], tick: int) -> Run:
+    return log[bisect_right(log, tick, key=lambda run: run.tick) - 1]

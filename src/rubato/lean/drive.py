@@ -1,0 +1,69 @@
+"""A cluster of lean hosts, driven from one completion, arrival or plan to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from rubato.clock import ARRIVAL, COMPLETION, PLAN, HandClock
+from rubato.cluster import Cluster, HostLost, HostMaker, Listener, cluster_of
+from rubato.lean.host import LeanHost
+from rubato.policies import load
+from rubato.types import Request
+
+Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host
+
+
+def drive(
+    requests: Iterable[Request],
+    replicas: int,
+    make: Maker,
+    ready: Callable[[Cluster], None],
+    **given: Any,
+) -> None:
+    """Offer requests, ascending in arrival, to a cluster of hosts that `make` gives, and run them to their ends.
+
+    make: (number of the replica, the rest by name). ready: called with the cluster before the first. given: as
+    `cluster_of` takes. Raises RuntimeError if some request never ends, and whatever a policy raised.
+    """
+    clock = HandClock()
+    heap: list[tuple[float, int, int, LeanHost, int]] = []
+    count = itertools.count()
+
+    def at(when: float, rank: int, host: LeanHost, version: int) -> None:
+        heappush(heap, (when, rank, next(count), host, version))
+
+    def maker(number: int) -> HostMaker:
+        def host(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
+                 options: Mapping[str, Any]) -> LeanHost:  # fmt: skip
+            return make(
+                number, id=id, scheduler=load(policy, settings), clock=clock, emit=emit, at=at, policy=policy,
+                lengths=options["lengths"], rule=options["rule"],
+            )  # fmt: skip
+
+        return host
+
+    cluster = cluster_of([maker(i) for i in range(replicas)], clock, **given)
+    ready(cluster)
+    arriving = iter(requests)
+    coming = next(arriving, None)
+    while heap or coming is not None:
+        if coming is not None and (not heap or (coming.arrival, ARRIVAL) < heap[0][:2]):
+            clock.time = max(clock.time, coming.arrival)
+            cluster.offer(coming)
+            coming = next(arriving, None)
+            continue
+        when, rank, _, host, version = heappop(heap)
+        clock.time = when
+        if rank == COMPLETION:
+            if host.complete(version):
+                if (heap and heap[0][0] <= when) or (coming is not None and coming.arrival <= when):
+                    at(when, PLAN, host, version)
+                else:
+                    host.plan(version)
+        else:
+            host.plan(version)
+    if cluster.in_flight:
+        raise RuntimeError(f"virtual time stands still: {cluster.in_flight} requests are left and nothing will happen")

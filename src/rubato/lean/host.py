@@ -1,0 +1,471 @@
+"""A host that counts: one replica with its scheduler and the time its engine would take (`Host`), on a hand-set clock.
+
+What happens is what `Replica`, `worker.LocalHost` and `engines.simulated` make of the same plans, in the same order.
+A plan is carried out as a `Run` of one or more equal steps; a run ends where the next plan may differ: at the first
+token or the end of a sequence, at the end of a prefill, when KV runs short, and when something arrives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.check import check
+from rubato.clock import COMPLETION, PLAN, HandClock
+from rubato.interfaces import LatencyModel, LengthPredictor, Scheduler, View
+from rubato.kv import blocks_for
+from rubato.lean.blame import blame
+from rubato.lean.run import Part, Run, Steps
+from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
+from rubato.lean.view import LeanView
+from rubato.replica import never
+from rubato.slo import StageTimes, judge
+from rubato.types import (
+    Demoted,
+    Event,
+    Finished,
+    Limits,
+    Outcome,
+    Plan,
+    Preempted,
+    Promoted,
+    Request,
+    Started,
+)
+
+LONGEST = 64  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+
+
+class LeanHost:
+    """truth: the time steps take; latency: what the scheduler believes, which does not learn here. targets: request id
+    -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each run
+    when it is over, and each request's token times with its end. at: has the host called (`complete`, `plan`) at a time, in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        truth: LatencyModel,
+        latency: LatencyModel,
+        limits: Limits,
+        scheduler: Scheduler,
+        clock: HandClock,
+        *,
+        emit: Callable[[Event], None],
+        at: Callable[[float, int, LeanHost, int], None],
+        policy: str,
+        targets: Mapping[str, Sequence[int]],
+        lengths: LengthPredictor | None = None,
+        rule: str = "deadline",
+        noise: float = 0.0,
+        seed: int = 0,
+        ran: Callable[[Run], None] | None = None,
+        ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
+    ) -> None:
+        self.id = id
+        self.limits = limits
+        self.latency = latency
+        self.scheduler = scheduler
+        self.clock = clock
+        self.lengths = lengths
+        self.tick = 0  # steps done
+        self.waiting: list[LeanSeq] = []
+        self.running: dict[str, LeanSeq] = {}
+        self.known: dict[str, LeanSeq] = {}
+        self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
+        self.kv_free = limits.kv_blocks
+        self.decoding = 0  # sequences that the next step of all decodes advances
+        self.decoding_kv = 0  # tokens they have in KV
+        self.run: Run | None = None
+        self.log: list[Run] = []  # what was run, for whoever has missed
+        self.tpots: dict[float, int] = {}
+        self._log_most = 1024
+        self._phases = [0] * limits.block  # of the decoding: at which ticks, modulo block, they need another
+        self._milestones: list[tuple[int, int, LeanSeq]] = []
+        self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
+        self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
+        self._ends: NDArray[np.float64] = np.zeros(1024)
+        self._steps = Steps(truth, noise, seed)
+        self._emit = emit
+        self._at = at
+        self._policy = policy
+        self._targets = targets
+        self._rule = rule
+        self._ran = ran
+        self._ended = ended
+        self._outbox: list[Event] = []
+        self._order = 0
+        self._version = 0
+        self._planned = False
+        self._view = LeanView(self)
+
+    # ----------------------------------------------------------------- Host
+
+    async def start(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def view(self) -> View:
+        self._view.now = self.clock.time
+        return self._view
+
+    def submit(self, request: Request) -> None:
+        """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
+        if request.group or request.progress is not None:
+            raise ValueError(f"request {request.id!r} shares KV or began elsewhere, which a lean replica cannot count")
+        now = self.clock.now()
+        self.sync()
+        self._order += 1
+        seq = LeanSeq(request, self._order, now, self, self._targets.get(request.id))
+        reason = never(request, self.limits)
+        if reason is not None:
+            self._tell([self._finished(seq, now, "refused", reason)])
+            return
+        self.known[seq.id] = seq
+        insort(self.waiting, seq, key=_key)
+        self._changed(now)
+
+    def cancel(self, id: str, reason: str) -> None:
+        now = self.clock.now()
+        self.sync()
+        seq = self.known.get(id)
+        if seq is None or seq.ended:
+            return
+        self._changed(now)
+        self._tell([self._end(seq, now, "cancelled", reason)])
+
+    # ----------------------------------------------------------------- time passes
+
+    def sync(self) -> None:
+        """Book the steps of the run that are over by now."""
+        run = self.run
+        if run is not None:
+            done = bisect_right(run.ends, self.clock.time)
+            if done > run.done:
+                self._advance(run, done)
+
+    def complete(self, version: int) -> bool:
+        """The run's last step is over. False if it is not, since something came between."""
+        run = self.run
+        if run is None or version != self._version:
+            return False
+        self._advance(run, len(run.ends))
+        self.run = None
+        now = run.ends[-1]
+        self.kv_free = run.free - run.needs[-1]
+        if self._ran is not None:
+            self._ran(run)
+        for seq in self._book(run):
+            if not seq.ended:
+                self._token(seq, now)
+        for seq in self._ending:
+            self._release(seq)
+        self._ending.clear()
+        self._planned = True
+        return True
+
+    def plan(self, version: int) -> None:
+        """Ask the policy, and begin what it says, unless it was asked since."""
+        if self.run is not None or not (self._planned or version == self._version):
+            return
+        self._planned = False
+        self._version += 1
+        now = self.clock.time
+        if not self.known:
+            self._flush()
+            return
+        view = self._view
+        view.now = now
+        plan = self.scheduler.plan(view)
+        check(plan, view, self._policy)
+        events = self._carry_out(plan, now)
+        self._outbox += events
+        self._flush()
+        if self.run is None and not self._planned:
+            if events:
+                self._plan_at(now)
+            elif plan.wake_at is not None:
+                self._at(plan.wake_at, PLAN, self, self._version)
+
+    # ----------------------------------------------------------------- a plan is carried out
+
+    def _carry_out(self, plan: Plan, now: float) -> list[Event]:
+        events: list[Event] = []
+        for id, reason in plan.drop.items():
+            events.append(self._end(self.known[id], now, "refused", reason))
+        for id in plan.preempt:
+            events.append(self._preempt(self.known[id], now))
+        for id in plan.demote:
+            self.known[id].demoted = True
+            events.append(Demoted(now, id))
+        for id in plan.promote:
+            self.known[id].demoted = False
+            events.append(Promoted(now, id))
+        order = [self.known[w.seq] for w in plan.work]
+        if not plan.decode:
+            self._rest({w.seq for w in plan.work})
+        chunks = []
+        for work, seq in zip(plan.work, order, strict=True):
+            if seq.state == WAITING:
+                self._begin(seq, now, events)
+            if seq.state == PREFILLING:
+                chunks.append(Part(seq, seq._cached, work.tokens))
+        if plan.work or (plan.decode and self.decoding):
+            self._run(plan, now, tuple(chunks), order)
+        return events
+
+    def _rest(self, at_work: set[str]) -> None:
+        """Those that could decode and are not asked to."""
+        for seq in self.running.values():
+            if seq.state == DECODING and seq.id not in at_work:
+                self._leave(seq, PREFILLING)
+                self._resting.append(seq)
+
+    def _begin(self, seq: LeanSeq, now: float, events: list[Event]) -> None:
+        self.waiting.remove(seq)
+        self.running[seq.id] = seq
+        seq.waits.append((self.tick, now - seq.since, seq.started))
+        seq.begun.append((self.tick, -1))
+        events.append(Started(now, seq.id, resumed=seq.started))
+        seq.started = True
+        seq.state = PREFILLING
+        if seq.pending > 1:
+            self.prefilling[seq.id] = seq
+        else:
+            self._join(seq)
+
+    def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
+        most = min(plan.steady + 1, LONGEST) if plan.decode else 1
+        while self._milestones and not self._due(*self._milestones[0]):
+            heappop(self._milestones)
+        if self._milestones:
+            most = min(most, self._milestones[0][0] - self.tick)
+        for part in chunks:
+            most = min(most, max(1, part.seq.pending // part.tokens))
+        run = Run(now, self.tick, self.decoding, self.decoding_kv, chunks, order, self.kv_free)
+        self._count_blocks(run, most)
+        self._steps.take(run)
+        self.run = run
+        self._keep(run)
+        self.kv_free = run.free - run.needs[0]
+        self._version += 1
+        self._at(run.ends[-1], COMPLETION, self, self._version)
+
+    def _count_blocks(self, run: Run, most: int) -> None:
+        """KV blocks taken when each step begins, cumulated; fewer steps than `most` when they would run short."""
+        block, phases, need = self.limits.block, self._phases, 0
+        for i in range(most):
+            need += phases[-(run.tick + i) % block]
+            for part in run.chunks:
+                before = part.start + i * part.tokens
+                need += blocks_for(before + part.tokens, block) - blocks_for(before, block)
+            if i and need > run.free:
+                break
+            run.needs.append(need)
+
+    def _keep(self, run: Run) -> None:
+        last = run.tick + len(run.ends)
+        if last > len(self._ends):
+            self._ends = np.concatenate([self._ends, np.zeros(max(len(self._ends), len(run.ends)))])
+        self._ends[run.tick : last] = run.ends
+        self.log.append(run)
+
+    def _advance(self, run: Run, done: int) -> None:
+        steps = done - run.done
+        run.done = done
+        self.tick += steps
+        self.decoding_kv += steps * run.seqs
+        for part in run.chunks:
+            part.seq._cached += steps * part.tokens
+        self.kv_free = run.free - run.needs[min(done, len(run.needs) - 1)]
+
+    def _book(self, run: Run) -> list[LeanSeq]:
+        """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
+        came: list[LeanSeq] = []
+        while self._milestones and self._milestones[0][0] <= self.tick:
+            entry = heappop(self._milestones)
+            if self._due(*entry):
+                came.append(entry[2])
+        for part in run.chunks:
+            seq = part.seq
+            if seq.ended:
+                continue
+            if seq.pending == 0:
+                seq._output += 1
+                seq.spans[-1].append((self.tick - 1, self.tick))
+                came.append(seq)
+            if seq.pending == 1:
+                self.prefilling.pop(seq.id, None)
+                self._join(seq)
+        for seq in self._resting:
+            if not seq.ended and seq.id in self.running:
+                self._join(seq)
+        self._resting.clear()
+        if len(came) > 1:
+            named = {seq.id for seq in run.order}
+            decodes = [id for id in self.running if id not in named]
+            place = {id: i for i, id in enumerate([*decodes, *(seq.id for seq in run.order)])}
+            came.sort(key=lambda seq: place[seq.id])
+        return came
+
+    def _token(self, seq: LeanSeq, now: float) -> None:
+        """A first or last token of a stage came out."""
+        if seq.first_token_at is None:
+            seq.first_token(now)
+        output = seq.output
+        if output < seq.target:
+            self._aim(seq)
+            return
+        if seq.total_output >= seq.most:
+            self._outbox.append(self._end(seq, now, "completed", "length"))
+            return
+        if seq.stage + 1 == len(seq.request.stages):
+            self._outbox.append(self._end(seq, now, "completed", "stop"))
+            return
+        self._leave(seq, PREFILLING)
+        seq.next_stage(now)
+        if seq.pending > 1:
+            self.prefilling[seq.id] = seq
+            if next(reversed(self.running)) != seq.id:  # in order of start
+                self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
+        else:
+            self._join(seq)
+
+    # ----------------------------------------------------------------- the pool of those that decode
+
+    def _join(self, seq: LeanSeq) -> None:
+        self.decoding += 1
+        self.decoding_kv += seq._cached
+        seq.decode(self.tick)
+        self._phases[seq._cached % self.limits.block] += 1
+        self._aim(seq)
+
+    def _leave(self, seq: LeanSeq, state: int) -> None:
+        if seq.state == DECODING:
+            self.decoding -= 1
+            self.decoding_kv -= seq.cached
+            self._phases[seq._cached % self.limits.block] -= 1
+        seq.halt(self.tick, state)
+
+    def _aim(self, seq: LeanSeq) -> None:
+        """When somebody must look at it next."""
+        seq.due_tick = (self.tick + 1) if seq.first_token_at is None else seq.target - seq._output
+        heappush(self._milestones, (seq.due_tick, seq.order, seq))
+
+    def _due(self, tick: int, order: int, seq: LeanSeq) -> bool:
+        return seq.state == DECODING and seq.due_tick == tick and not seq.ended
+
+    def blocks_due(self) -> int:
+        """KV blocks that the next step of all decodes needs."""
+        return self._phases[-self.tick % self.limits.block]
+
+    # ----------------------------------------------------------------- ends
+
+    def _preempt(self, seq: LeanSeq, now: float) -> Event:
+        self.kv_free += seq.blocks
+        self._leave(seq, WAITING)
+        del self.running[seq.id]
+        self.prefilling.pop(seq.id, None)
+        seq.begun[-1] = (seq.begun[-1][0], self.tick)
+        seq._cached = 0
+        seq.since = now
+        insort(self.waiting, seq, key=_key)
+        return Preempted(now, seq.id)
+
+    def _end(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
+        seq.ended = True
+        event = self._finished(seq, now, outcome, reason)
+        if outcome == "completed" and self.lengths is not None:
+            self.lengths.learn(seq.request, event.output)
+        run = self.run
+        busy = run is not None and (seq.state == DECODING or any(seq is part.seq for part in run.chunks))
+        if seq.state == WAITING:
+            self.waiting.remove(seq)
+        if busy:
+            self._ending.append(seq)
+        else:
+            self._release(seq)
+        return event
+
+    def _release(self, seq: LeanSeq) -> None:
+        if seq.state != WAITING:
+            self.kv_free += seq.blocks
+            self._leave(seq, WAITING)
+            del self.running[seq.id]
+            self.prefilling.pop(seq.id, None)
+        del self.known[seq.id]
+        if len(self.log) > self._log_most:
+            since = min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick)
+            self.log = [run for run in self.log if run.tick + len(run.ends) > since]
+            self._log_most = 2 * len(self.log) + 1024
+
+    def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
+        stages = [
+            StageTimes(start, self.times(spans)) for start, spans in zip(seq.starts, seq.spans_now(), strict=True)
+        ]
+        verdict = judge(seq.request, stages, outcome, self._rule)
+        if outcome == "completed" and not verdict.met:
+            lost = blame(seq, self)
+            if lost:
+                verdict = replace(verdict, cause=max(lost, key=lambda cause: lost[cause]))
+        event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
+        if self._ended is not None:
+            self._ended(event, stages)
+        return event
+
+    def times(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+        """When the tokens of these steps came out."""
+        parts = [self._ends[a:b] for a, b in spans]
+        return np.concatenate(parts) if parts else self._ends[:0]
+
+    # ----------------------------------------------------------------- telling
+
+    def _changed(self, now: float) -> None:
+        """Something came: the run ends with the step that is under way."""
+        run = self.run
+        if run is None:
+            if not self._planned:
+                self._plan_at(now)
+            return
+        keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
+        if keep < len(run.ends):
+            del run.ends[keep:], run.needs[keep:]
+            self._version += 1
+            self._at(run.ends[-1], COMPLETION, self, self._version)
+
+    def _plan_at(self, when: float) -> None:
+        self._planned = True
+        self._at(when, PLAN, self, self._version)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        self._outbox += events
+        self._flush()
+        if self.run is None and not self._planned:
+            self._plan_at(self.clock.time)
+
+    def _flush(self) -> None:
+        events, self._outbox = self._outbox, []
+        for event in events:
+            self._emit(event)
+        if events:
+            self.scheduler.observe(events)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the counts are what looking at every sequence gives."""
+        assert sorted(self.known) == sorted([*self.running, *(s.id for s in self.waiting)])
+        decodes = [s for s in self.running.values() if s.state == DECODING]
+        assert self.decoding == len(decodes)
+        assert self.decoding_kv == sum(s.cached for s in decodes)
+        assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())
+        assert self.blocks_due() == sum(s.cached % self.limits.block == 0 for s in decodes)
+
+
+def _key(seq: LeanSeq) -> tuple[float, int]:
+    return seq.key

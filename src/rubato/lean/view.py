@@ -1,0 +1,97 @@
+"""What a policy sees of a lean replica: the counts as they are, the sequences when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from rubato.interfaces import SeqView, View
+from rubato.types import Shape
+
+if TYPE_CHECKING:
+    from rubato.lean.host import LeanHost
+
+SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
+
+
+class LeanView(View):
+    """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
+
+    __slots__ = ("_host",)
+    __setattr__ = object.__setattr__  # type: ignore[assignment]  # its numbers change, unlike a View's
+
+    def __init__(self, host: LeanHost) -> None:
+        self._host = host
+        self.id = host.id
+        self.kv_total = host.limits.kv_blocks
+        self.limits = host.limits
+        self.latency = host.latency
+        self.supports = SUPPORTS
+        self.as_of = inf
+        self.now = 0.0
+
+    @property
+    def waiting(self) -> Sequence[SeqView]:  # type: ignore[override]
+        return self._host.waiting
+
+    @property
+    def running(self) -> Sequence[SeqView]:  # type: ignore[override]
+        self._host.sync()
+        return [seq for seq in self._host.running.values() if not seq.ended]
+
+    @property
+    def kv_free(self) -> int:  # type: ignore[override]
+        self._host.sync()
+        return self._host.kv_free
+
+    @property
+    def busy_until(self) -> float:  # type: ignore[override]
+        """By what the scheduler believes; the step under way when one is."""
+        run = self._host.run
+        if run is None:
+            return self.now
+        self._host.sync()
+        begun = run.ends[run.done - 1] if run.done else run.begin
+        return begun + self.latency.step_time(run.shape(min(run.done, len(run.ends) - 1)))
+
+    @property
+    def known(self) -> Mapping[str, SeqView]:
+        self._host.sync()
+        return self._host.known
+
+    @property
+    def running_ids(self) -> Collection[str]:
+        return self._host.running
+
+    @property
+    def prefilling(self) -> Sequence[SeqView]:
+        self._host.sync()
+        return list(self._host.prefilling.values())
+
+    @property
+    def decodes(self) -> Shape:
+        self._host.sync()
+        n = self._host.decoding
+        return Shape(n, n, self._host.decoding_kv + n)
+
+    @property
+    def decode_blocks(self) -> int:
+        self._host.sync()
+        return self._host.blocks_due()
+
+    @property
+    def newest(self) -> SeqView | None:
+        running = self._host.running
+        return running[next(reversed(running))] if running else None
+
+    @property
+    def pending(self) -> int:
+        self._host.sync()
+        host = self._host
+        whole = sum(seq.pending for seq in host.waiting) + sum(seq.pending for seq in host.prefilling.values())
+        return whole + len(host.running) - len(host.prefilling)
+
+    @property
+    def count(self) -> int:
+        return len(self._host.waiting) + len(self._host.running)

@@ -1,0 +1,127 @@
+"""The fast driver equals worker, replica and engine on the virtual loop: every event, every step, every token's time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.lean.drive import drive
+from rubato.lean.host import LeanHost
+from rubato.lean.run import Run
+from rubato.policies import describe, load
+from rubato.simulate import Setup, simulate
+from rubato.slo import StageTimes
+from rubato.types import Event, Finished, Request, Shape, Stage, Stepped, Tokens
+from tests.doubles import Linear
+from tests.policies.test_properties import Load, loads
+
+SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
+ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})
+
+
+@dataclass(frozen=True)
+class Story:
+    """events: of each request, in order; times: of its tokens; steps: of each replica, (end, shape)."""
+
+    events: dict[str, list[Event]]
+    times: dict[str, list[float]]
+    steps: dict[str, list[tuple[float, Shape]]]
+
+
+def told(events: Sequence[Event]) -> Story:
+    story = Story(defaultdict(list), defaultdict(list), defaultdict(list))
+    for event in events:
+        if isinstance(event, Stepped):
+            story.steps[event.id].append((event.at, event.shape))
+        elif isinstance(event, Tokens):
+            story.times[event.id].append(event.at)
+        else:
+            story.events[event.id].append(event)
+    return story
+
+
+def lean(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup) -> Story:
+    story = told([])
+    hosts: dict[str, LeanHost] = {}
+
+    def make(number: int, **given: Any) -> LeanHost:
+        id = given["id"]
+
+        def ran(run: Run) -> None:
+            story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
+            hosts[id].check_integrity()
+
+        hosts[id] = LeanHost(
+            truth=setup.latency(), latency=setup.scheduler_model(), limits=setup.limits, targets=truth,
+            noise=setup.noise, seed=setup.seed + number, ran=ran, ended=ended, **given,
+        )  # fmt: skip
+        return hosts[id]
+
+    def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
+        story.times[event.id] += [t for stage in stages for t in stage.tokens]
+
+    ordered = sorted(requests, key=lambda r: r.arrival)
+    drive(ordered, setup.replicas, make, lambda c: c.listen(lambda e: story.events[e.id].append(e)), **setup.given())
+    return story
+
+
+def alone(load: Load) -> list[Request]:
+    """Without what a lean replica does not do: shared KV."""
+    stages = [tuple(Stage(s.prompt, s.slo, s.ends) for s in r.stages) for r in load.requests]
+    return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
+
+
+def same(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup) -> None:
+    plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, setup))
+    fast = lean(requests, truth, setup)
+    assert fast.steps == plain.steps
+    for request in requests:
+        assert fast.events[request.id] == plain.events[request.id]
+        assert fast.times[request.id] == plain.times[request.id]
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]))
+def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float) -> None:
+    limits = load.limits
+    setup = Setup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
+    same(alone(load), load.truth, setup)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("policy", ["vllm", "sarathi", "edf"])
+@given(load=loads(), replicas=st.integers(2, 3))
+def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int) -> None:
+    setup = Setup(Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False)
+    same(alone(load), load.truth, setup)
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm"])
+@given(load=loads(), budget=st.sampled_from([4, 16, 64]))
+def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
+    assert hasattr(load_policy := load_(policy), "budget"), load_policy
+    setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
+    same(alone(load), load.truth, setup)
+
+
+def load_(policy: str) -> object:
+    return load(policy)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    request = Request("a", (Stage(4),), 0.0, group="g")
+    setup = Setup(Linear, loads_limits(), "vllm", learns=False)
+    with pytest.raises(ValueError, match="shares KV"):
+        lean([request], {"a": (3,)}, setup)
+
+
+def loads_limits() -> Any:
+    from rubato.types import Limits
+
+    return Limits(4, 64, 200, 20, 16)
