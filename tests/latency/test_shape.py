@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import TypeAdapter
-
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from rubato.types import Batch, Entry, Shape, Stepped
 
