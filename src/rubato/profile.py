@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -205,5 +206,5 @@ async def _measured(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:
     engine = embedded.Engine(args.model[0], device=args.device, kv_gib=args.kv_gib)
     device = args.device if args.device != "auto" else "this machine"
     name = args.name or f"{engine.model_name.lower()}-{args.device}"
-    about = f"{engine.model_name} on the embedded engine, {platform.machine()}"
+    about = f"{engine.model_name} on the embedded engine, {platform.machine()}, {os.cpu_count()} cores"
     return await profile_of(engine, name, about, device, args.repeats, args.seed, WallClock(), print)
