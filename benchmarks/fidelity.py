@@ -288,8 +288,8 @@ def delivered(run: Run, what: Learned) -> Run:
 
 def promises(model: affine.Model) -> dict[str, SLO]:
     """Multiples of the unloaded TTFT of 256 prompt tokens and of a lone decode step, as the demo has them."""
-    ttft = model.step_time(Shape(256, 1, 256, 0, 256 * 256))
-    step = model.step_time(Shape(1, 1, 256))
+    ttft = model.step_time(Shape().plus(256, 0))
+    step = model.step_time(Shape().plus(1, 255))
     return {"chat": SLO(ttft=7 * ttft, tpot=4 * step), "code": SLO(ttft=8 * ttft, tpot=4.5 * step)}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rubato import arrivals, bench, compare, fit, goodput, mix, policies, results, trace, workload
+from rubato import arrivals, bench, compare, fit, goodput, mix, policies, profile, results, trace, workload
 from rubato import plot as plotting
 from rubato.config import Config, load
 from rubato.metrics import steps
@@ -92,10 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     against.add_argument("--json", metavar="FILE", help="write the comparison as JSON; - for standard output")
 
     fitted = command(
-        "fit", _fit, "fit a latency model to a server's event log; prints `latency:` for its configuration"
+        "fit", _fit, "fit a latency model to a server's event log or a table; prints `latency:` for its configuration"
     )
-    fitted.add_argument("log", help="event log (JSON lines) of `serve --trace`, stopped after a bench")
-    fitted.add_argument("--model", choices=fit.MODELS, default="affine")
+    fit.arguments(fitted)
     fitted.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
 
     make = command("workload", _workload, "write a workload file")
@@ -109,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--no-progress", action="store_true")
 
+    profile.arguments(command("profile", profile.run, "make a hardware profile: measure a model, or ask kernel tables"))
     command("policies", _policies, "list policies, their settings and sources")
     return parser
 
@@ -343,7 +343,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    fitted = fit.fit_log(args.log, args.model)
+    fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
     _write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0
 

@@ -1,33 +1,38 @@
-"""`rubato fit`: a latency model from a log of steps, and how well it predicts steps that it has not seen."""
+"""`rubato fit`: a latency model from a log or a table of steps, and how well it predicts steps it has not seen."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rubato import trace
-from rubato.latency import affine, roofline
+from rubato import profiles, steptable, trace
+from rubato.latency import opcount
+from rubato.latency.models import MODELS, Model
 from rubato.latency.report import Report, error_report
 from rubato.metrics import steps
+from rubato.profiles.aiconfigurator import GPUS
 from rubato.types import Sample
 
-Model = affine.Model | roofline.Model
-MODELS: Mapping[str, type[affine.Model] | type[roofline.Model]] = {"affine": affine.Model, "roofline": roofline.Model}
-HELD_OUT = 0.2  # the last share of the steps
+HELD_OUT = 0.2  # the last share of a log's steps
+FOLD = 5  # of a table's, every fifth
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model fitted on all steps; what one fitted on all but the last fifth gave on those, and on that fifth."""
+    """A model fitted on all steps; what one fitted on all but the held-out ones gave on those, and on the held-out.
+    held: which they are. outside: on steps of another distribution, tag by tag, of none of which it has seen any."""
 
     kind: str
     model: Model
     inside: Report
     held_out: Report
+    held: str = "the last fifth"
+    outside: Mapping[str, Report] = field(default_factory=dict)
 
     def config(self) -> dict[str, object]:
         """As `latency:` in a server's configuration."""
@@ -37,30 +42,96 @@ class Fitted:
         """The report as YAML comments above the configuration: the whole is a YAML file."""
         lines = [
             f"# {self.kind}, in sample: {self.inside.format()}",
-            f"# {self.kind}, held out (the last fifth): {self.held_out.format()}",
+            f"# {self.kind}, held out ({self.held}): {self.held_out.format()}",
+            *(f"# {self.kind}, out of distribution, {tag}: {report.format()}" for tag, report in self.outside.items()),
             yaml.safe_dump(self.config(), sort_keys=False, default_flow_style=None).rstrip(),
         ]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.config(), "in_sample": asdict(self.inside), "held_out": asdict(self.held_out)}
+        outside = {tag: asdict(report) for tag, report in self.outside.items()}
+        return {
+            **self.config(),
+            "in_sample": asdict(self.inside),
+            "held_out": asdict(self.held_out),
+            "out_of_distribution": outside,
+        }
 
 
-def fit(samples: Sequence[Sample], kind: str = "affine") -> Fitted:
-    """Raises ValueError when the steps cannot determine the model, saying what is lacking."""
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    parser.add_argument("log", help="event log (JSON lines) of `serve --trace`, stopped after a bench; or a CSV table")
+    parser.add_argument("--model", choices=MODELS, default="affine")
+    parser.add_argument("--of", metavar="PROFILE", help="opcount: the profile that names the model and the GPU")
+    parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
+    parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")
+
+
+def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | None = None) -> Fitted:
+    """Held out: the last fifth. of: the profile whose model and GPU `opcount` counts for. Raises ValueError when the
+    steps cannot determine the model, saying what is lacking."""
     cut = round(len(samples) * (1 - HELD_OUT))
-    trial, model = MODELS[kind](), MODELS[kind]()
+    trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
     trial.fit(samples[:cut])
     return Fitted(kind, model, error_report(trial, samples[:cut]), error_report(trial, samples[cut:]))
 
 
-def fit_log(path: str | Path, kind: str = "affine") -> Fitted:
-    """The steps of an event log. Raises ValueError for a log without steps, or whose steps do not determine a model."""
+def fit_groups(
+    groups: Mapping[str, Sequence[Sample]],
+    kind: str = "affine",
+    train: Sequence[str] = (),
+    test: Sequence[str] = (),
+    of: profiles.Profile | None = None,
+) -> Fitted:
+    """Fit on the groups whose tag contains one of `train` (none given: on all), every fifth step held out; test on each
+    of the others whose tag contains one of `test` (none given: on all others), and on them together.
+
+    Raises ValueError when there are no such groups, or their steps cannot determine the model.
+    """
+    chosen = [tag for tag in groups if not train or any(part in tag for part in train)]
+    others = [tag for tag in groups if tag not in chosen and (not test or any(part in tag for part in test))]
+    for what, parts, found in (("fit on", train, chosen), ("test on", test, others)):
+        if parts and not found:
+            raise ValueError(f"no steps to {what}: no tag contains {' or '.join(parts)}; tags are {', '.join(groups)}")
+    samples = [sample for tag in chosen for sample in groups[tag]]
+    seen = [s for i, s in enumerate(samples) if i % FOLD]
+    trial, model = blank(kind, of), blank(kind, of)
+    model.fit(samples)
+    trial.fit(seen)
+    outside = {tag: error_report(trial, groups[tag]) for tag in others}
+    if len(others) > 1:
+        outside["all of these"] = error_report(trial, [sample for tag in others for sample in groups[tag]])
+    inside, held = error_report(trial, seen), error_report(trial, samples[::FOLD])
+    return Fitted(kind, model, inside, held, "every fifth", outside)
+
+
+def fit_file(
+    path: str | Path, kind: str = "affine", train: Sequence[str] = (), test: Sequence[str] = (), of: str | None = None
+) -> Fitted:
+    """The steps of an event log, or of a CSV table (its name ends in .csv; `rubato.steptable`). Raises ValueError for a
+    file without steps, or whose steps do not determine a model."""
+    profile = None if of is None else profiles.load(of)
+    if str(path).endswith(".csv"):
+        return fit_groups(steptable.read(path), kind, train, test, profile)
+    if train or test:
+        raise ValueError(f"{path} is an event log, whose steps have no tags: --train and --test are for a .csv table")
     samples = steps(trace.read(path))
     if not samples:
         raise ValueError(f"{path} holds no steps: give the event log of a server under load (serve --trace)")
-    return fit(samples, kind)
+    return fit(samples, kind, profile)
+
+
+def blank(kind: str, of: profiles.Profile | None = None) -> Model:
+    """A model to fit. `opcount` counts for the model and the GPU of a profile."""
+    if kind != "opcount" or of is None:
+        return MODELS[kind]()
+    if of.dims is None or of.gpu not in GPUS:
+        raise ValueError(
+            f"profile {of.name!r} does not say what `opcount` counts from: the model's dimensions and its GPU"
+        )
+    card = GPUS[of.gpu]
+    return opcount.Model(dims=of.dims, gpus=of.gpus, compute=card.compute, memory=card.bandwidth)
 
 
 def coefficients(model: Model) -> dict[str, object]:

@@ -155,8 +155,10 @@ class Shape:
     """The features of a batch that its step time depends on; adding two shapes joins two batches.
 
     Each entry runs `c` tokens on top of `k` tokens already cached.
-    tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  chunk_context = Σ c·k and chunk_sq = Σ c², both
-    over entries with c > 1 only (prefill attention; the attention of a decode is in kv);  spec_steps = draft steps.
+    tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  spec_steps = draft steps. Over the chunks alone,
+    entries with c > 1:  chunks = how many;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);  chunk_kv =
+    Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. A log from before `chunks` and `chunk_kv` were
+    kept has 0 in both.
     """
 
     tokens: int = 0
@@ -165,17 +167,47 @@ class Shape:
     chunk_context: int = 0
     chunk_sq: int = 0
     spec_steps: int = 0
+    chunks: int = 0
+    chunk_kv: int = 0
 
     def plus(self, tokens: int, cached: int) -> Shape:
         """This batch with one more entry of `tokens` tokens on top of `cached`."""
-        many = tokens > 1
+        kv = cached + tokens
+        if tokens <= 1:
+            return Shape(
+                self.tokens + tokens,
+                self.seqs + 1,
+                self.kv + kv,
+                self.chunk_context,
+                self.chunk_sq,
+                self.spec_steps,
+                self.chunks,
+                self.chunk_kv,
+            )
         return Shape(
             self.tokens + tokens,
             self.seqs + 1,
-            self.kv + cached + tokens,
-            self.chunk_context + (tokens * cached if many else 0),
-            self.chunk_sq + (tokens * tokens if many else 0),
+            self.kv + kv,
+            self.chunk_context + tokens * cached,
+            self.chunk_sq + tokens * tokens,
             self.spec_steps,
+            self.chunks + 1,
+            self.chunk_kv + kv,
+        )
+
+    def minus(self, tokens: int, cached: int) -> Shape:
+        """This batch without one entry that `plus` gave it."""
+        many = tokens > 1
+        kv = cached + tokens
+        return Shape(
+            self.tokens - tokens,
+            self.seqs - 1,
+            self.kv - kv,
+            self.chunk_context - (tokens * cached if many else 0),
+            self.chunk_sq - (tokens * tokens if many else 0),
+            self.spec_steps,
+            self.chunks - many,
+            self.chunk_kv - (kv if many else 0),
         )
 
 
@@ -238,14 +270,16 @@ class Batch:
 
     @property
     def shape(self) -> Shape:
-        tokens = kv = context = square = 0
+        tokens = kv = context = square = chunks = chunk_kv = 0
         for e in self.entries:
             tokens += e.count
             kv += e.start + e.count
             if e.count > 1:
                 context += e.count * e.start
                 square += e.count * e.count
-        return Shape(tokens, len(self.entries), kv, context, square)
+                chunks += 1
+                chunk_kv += e.start + e.count
+        return Shape(tokens, len(self.entries), kv, context, square, 0, chunks, chunk_kv)
 
 
 FinishReason = Literal["stop", "length"]

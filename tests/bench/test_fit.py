@@ -10,7 +10,7 @@ import yaml
 
 from rubato import trace
 from rubato.config import load
-from rubato.fit import Fitted, fit, fit_log
+from rubato.fit import Fitted, fit, fit_file
 from rubato.latency import affine, roofline
 from rubato.serve import latency_of
 from rubato.types import Sample, Shape, Stepped
@@ -57,7 +57,7 @@ def test_the_text_is_a_configuration_that_gives_the_same_model(
     with trace.TraceWriter(log) as write:
         for i, sample in enumerate(samples()):
             write(Stepped(float(i), "r0", sample.shape, sample.seconds))
-    found = fit_log(log, kind)
+    found = fit_file(log, kind)
     assert isinstance(found, Fitted)
     (tmp_path / "server.yaml").write_text(found.text())
     model = latency_of(load(tmp_path / "server.yaml"))
@@ -71,6 +71,6 @@ def test_the_text_is_a_configuration_that_gives_the_same_model(
 def test_a_log_without_steps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(ValueError, match="holds no steps"):
-        fit_log(tmp_path / "empty")
+        fit_file(tmp_path / "empty")
     with pytest.raises(ValueError, match="samples cannot determine"):
         fit(samples(10))

@@ -18,8 +18,10 @@ LAYERS = [
     ["worker"],
     ["cluster"],
     ["fleet", "lean"],
+    ["profiles"],
     ["config", "server", "workload", "prompts", "prompt_parts", "intervals", "goodput"],
-    ["results", "records", "serve", "answer", "target", "mix", "arrivals", "fit"],
+    ["results", "records", "serve", "answer", "target", "mix", "arrivals", "steptable"],
+    ["fit", "profile"],
     ["bench", "compare", "plot", "simulate", "serverprocess"],
     ["demo"],
     ["cli"],
@@ -32,6 +34,7 @@ HEAVY = {
     "fastapi": "server",
     "starlette": "server",
     "matplotlib": "plot",
+    "aiconfigurator_core": "profiles",
 }
 FILES = sorted(SRC.rglob("*.py"))
 

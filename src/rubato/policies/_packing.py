@@ -90,16 +90,7 @@ class Packing:
         self.tokens_left += tokens
         self.seqs_left += 1
         self.kv_left += self._new_blocks(seq, tokens)
-        many = tokens > 1
-        s = self.shape
-        self.shape = Shape(
-            s.tokens - tokens,
-            s.seqs - 1,
-            s.kv - seq.cached - tokens,
-            s.chunk_context - (tokens * seq.cached if many else 0),
-            s.chunk_sq - (tokens * tokens if many else 0),
-            s.spec_steps,
-        )
+        self.shape = self.shape.minus(tokens, seq.cached)
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""

@@ -1,0 +1,280 @@
+"""A step put together from measured kernels, the truth of simulations:
+
+    T = host + host_per_seq·seqs + gemm[tokens] + lm_head[seqs] + decode[decodes, their KV]
+        + max(decode[chunks, their KV], F + g·Σc + e·Σc² + d·Σc·k)
+
+gemm holds matrix products, element-wise kernels and all-reduces of all layers; lm_head counts one row a sequence (a
+chunk that does not end its prompt samples none: too much by microseconds). The last term is prefill attention. A
+`Shape` has sums over its chunks, not the chunks, so a table by (chunk, context) can only be asked about one of them; F,
+g, e, d are therefore fitted to that table when a model is made, and a sum over chunks is then exact whatever their mix,
+with the launches, F, paid once. It reads the chunks' KV at least as fast as decodes read theirs.
+
+How far that is from the tables of the packaged profiles, drafters aside (they have no host term and small kernels):
+the four numbers, 0.6 % in the median and 2.7 % at p95 of a step that is one chunk; decode attention 0.1 and 2.1 % of a
+decode step. It is interpolated in batch and total KV; where a table falls with either, isotonic regression evens it
+out, batches weighted by their size, as far as host_per_seq does not make up for it. So T never falls when an entry is
+added to a batch, or one in it grows, but for this: a decode that becomes a chunk of two beside another chunk needs the
+decode kernel no more, and may save a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy.optimize import isotonic_regression, nnls
+
+from rubato.latency.planes import Array, largest
+from rubato.types import Sample, Shape
+
+FEW = 16  # tokens up to which `decode_gemm` holds
+MANY = 1024  # and from which `prefill_gemm` does
+OCTAVES = 24  # KV totals up to 2^24 tokens; beyond, the last slope goes on
+US = 1e-6
+ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What the kernel tables are multiplied by, where an independent measurement disagreed. decode_gemm: up to 16
+    tokens; prefill_gemm: from 1024; context_attention: chunks with context."""
+
+    decode_gemm: float = 1.0
+    prefill_gemm: float = 1.0
+    context_attention: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0.0 < value < float("inf"):
+                raise ValueError(f"factor {name} is {value!r}: give a positive, finite number")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Kernel times in microseconds, for all layers, as a profile file holds them; None where nothing was measured.
+
+    tokens: of a batch -> gemm, elementwise, allreduce. lm_head: rows -> time. decode: [batch][mean KV] -> time;
+    prefill: [chunk][context] -> time of attention. Raises ValueError on tables that do not fit together.
+    """
+
+    tokens: Mapping[str, Sequence[float]] = field(repr=False)
+    lm_head: Mapping[str, Sequence[float]] = field(repr=False)
+    decode: Mapping[str, Any] = field(repr=False)
+    prefill: Mapping[str, Any] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for name, table, columns in (
+            ("tokens", self.tokens, ("tokens", "gemm", "elementwise", "allreduce")),
+            ("lm_head", self.lm_head, ("rows", "time")),
+            ("decode", self.decode, ("batch", "kv", "time")),
+            ("prefill", self.prefill, ("chunk", "context", "time")),
+        ):
+            if set(table) != set(columns):
+                raise ValueError(f"table {name} has {sorted(table)}, wants {', '.join(columns)}")
+            knots = table[columns[0]]
+            rows = table[columns[-1]]
+            if len(knots) < 2 or len(knots) != len(rows) or any(b <= a for a, b in pairwise(knots)):
+                raise ValueError(
+                    f"table {name}: {columns[0]} must rise, two or more, with one row of {columns[-1]} each"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
+        return self  # nothing changes it: the replicas of a simulation share one
+
+    def gemm(self, factors: Factors) -> tuple[Array, Array]:
+        """(tokens, seconds), never falling."""
+        at = np.array(self.tokens["tokens"], dtype=np.float64)
+        few, many = (at <= FEW) * (factors.decode_gemm - 1.0), (at >= MANY) * (factors.prefill_gemm - 1.0)
+        products = np.array(self.tokens["gemm"]) * (1.0 + few + many)
+        whole = products + np.array(self.tokens["elementwise"]) + np.array(self.tokens["allreduce"])
+        return at, isotonic_regression(whole).x * US
+
+    def head(self) -> tuple[Array, Array]:
+        """(rows, seconds), never falling."""
+        rows = np.array(self.lm_head["rows"], dtype=np.float64)
+        return rows, isotonic_regression(np.array(self.lm_head["time"])).x * US
+
+    def attention(self, host_per_seq: float) -> tuple[Array, Array]:
+        """Of decodes: (batches, seconds [batch][i]) at KV totals `knots()[i]`, never falling in the total, nor, with
+        `host_per_seq` added for each sequence, in the batch."""
+        kv, total = np.array(self.decode["kv"], dtype=np.float64), knots()
+        batches = np.array(self.decode["batch"], dtype=np.float64)
+        rows = []
+        for batch, row in zip(batches, self.decode["time"], strict=True):
+            known = np.array([t is not None for t in row])
+            x, y = kv[known], np.array([t for t in row if t is not None], dtype=np.float64)
+            beyond = np.maximum(total / batch - x[-1], 0.0) * ((y[-1] - y[-2]) / (x[-1] - x[-2]))
+            rows.append(np.maximum.accumulate(np.interp(total / batch, x, y) + np.maximum(beyond, 0.0)))
+        host = batches * host_per_seq / US
+        columns = [isotonic_regression(column + host, weights=batches).x - host for column in np.array(rows).T]
+        return batches, np.array(columns).T * US
+
+    def chunk_attention(self, factors: Factors) -> tuple[float, float, float, float]:
+        """F, g, e, d: by non-negative least squares, each point in shares of the step that is this chunk."""
+        at, step = self.gemm(factors)
+        rows, times, weights = [], [], []
+        for chunk, row in zip(self.prefill["chunk"], self.prefill["time"], strict=True):
+            for context, time in zip(self.prefill["context"], row, strict=True):
+                if time is not None:
+                    rows.append((1.0, chunk, chunk * chunk, chunk * context))
+                    times.append(time * US * (factors.context_attention if context else 1.0))
+                    weights.append(1.0 / (times[-1] + float(np.interp(chunk, at, step))))
+        x, y, w = np.array(rows), np.array(times), np.array(weights)
+        size = np.sqrt((x * x).mean(axis=0))
+        f, g, e, d = (nnls(x / size * w[:, None], y * w)[0] / size).tolist()
+        return f, g, e, d
+
+
+def knots() -> Array:
+    """KV totals between which decode attention is a straight line: four to an octave."""
+    return np.array([2.0**o * (1.0 + q / 4.0) for o in range(2, OCTAVES) for q in range(4)] + [2.0**OCTAVES])
+
+
+@dataclass(slots=True)
+class Model:
+    """host, host_per_seq: seconds of every step, and of each sequence in it, spent outside the device."""
+
+    tables: Tables
+    factors: Factors = Factors()
+    host: float = 0.0
+    host_per_seq: float = 0.0
+    _by_tokens: list[float] = field(init=False, repr=False, compare=False)
+    _by_seqs: list[float] = field(init=False, repr=False, compare=False)
+    _chunk: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
+    _decode: _Decode = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("host", "host_per_seq"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"components {name} is {getattr(self, name)!r}: give a finite number of seconds, 0 or more"
+                )
+        self._chunk = self.tables.chunk_attention(self.factors)
+        self._flatten()
+
+    def step_time(self, shape: Shape) -> float:
+        """Seconds that a batch of this shape takes."""
+        return self._seconds(
+            shape.tokens, shape.seqs, shape.kv, shape.chunk_context, shape.chunk_sq, shape.chunks, shape.chunk_kv
+        )
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
+        tokens, seqs, kv = base.tokens, base.seqs + 1, base.kv + cached
+        context, square, chunks, chunk_kv = base.chunk_context, base.chunk_sq, base.chunks, base.chunk_kv
+
+        def fits(c: int) -> bool:
+            if c == 1:
+                time = self._seconds(tokens + 1, seqs, kv + 1, context, square, chunks, chunk_kv)
+            else:
+                time = self._seconds(
+                    tokens + c, seqs, kv + c, context + c * cached, square + c * c, chunks + 1, chunk_kv + cached + c
+                )
+            return time <= seconds
+
+        return largest(fits, most, float(most))
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Fit host and host_per_seq to what steps took beyond their kernels, in relative error; the kernels' times are
+        measured and stay. Raises ValueError on fewer than two sizes of batch, or steps that took no time."""
+        if len({s.shape.seqs for s in samples}) < 2:
+            raise ValueError("host and host_per_seq need steps of at least two batch sizes")
+        if not all(0.0 < s.seconds < float("inf") for s in samples):
+            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
+        w = 1.0 / np.array([s.seconds for s in samples])
+        seqs = np.array([s.shape.seqs for s in samples])
+        for _ in range(ROUNDS):  # how far decode attention is evened out depends on host_per_seq, by little
+            per = self.host_per_seq
+            kernels = Model(self.tables, self.factors, 0.0, per)
+            rest = 1.0 - w * (np.array([kernels.step_time(s.shape) for s in samples]) - per * seqs)
+            self.host, self.host_per_seq = nnls(np.stack([w, w * seqs], axis=1), rest)[0].tolist()
+            self._flatten()
+
+    def update(self, sample: Sample) -> None:
+        """Nothing: these tables say what a step takes, in simulations by definition. To learn from a live engine use a
+        model that fits, such as `affine`."""
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON; times of tables in microseconds."""
+        return {"model": "components", **asdict(self.tables), "factors": asdict(self.factors),
+                "host": self.host, "host_per_seq": self.host_per_seq}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Model:
+        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
+        names = [f.name for f in fields(Tables)]
+        if set(data) != {"model", *names, "factors", "host", "host_per_seq"} or data["model"] != "components":
+            raise ValueError(
+                f"not a components model: has {sorted(data)}, wants model = components and {', '.join(names)}"
+            )
+        tables = Tables(**{name: data[name] for name in names})
+        return cls(tables, Factors(**data["factors"]), data["host"], data["host_per_seq"])
+
+    def _seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
+        try:
+            time = self._by_tokens[tokens] + self._by_seqs[seqs]
+        except IndexError:
+            time = _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
+        decodes = seqs - chunks
+        if decodes:
+            time += self._decode.time(decodes, kv - chunk_kv)
+        if square:
+            f, g, e, d = self._chunk
+            compute = f + g * (tokens - decodes) + e * square + d * context
+            read = self._decode.time(chunks, chunk_kv)
+            time += compute if compute > read else read
+        return time
+
+    def _flatten(self) -> None:
+        """Dense lists: an index costs less than any formula."""
+        self._decode = _Decode(*self.tables.attention(self.host_per_seq))
+        at, gemm = self.tables.gemm(self.factors)
+        self._by_tokens = (np.interp(np.arange(at[-1] + 1), at, gemm) + self.host).tolist()
+        rows, head = self.tables.head()
+        seqs = np.arange(rows[-1] + 1)
+        self._by_seqs = (np.interp(seqs, rows, head) + self.host_per_seq * seqs).tolist()
+
+
+def _at(dense: list[float], index: int) -> float:
+    """Beyond its end the list goes on as its last quarter does."""
+    if index < len(dense):
+        return dense[index]
+    last, back = len(dense) - 1, len(dense) // 4
+    return dense[last] + (index - last) * (dense[last] - dense[last - back]) / back
+
+
+class _Decode:
+    """Decode attention by (batch, total KV): for each batch that is asked for, the line of every quarter octave."""
+
+    __slots__ = ("_batches", "_rows", "_times", "_x")
+
+    def __init__(self, batches: Array, times: Array) -> None:
+        self._batches, self._times = batches, times
+        self._x: list[float] = knots().tolist()
+        self._rows: dict[int, tuple[list[float], list[float]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Decode:
+        return self  # only ever grows what it remembers
+
+    def time(self, batch: int, kv: int) -> float:
+        row = self._rows.get(batch)
+        if row is None:
+            row = self._rows[batch] = self._row(batch)
+        if kv < 4:
+            kv = 4
+        octave = kv.bit_length() - 3
+        i = 4 * octave + (kv >> octave & 3)
+        if i >= len(row[1]):
+            i = len(row[1]) - 1
+        return row[0][i] + row[1][i] * (kv - self._x[i])
+
+    def _row(self, batch: int) -> tuple[list[float], list[float]]:
+        """(seconds at each knot, seconds per token after it)."""
+        upper = int(np.clip(np.searchsorted(self._batches, batch), 1, len(self._batches) - 1))
+        low, high = self._batches[upper - 1], self._batches[upper]
+        part = (batch - low) / (high - low)
+        seconds = self._times[upper - 1] + part * (self._times[upper] - self._times[upper - 1])
+        return seconds[:-1].tolist(), (np.diff(seconds) / np.diff(knots())).tolist()

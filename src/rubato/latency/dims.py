@@ -1,0 +1,48 @@
+"""The dimensions of a decoder-only transformer that its work per step follows from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """layers; hidden: width of the residual stream; heads, kv_heads: query heads and (grouped) key/value heads of
+    `head` elements each; ffn: width inside the feed-forward block, `gated` with two matrices in and one out; vocab;
+    dtype: bytes per element of weights, activations and KV. `tied`: input and output embedding are one matrix.
+    Raises ValueError on dimensions that cannot be.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    dtype: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1 and name not in ("gated", "tied"):
+                raise ValueError(f"a model with {name} = {value}: give 1 or more")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of one layer's matrices: q, k, v, output, and two or three of the feed-forward block."""
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def weight_bytes(self) -> int:
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.dtype * (self.layers * (self.layer_weights + 2 * self.hidden) + self.hidden + embeddings)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token's keys and values, all layers."""
+        return 2 * self.dtype * self.layers * self.kv_heads * self.head

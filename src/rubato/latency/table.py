@@ -1,0 +1,209 @@
+"""A profile table (PolyServe, §4.5): (tokens of the batch, KV tokens it reads) -> measured time of a step.
+
+Between the measured knots it interpolates on both axes; it never falls along either. Outside the measured range it
+takes the nearest edge, and warns once: such a prediction is a guess. Prefill attention is not seen, as in the paper,
+which argues that for prompts below 10,000 tokens it is small; `affine` sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+from scipy.sparse import coo_array, csr_array, vstack
+
+from rubato.latency.online import Online
+from rubato.latency.planes import Array, largest
+from rubato.types import Sample, Shape
+
+KNOTS = 20  # on each axis, at most
+MIN_SAMPLES = 16
+SMOOTH = 1e-3  # weight of a second difference beside one measured step: decides only where nothing was measured
+UNSEEN = 1e-6  # what a cell without samples weighs beside the one with most, when the table is made to rise
+PROJECTIONS = 30
+
+
+@dataclass(slots=True)
+class Model:
+    """tokens, kv: the knots, rising; seconds[i][j]: of a step of tokens[i] that reads kv[j]. The default is a rough
+    guess to begin with. `window`: the number of steps whose speed `update` remembers. Raises ValueError on a table that
+    is not one; where it falls along an axis it is evened out first (the mean of its running maxima from both ends)."""
+
+    tokens: tuple[float, ...] = (1.0, 128.0, 8192.0)
+    kv: tuple[float, ...] = (0.0, 1e6)
+    seconds: tuple[tuple[float, ...], ...] = ((0.01, 0.04), (0.01, 0.04), (0.4, 0.43))
+    window: int = field(default=512, compare=False, kw_only=True)
+    online: Online = field(init=False, repr=False, compare=False)
+    _warned: bool = field(init=False, repr=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "kv"):
+            knots = tuple(float(v) for v in getattr(self, name))
+            if len(knots) < 2 or not all(a < b < math.inf for a, b in pairwise(knots)) or knots[0] < 0.0:
+                raise ValueError(f"table {name} is {knots}: give two or more rising numbers of tokens")
+            setattr(self, name, knots)
+        grid = np.array(self.seconds, dtype=np.float64)
+        if grid.shape != (len(self.tokens), len(self.kv)):
+            raise ValueError(f"table seconds is {grid.shape}: give {len(self.tokens)} rows of {len(self.kv)}")
+        if not ((grid > 0.0) & (grid < np.inf)).all():
+            raise ValueError("table seconds holds one that is not positive and finite: every step takes some time")
+        self.seconds = tuple(tuple(row) for row in _rising(grid).tolist())
+        self.online = Online(columns=1, size=self.window)
+
+    def step_time(self, shape: Shape) -> float:
+        """Seconds that a batch of this shape takes. Warns once when it is outside the measured range."""
+        tokens, kv = float(shape.tokens), float(shape.kv)
+        x, y = self.tokens, self.kv
+        if not (x[0] <= tokens <= x[-1] and y[0] <= kv <= y[-1]):
+            self._warn(shape)
+            tokens, kv = min(max(tokens, x[0]), x[-1]), min(max(kv, y[0]), y[-1])
+        i, j = min(bisect_right(x, tokens), len(x) - 1), min(bisect_right(y, kv), len(y) - 1)
+        down, up = self.seconds[i - 1], self.seconds[i]
+        u, v = (tokens - x[i - 1]) / (x[i] - x[i - 1]), (kv - y[j - 1]) / (y[j] - y[j - 1])
+        low = down[j - 1] + u * (up[j - 1] - down[j - 1])
+        high = down[j] + u * (up[j] - down[j])
+        return self.online.factor * (low + v * max(high - low, 0.0))
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
+        return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, float(most))
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        """Knots where the samples are (quantiles of each axis, its ends among them), times by least squares in relative
+        error; a cell without samples goes on as its neighbours do. Raises ValueError when there are too few samples, or
+        tokens or KV are the same in all."""
+        if len(samples) < MIN_SAMPLES:
+            raise ValueError(f"{len(samples)} samples cannot determine a table: measure at least {MIN_SAMPLES} steps")
+        rows = np.array([_row(s) for s in samples], dtype=np.float64)
+        at, seconds = rows[:, 1:3], rows[:, -1]
+        if not ((seconds > 0.0) & (seconds < np.inf)).all():
+            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
+        axes = [_knots(column, len(samples)) for column in at.T]
+        for name, knots in zip(("tokens", "KV"), axes, strict=True):
+            if len(knots) < 2:
+                raise ValueError(f"all samples have the same number of {name} tokens: vary it")
+        grid = _solve(at, seconds, axes)
+        self.tokens, self.kv = (tuple(knots.tolist()) for knots in axes)
+        self.seconds = tuple(tuple(row) for row in _rising(np.maximum(grid, seconds.min())).tolist())
+        self.online = Online(columns=1, size=self.window)
+        self._warned = False
+
+    def update(self, sample: Sample) -> None:
+        """Learn the speed of the moment (`online`); the table stays. Raises ValueError on an empty step or one that
+        took no time."""
+        if sample.shape.tokens < 1:
+            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
+        self.online.seen(sample.shape, _row(sample), self.step_time(sample.shape) / self.online.factor)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON. The factor of the moment is not in it."""
+        return {
+            "model": "table",
+            "tokens": list(self.tokens),
+            "kv": list(self.kv),
+            "seconds": [list(r) for r in self.seconds],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Model:
+        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
+        names = ("tokens", "kv", "seconds")
+        if set(data) != {"model", *names} or data["model"] != "table":
+            raise ValueError(f"not a table: has {sorted(data)}, wants model = table, {', '.join(names)}")
+        return cls(**{name: data[name] for name in names})
+
+    def _warn(self, shape: Shape) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a batch of {shape.tokens} tokens that reads {shape.kv} of KV is outside the measured table "
+                f"({self.tokens[0]:.0f} to {self.tokens[-1]:.0f} tokens, {self.kv[0]:.0f} to {self.kv[-1]:.0f} of KV): "
+                "its edge is taken, for this and all further batches",
+                stacklevel=3,
+            )
+
+
+def _row(sample: Sample) -> tuple[float, ...]:
+    return (1.0, sample.shape.tokens, sample.shape.kv, sample.seconds)
+
+
+def _knots(values: Array, count: int) -> Array:
+    """Half of them quantiles of what was seen, half at even ratios between its ends: many where the steps are, some
+    everywhere. No more than the samples can bear."""
+    distinct = np.unique(values)
+    most = max(2, min(KNOTS, math.isqrt(count // 4)))
+    if len(distinct) <= most:
+        return distinct
+    quantiles = np.quantile(distinct, np.linspace(0.0, 1.0, most - most // 2))
+    ratios = np.geomspace(max(distinct[0], 1.0), distinct[-1], most // 2 + 2)[1:-1]
+    return np.unique(np.round(np.concatenate([quantiles, ratios])))
+
+
+def _weights(values: Array, knots: Array) -> tuple[NDArray[np.intp], Array]:
+    """Index of the knot below each value, and its share of the way to the next."""
+    i = np.clip(np.searchsorted(knots, values, side="right") - 1, 0, len(knots) - 2)
+    return i, np.clip((values - knots[i]) / (knots[i + 1] - knots[i]), 0.0, 1.0)
+
+
+def _solve(at: Array, seconds: Array, axes: list[Array]) -> Array:
+    """Times at the knots whose interpolation is closest to the samples, smooth without any, falling nowhere."""
+    (i, u), (j, v) = (_weights(column, knots) for column, knots in zip(at.T, axes, strict=True))
+    n, m = len(axes[0]), len(axes[1])
+    rows = np.arange(len(seconds))
+    parts = [(i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v)]
+    values = np.concatenate([part / seconds for _, _, part in parts])
+    columns = np.concatenate([a * m + b for a, b, _ in parts])
+    measured = coo_array((values, (np.tile(rows, 4), columns)), shape=(len(seconds), n * m))
+    smooth = _bends(axes[0], axes[1]) * (SMOOTH / float(np.median(seconds)))
+    matrix = csr_array(vstack([measured, smooth]))
+    right = np.concatenate([np.ones(len(seconds)), np.zeros(smooth.shape[0])])
+    grid: Array = np.linalg.lstsq((matrix.T @ matrix).toarray(), matrix.T @ right)[0].reshape(n, m)
+    mass = np.bincount(columns, weights=values * values, minlength=n * m).reshape(n, m)
+    return _isotonic(grid, mass + UNSEEN * mass.max())
+
+
+def _isotonic(grid: Array, weights: Array) -> Array:
+    """The table closest to `grid` that falls along neither axis: projected on each in turn (Dykstra's algorithm)."""
+    now, off_rows, off_columns = grid, np.zeros_like(grid), np.zeros_like(grid)
+    for _ in range(PROJECTIONS):
+        given = now + off_rows
+        now = np.array([isotonic_regression(y, weights=w).x for y, w in zip(given, weights, strict=True)])
+        off_rows = given - now
+        given = now + off_columns
+        now = np.array([isotonic_regression(y, weights=w).x for y, w in zip(given.T, weights.T, strict=True)]).T
+        off_columns = given - now
+    return now
+
+
+def _bends(x: Array, y: Array) -> csr_array:
+    """How much the table bends at each inner knot of each row and column: what a straight line would have there."""
+    n, m = len(x), len(y)
+    rows: list[tuple[int, int, float]] = []
+    count = 0
+    for knots, along, across in ((x, m, 1), (y, 1, m)):
+        for k in range(1, len(knots) - 1):
+            part = (knots[k] - knots[k - 1]) / (knots[k + 1] - knots[k - 1])
+            for other in range(n * m // len(knots)):
+                for index, weight in ((k, 1.0), (k - 1, part - 1.0), (k + 1, -part)):
+                    rows.append((count, index * along + other * across, weight))
+                count += 1
+    r, c, w = zip(*rows, strict=True) if rows else ((), (), ())
+    return csr_array(coo_array((w, (r, c)), shape=(count, n * m)))
+
+
+def _rising(grid: Array) -> Array:
+    """The closest simple table that never falls: between the running maximum from the start and the running minimum
+    from the end, which both never do."""
+    up = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1)
+    back = grid[::-1, ::-1]
+    down = np.minimum.accumulate(np.minimum.accumulate(back, axis=0), axis=1)[::-1, ::-1]
+    middle: Array = (up + down) / 2.0
+    return middle

@@ -1,0 +1,68 @@
+"""Hardware profiles by name: `load("llama-3.1-8b-h200")` gives step times and KV capacity of one replica.
+
+The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.components`, but for
+`qwen2.5-7b-2xv100` (the SA paper's coefficients) and `smollm2-135m-cpu` (measured on our engine). `rubato profile`
+makes more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from rubato.policies import nearest
+from rubato.profiles.file import Factor, Host, Profile, parsed, positive, read
+
+__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "names"]
+
+_DATA = resources.files("rubato.profiles") / "data"
+POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
+
+
+def names() -> list[str]:
+    """Of the packaged profiles."""
+    return sorted(entry.name.removesuffix(".json") for entry in _DATA.iterdir() if entry.name.endswith(".json"))
+
+
+def load(
+    name: str,
+    *,
+    host: float | None = None,
+    host_per_seq: float | None = None,
+    host_scale: float = 1.0,
+    kv_tokens: int | None = None,
+    **factors: float,
+) -> Profile:
+    """A packaged profile by name, or one of your own by the path of its file (it ends in .json).
+
+    host, host_per_seq: seconds of every step and of each sequence in it, instead of the profile's; host_scale: times
+    both (0.5 and 1.5 say how much a result hangs on them). kv_tokens: instead of the profile's. factors: by name, such
+    as prefill_gemm=1.0, instead of the profile's. Raises ValueError for an unknown name or factor, a host term or a
+    factor for a profile of whole steps, and a profile without KV capacity.
+    """
+    path = Path(name) if name.endswith(".json") else Path(str(_DATA / f"{name}.json"))
+    if not name.endswith(".json") and name not in names():
+        raise ValueError(f"no profile {name!r}{nearest(name, names())}")
+    data = read(path)
+    if kv_tokens is not None:
+        data["kv_tokens"] = kv_tokens
+    profile = parsed(data, f"profile {name!r}")
+    for factor in factors:
+        if factor not in profile.factors:
+            raise ValueError(f"profile {name!r} has no factor {factor!r}{nearest(factor, profile.factors)}")
+    own = {f: Factor(positive(f, value), "given") for f, value in factors.items()}
+    term = profile.host_term
+    if term is None:
+        if host is not None or host_per_seq is not None or host_scale != 1.0:
+            raise ValueError(f"profile {name!r} was measured whole, the host's time in it: leave out host settings")
+        return profile
+    given = host is not None or host_per_seq is not None
+    scale = positive("host_scale", host_scale)
+    base = positive("host", term.host if host is None else host)
+    per = positive("host_per_seq", term.host_per_seq if host_per_seq is None else host_per_seq)
+    return replace(
+        profile,
+        host_term=Host(scale * base, scale * per, "given" if given else term.source),
+        factors={**profile.factors, **own},
+    )

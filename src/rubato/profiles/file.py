@@ -1,0 +1,115 @@
+"""A hardware profile: what a step of one model takes on given GPUs, and how much KV they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rubato.interfaces import LatencyModel
+from rubato.latency import components
+from rubato.latency.dims import Dims
+from rubato.latency.models import MODELS
+from rubato.types import Limits
+
+FORMAT = "rubato-profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds of a step spent outside the device: of every step, and of each sequence in it; source: who says so."""
+
+    host: float
+    host_per_seq: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What a part of the kernel times is multiplied by (`components.Factors`); source: who says so."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """gpus: over which one replica is split (TP). kv_tokens: KV that fits beside the weights. max_length: of one
+    sequence. data: a latency model's `to_dict`, or kernel tables; those have a host term and factors beside them, while
+    whole steps (host_term None) have the host's time in them. dims: of the model, where they are known."""
+
+    name: str
+    about: str
+    gpu: str
+    gpus: int
+    kv_tokens: int
+    kv_bytes_per_token: int
+    max_length: int
+    data: Mapping[str, Any]
+    host_term: Host | None
+    factors: Mapping[str, Factor]
+    provenance: str
+    dims: Dims | None = None
+
+    def model(self) -> LatencyModel:
+        """A latency model of one's own: what one replica learns no other sees. Kernel tables are shared, they are large
+        and never change."""
+        if self.data["model"] != "components":
+            return MODELS[self.data["model"]].from_dict(self.data)
+        assert self.host_term is not None
+        tables = {name: value for name, value in self.data.items() if name != "model"}
+        factors = components.Factors(**{name: factor.value for name, factor in self.factors.items()})
+        return components.Model(components.Tables(**tables), factors, self.host_term.host, self.host_term.host_per_seq)
+
+    def limits(
+        self, max_seqs: int = 256, max_tokens: int = 8192, max_length: int | None = None, block: int = 16
+    ) -> Limits:
+        """What an engine of this profile takes. max_length: by default the model's, and no more than the KV holds."""
+        length = min(self.max_length if max_length is None else max_length, self.kv_tokens)
+        return Limits(
+            max_seqs=max_seqs, max_tokens=max_tokens, max_length=length, kv_blocks=self.kv_tokens // block, block=block
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of its file."""
+        return {"format": FORMAT, **asdict(self)}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The contents of a profile file. Raises ValueError, naming it, for anything else."""
+    try:
+        data = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a profile ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is no profile: its `format` is not {FORMAT!r}")
+    return data
+
+
+def parsed(data: Mapping[str, Any], where: str) -> Profile:
+    """Raises ValueError for contents that are no profile, or one without KV capacity."""
+    fields = {name: value for name, value in data.items() if name != "format"}
+    tokens = fields.get("kv_tokens")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(
+            f"{where} has no KV capacity (kv_tokens is {tokens!r}): the weights leave no room, or nobody measured it; "
+            "give kv_tokens=..."
+        )
+    try:
+        host, dims = fields.pop("host_term"), fields.pop("dims")
+        factors = {name: Factor(**factor) for name, factor in fields.pop("factors").items()}
+        return Profile(
+            **fields, factors=factors, host_term=Host(**host) if host else None, dims=Dims(**dims) if dims else None
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where} is not a whole profile ({error})") from error
+
+
+def positive(name: str, value: float) -> float:
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}: give a finite number, 0 or more")
+    return value

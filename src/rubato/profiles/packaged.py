@@ -1,0 +1,170 @@
+"""Which profiles are packaged, and how each is made again: `rubato profile --packaged FOLDER`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rubato.latency import bilinear
+from rubato.latency.dims import Dims
+from rubato.policies import nearest
+from rubato.profiles import aiconfigurator
+from rubato.profiles.file import Factor, Host, Profile
+
+CONTEXT = 32768  # tokens: what the attention tables reach, for models that could take more
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that is known by name: what it is called, its dimensions, the context it was trained for."""
+
+    title: str
+    dims: Dims
+    context: int = CONTEXT
+
+
+MODELS: Mapping[str, Known] = {
+    "llama-3.1-8b": Known("Llama-3.1-8B", Dims(32, 4096, 32, 8, 128, 14336, 128256)),
+    "llama-3.1-70b": Known("Llama-3.1-70B", Dims(80, 8192, 64, 8, 128, 28672, 128256)),
+    "llama-3.2-1b": Known("Llama-3.2-1B", Dims(16, 2048, 32, 8, 64, 8192, 128256, tied=True)),
+    "llama-2-7b": Known("Llama-2-7B (ToolLlama)", Dims(32, 4096, 32, 32, 128, 11008, 32000), 4096),
+    "mistral-7b": Known("Mistral-7B", Dims(32, 4096, 32, 8, 128, 14336, 32000)),
+    "opt-125m": Known("OPT-125M", Dims(12, 768, 12, 12, 64, 3072, 50272, gated=False, tied=True), 2048),
+    "opt-6.7b": Known("OPT-6.7B", Dims(32, 4096, 32, 32, 128, 16384, 50272, gated=False, tied=True), 2048),
+    "opt-13b": Known("OPT-13B", Dims(40, 5120, 40, 40, 128, 20480, 50272, gated=False, tied=True), 2048),
+    "opt-30b": Known("OPT-30B", Dims(48, 7168, 56, 56, 128, 28672, 50272, gated=False, tied=True), 2048),
+    "qwen-14b": Known("Qwen-14B", Dims(40, 5120, 40, 40, 128, 13696, 152064), 8192),
+    "qwen2.5-0.5b": Known("Qwen2.5-0.5B", Dims(24, 896, 14, 2, 64, 4864, 151936, tied=True)),
+    "qwen2.5-1.5b": Known("Qwen2.5-1.5B (DeepSeek-R1-Distill)", Dims(28, 1536, 12, 2, 128, 8960, 151936)),
+    "qwen2.5-7b": Known("Qwen2.5-7B", Dims(28, 3584, 28, 4, 128, 18944, 152064)),
+    "qwen2.5-32b": Known("Qwen2.5-32B", Dims(64, 5120, 40, 8, 128, 27648, 152064)),
+}
+TITLES = {"h200": "H200 SXM 141 GB", "a100": "A100 SXM 80 GB", "a100-40g": "A100 SXM 40 GB"}
+# name of the model, of the GPU, how many
+PACKAGED = (
+    ("llama-3.1-8b", "h200", 1),
+    ("llama-3.1-8b", "a100", 1),
+    ("mistral-7b", "a100", 1),
+    ("opt-6.7b", "a100-40g", 1),
+    ("opt-13b", "a100", 1),
+    ("opt-13b", "a100-40g", 2),
+    ("opt-30b", "a100-40g", 4),
+    ("llama-2-7b", "a100-40g", 1),
+    ("qwen2.5-1.5b", "a100-40g", 1),
+    ("qwen-14b", "a100", 1),
+    ("qwen2.5-32b", "a100", 2),
+    ("llama-3.1-70b", "a100", 4),
+    ("opt-125m", "a100-40g", 1),
+    ("llama-3.2-1b", "a100", 1),
+    ("qwen2.5-0.5b", "a100", 1),
+)
+DRAFTERS = ("opt-125m", "llama-3.2-1b", "qwen2.5-0.5b")
+
+VLLM_2024 = (
+    "vLLM (2024) with OPT-13B on one A100: what its steps took beyond their kernels, 4.4 ms + 0.058 ms a sequence"
+)
+VLLM_HOST = Host(4.4e-3, 5.8e-5, VLLM_2024)
+DRAFT_HOST = Host(0.0, 0.0, "none: a drafter runs within its target's step, whose profile has the host's time")
+VIDUR = "Vidur's A100 measurements of the same kernels beside these tables"
+A100_FACTORS: Mapping[str, Factor] = {
+    "decode_gemm": Factor(0.9, VIDUR),
+    "prefill_gemm": Factor(1.2, VIDUR),
+    "context_attention": Factor(1.4, VIDUR),
+}
+H200_FACTORS: Mapping[str, Factor] = {
+    name: Factor(1.0, "no independent H200 measurement was found") for name in A100_FACTORS
+}
+PROVENANCE = (
+    "kernel times: NVIDIA aiconfigurator-core 0.12.0 (Apache-2.0), systems/data/{system}, vLLM {version}; "
+    "norms, activations and context worked out as rubato.profiles.aiconfigurator says"
+)
+
+
+def name_of(model: str, gpu: str, gpus: int) -> str:
+    """`opt-13b-2xa100-40g`."""
+    return f"{model}-{gpu}" if gpus == 1 else f"{model}-{gpus}x{gpu}"
+
+
+def made(model: str, gpu: str, gpus: int = 1) -> Profile:
+    """A profile of a model known by name. Raises ImportError without the extra, ValueError for unknown names."""
+    if model not in MODELS:
+        raise ValueError(
+            f"the dimensions of {model!r} are not known by name{nearest(model, MODELS)}; give its config.json"
+        )
+    return composed(
+        name_of(model, gpu, gpus), MODELS[model], gpu, gpus, VLLM_HOST if model not in DRAFTERS else DRAFT_HOST
+    )
+
+
+def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOST) -> Profile:
+    """A profile of kernel tables. Raises ImportError without the extra, ValueError for a model that the GPU cannot hold
+    or be split over so many."""
+    tables = aiconfigurator.tables(model.dims, gpu, gpus)
+    card = aiconfigurator.GPUS[gpu]
+    provenance = PROVENANCE.format(system=card.system, version=card.version)
+    if card.measured_bandwidth is not None:
+        ratio = card.measured_bandwidth / card.bandwidth
+        provenance += f"; of the 80 GB card, what its memory bounds {ratio:.3f} times as long"
+    return Profile(
+        name=name,
+        about=f"{model.title}, bfloat16, on {gpus} x {TITLES[gpu]}",
+        gpu=gpu,
+        gpus=gpus,
+        kv_tokens=aiconfigurator.kv_tokens(model.dims, gpu, gpus),
+        kv_bytes_per_token=model.dims.kv_bytes,
+        max_length=model.context,
+        data={"model": "components", **tables},
+        host_term=host,
+        factors=H200_FACTORS if gpu == "h200" else A100_FACTORS,
+        provenance=provenance,
+        dims=model.dims,
+    )
+
+
+def paper_v100() -> Profile:
+    """The SA paper's Qwen2.5-7B on two V100s: its coefficients of whole steps, capacity worked out as elsewhere."""
+    dims = MODELS["qwen2.5-7b"].dims
+    room = 2 * (aiconfigurator.USABLE * 32 * aiconfigurator.GIB - aiconfigurator.RESERVE) - dims.weight_bytes
+    return Profile(
+        name="qwen2.5-7b-2xv100",
+        about="Qwen2.5-7B, float16, on 2 x V100 32 GB",
+        gpu="v100",
+        gpus=2,
+        kv_tokens=int(room // dims.kv_bytes),
+        kv_bytes_per_token=dims.kv_bytes,
+        max_length=CONTEXT,
+        data=bilinear.Model().to_dict(),
+        host_term=None,
+        factors={},
+        provenance="coefficients: the SA paper, Table 2 (whole steps, vLLM); "
+        "capacity: 0.9 of the memory less weights and 3 GB a card",
+        dims=dims,
+    )
+
+
+def everything() -> Mapping[str, Any]:
+    """name -> the contents of each packaged file that can be made without a machine of its own."""
+    profiles = [*(made(*which) for which in PACKAGED), paper_v100()]
+    return {profile.name: profile.to_json() for profile in profiles}
+
+
+def dims_of(config: Mapping[str, Any]) -> Dims:
+    """The dimensions that a Hugging Face config.json states. Raises ValueError naming the field that is missing."""
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Dims(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads", heads),
+            head=config.get("head_dim") or hidden // heads,
+            ffn=config["intermediate_size"] if "intermediate_size" in config else config["ffn_dim"],
+            vocab=config["vocab_size"],
+            gated=config.get("model_type") != "opt",
+            tied=bool(config.get("tie_word_embeddings", config.get("model_type") == "opt")),
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"config.json says nothing of {error.args[0]}: only dense decoders of one width are known"
+        ) from None
