@@ -13,7 +13,7 @@ from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.metrics import Timeline, timelines
 from rubato.records import Record, Run
 from rubato.types import Event, Limits, Request
-from rubato.workload import Arrival, Workload
+from rubato.workloads import Arrival, Workload
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,11 @@ async def _run(
 def simulated_run(workload: Workload, setup: Setup, label: str | None = None) -> Run:
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`."""
     requests = list(workload.requests())
-    truth = {a.id: (a.output_tokens,) for a in workload.arrivals}
-    events = simulate(requests, truth, setup)
+    if waits := workload.pauses():
+        raise ValueError(
+            f"{len(waits)} requests wait for tools, such as {next(iter(waits))!r}: simulated tools are instant"
+        )
+    events = simulate(requests, workload.truth(), setup)
     lines = {line.request.id: line for line in timelines(events)}
     records = tuple(_record(arrival, lines[arrival.id]) for arrival in workload.arrivals)
     settings = {
