@@ -100,6 +100,10 @@ class Change:
     request: int = 0
     at: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise ValueError("a workload needs at least one kind of request")
+
 
 def chat(slo: SLO, **changes: Any) -> Kind:
     """Short prompts, answers that somebody reads along."""

@@ -11,17 +11,18 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import orjson
 
 from rubato.prompts import TEXTS
 from rubato.types import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.kinds import Change, Kind, Then, tiers_of
 from rubato.workloads.lengths import Floats, Ints, of
-from rubato.workloads.texts import TEXTS_STREAM, Count, with_texts
+from rubato.workloads.texts import Count, with_texts
 from rubato.workloads.workload import Arrival, Part, Workload, check_rate
 
-_ARRIVALS, _KINDS, _LENGTHS, _, _TTFT, _ROUNDS, _STAGES, _ACCEPTANCE = range(8)
-assert _ == TEXTS_STREAM
+_ARRIVALS, _KINDS, _LENGTHS = 0, 1, 2  # random streams; 3 is `texts.STREAM`
+_TTFT, _ROUNDS, _STAGES, _ACCEPTANCE = 4, 5, 6, 7
 
 Prefill = Callable[[int], float]
 BEST_EFFORT = "best_effort"  # the tier of requests whose TTFT no idle replica can meet
@@ -75,7 +76,8 @@ def make(
         notes["best_effort"] = f"{unmet} requests: no idle replica could meet any of their TTFTs"
     tiers |= {a.tier: SLO() for a in rows if a.tier not in tiers}
     length = duration if duration is not None else float(at[-1])
-    made = Workload(name, seed, rate, length, tiers, tuple(rows), True, notes, profile)
+    plain = orjson.loads(orjson.dumps(notes))  # as a file gives them back
+    made = Workload(name, seed, rate, length, tiers, tuple(rows), True, plain, profile)
     return with_texts(made, count_tokens) if texts else made
 
 

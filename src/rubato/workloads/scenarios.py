@@ -18,12 +18,12 @@ from rubato.workloads.kinds import Change, Kind, Then, within
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of
 from rubato.workloads.making import Prefill
 from rubato.workloads.making import make as drawn
-from rubato.workloads.workload import Workload
+from rubato.workloads.workload import Workload, check_rate
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """kinds: the mix it begins with. changes: from the count of requests (0 = not known), what the mix becomes later.
+    """kinds: the mix it begins with. changes: what it becomes later, from the expected requests and seconds of the run.
 
     profile: the hardware profile of the paper's model, "" where it has several. about: one line, with its source.
     """
@@ -32,7 +32,7 @@ class Scenario:
     kinds: tuple[Kind, ...]
     arrivals: Process
     profile: str = ""
-    changes: Callable[[int], tuple[Change, ...]] = lambda count: ()
+    changes: Callable[[int, float], tuple[Change, ...]] = lambda count, seconds: ()
     max_length: int | None = None
 
     @property
@@ -46,8 +46,8 @@ class Scenario:
 TIGHT, LOOSE = 3.0, 5.0  # times the zero-load prefill
 TIGHT_TPOT, LOOSE_TPOT = SLO(tpot=0.05), SLO(tpot=0.1)
 # Stand-ins for the Azure traces' arrivals (`--trace` takes the real ones): gaps of the chat trace have a CV of 1.09; of
-# the code trace's 13 most is a few gaps of minutes, and a gamma of 3.6 has about the spread of its counts per second.
-CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Gamma(3.6)
+# the code trace's 13 most is a few gaps of minutes, and a gamma of 4.6 has the spread of its counts per second.
+CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Gamma(4.6)
 OPT, TOOL_LLAMA, R1 = "opt-13b-2xa100-40g", "llama-2-7b-a100-40g", "qwen2.5-1.5b-a100-40g"
 OPT_CONTEXT = 2048
 
@@ -100,7 +100,7 @@ def _polyserve(about: str, lengths: tuple[Lengths, Lengths]) -> Scenario:
     return Scenario(f"PolyServe: {about}; TTFT 0.3, 0.5, 1 s, TPOT 20-100 ms", tpot_tiers(*lengths), Poisson(), H200)
 
 
-def _flip(count: int) -> tuple[Change, ...]:
+def _flip(count: int, seconds: float) -> tuple[Change, ...]:
     return (Change(tpot_tiers(*TABLE["uniform-4096-1024"], shares=SHARES[::-1]), request=max(1, count // 2)),)
 
 
@@ -131,11 +131,20 @@ PEAKS_PERIOD = 360.0
 
 def _peaks(profile: str, unloaded: float) -> Scenario:
     mixes = [categories(unloaded, [float(level) for level in levels]) for _, levels in PEAKS]
-    changes = tuple(Change(mix, at=start) for (start, _), mix in zip(PEAKS[1:], mixes[1:], strict=True))
+
+    def changes(count: int, seconds: float) -> tuple[Change, ...]:
+        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD))  # a run of `count` may take longer than expected
+        every = [
+            Change(mix, at=n * PEAKS_PERIOD + start)
+            for n in again
+            for (start, _), mix in zip(PEAKS, mixes, strict=True)
+        ]
+        return tuple(every[1:])
+
     levels = tuple(float(sum(level)) for _, level in PEAKS)
     process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD)
-    about = "AdaServe: peaks of chat, code, summary one after the other (levels ours), for 360 s"
-    return Scenario(about, mixes[0], process, profile, lambda count: changes)
+    about = "AdaServe: peaks of chat, code, summary one after the other every 360 s (levels ours)"
+    return Scenario(about, mixes[0], process, profile, changes)
 
 
 # --------------------------------------------------------------------------- Ascendra, SA: lengths assumed
@@ -234,15 +243,16 @@ def make(
     scenario's; 0 = no limit. Raises ValueError for impossible arguments.
     """
     asked = get(name)
+    check_rate(rate)
     limit = asked.max_length if max_length is None else max_length or None
 
     def fitted(kind: Kind) -> Kind:
         longer = kind.scaled(scale) if scale != 1.0 else kind
         return longer if limit is None else within(longer, limit)
 
-    expected = count if count is not None else round(rate * (duration or 0.0))
+    expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
     changes = [
-        Change(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(expected)
+        Change(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
     ]
     return drawn(
         name,

@@ -11,7 +11,7 @@ from rubato import prompts
 from rubato.workloads.workload import Arrival, Workload
 
 Count = Callable[[str], int]
-TEXTS_STREAM = 3  # of `making.make`'s random streams: the same seed makes the same texts, at once or later
+STREAM = 3  # of `making.make`'s random streams: the same seed makes the same texts, at once or later
 
 
 def fresh_text(app: str, tokens: int, rng: np.random.Generator, seen: set[str]) -> str:
@@ -38,7 +38,7 @@ def with_texts(workload: Workload, count_tokens: Count | None = None) -> Workloa
         if a.messages:
             return a
         app = a.app if a.app in prompts.TEXTS else "chat"
-        text = fresh_text(app, a.prompt_tokens, np.random.default_rng([workload.seed, TEXTS_STREAM, index]), seen)
+        text = fresh_text(app, a.prompt_tokens, np.random.default_rng([workload.seed, STREAM, index]), seen)
         tokens = count_tokens(text) if count_tokens is not None else prompts.estimate(text)
         return dataclasses.replace(a, prompt_tokens=tokens, messages=(("user", text),), blocks=())
 
