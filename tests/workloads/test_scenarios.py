@@ -122,15 +122,16 @@ def test_polyserve_promises():
     assert f"{len(unmet)} requests" in long.notes["best_effort"]
 
 
-def test_polyserves_flip_comes_half_way():
-    load = drawn("polyserve-flip")
+@pytest.mark.parametrize(("name", "most"), [("polyserve-flip", 8192), ("polyserve-flip-lengths", 1024)])
+def test_polyserves_flip_comes_half_way(name, most):
+    load = drawn(name)
     half = DRAWS // 2
     before, after = (Counter(a.tier for a in part) for part in (load.arrivals[:half], load.arrivals[half:]))
     assert [before[f"tpot-{ms}ms"] / half for ms in (20, 30, 50, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.02)
     assert [after[f"tpot-{ms}ms"] / half for ms in (20, 30, 50, 100)] == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=0.02)
-    assert max(a.prompt_tokens for a in load.arrivals[:half]) <= 1024
+    assert max(a.prompt_tokens for a in load.arrivals[:half]) == pytest.approx(most, rel=0.001)
     assert np.mean([a.prompt_tokens for a in load.arrivals[half:]]) == pytest.approx(4096, rel=0.02)
-    assert any(a.prompt_tokens > 1024 for a in load.arrivals[half : half + 3])
+    assert any(a.prompt_tokens > 1024 for a in load.arrivals[half : half + 5])
 
 
 def test_adaserve_categories():
