@@ -308,6 +308,7 @@ def _simulate(args: argparse.Namespace) -> int:
             max_in_flight=config.max_in_flight,
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
             rule=args.judge or config.judge,
+            prefix_cache=config.prefix_cache,
         )
 
     runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]

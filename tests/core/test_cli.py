@@ -92,6 +92,20 @@ def test_a_trace_gives_a_scenario_its_times(tmp_path: Path) -> None:
     assert [a.at for a in read(path).arrivals] == [0.0, 0.5, 2.0]
 
 
+def test_a_traces_blocks_are_found_in_the_simulated_cache(tmp_path: Path) -> None:
+    row = '{"timestamp": %d, "input_length": 1024, "output_length": 3, "hash_ids": [0, %d]}'
+    (tmp_path / "m.jsonl").write_text("\n".join(row % (60_000 * i, i + 1) for i in range(2)))
+    made, records = tmp_path / "w.jsonl", tmp_path / "r.jsonl"
+    assert main(["workload", "--trace", str(tmp_path / "m.jsonl"), "--no-texts", "-o", str(made)]) == 0
+    ttft = {}
+    for cache in ("true", "false"):
+        words = ["--workload", str(made), "--records", str(records), "--set", f"prefix_cache={cache}"]
+        assert main(["simulate", *words, *FAST]) == 0
+        ttft[cache] = [json.loads(line)["verdict"]["ttft"] for line in records.read_text().splitlines()]
+    assert ttft["true"][1] < 0.7 * ttft["true"][0]
+    assert ttft["false"] == pytest.approx([ttft["true"][0]] * 2)
+
+
 def test_arrivals_in_words_texts_and_slo_scale(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
     words = ["workload", str(path), "--rate", "5", "--count", "30", "--arrivals", "gamma:cv=3"]

@@ -164,7 +164,7 @@ def _lengths(kinds: Sequence[Kind], which: Ints, rounds: Ints, seed: int) -> lis
             for number, stage in enumerate(kind.stages):
                 here = slot == rounds + number - 1 if number else slot < rounds
                 rows = (which == k) & here
-                prompt[rows] = of(stage.prompt).at(u[rows, 0])
+                prompt[rows] = np.maximum(0 if number else 1, of(stage.prompt).at(u[rows, 0]))
                 output[rows] = np.maximum(1, of(stage.output).at(u[rows, 1]))
         stages.append((prompt, output))
     return stages
