@@ -29,7 +29,7 @@ from statistics import mean, median
 import numpy as np
 from _fidelity_table import Cell, Figures, table
 
-from rubato import bench, results, trace, workload
+from rubato import bench, results, trace
 from rubato.config import Config
 from rubato.engines.torch import Engine, bundled
 from rubato.engines.torch.text import Text
@@ -41,6 +41,10 @@ from rubato.records import Record, Run, summarise, verdict
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.types import SLO, Event, Finished, Limits, Offered, Sample, Shape, Stepped
+from rubato.workloads import Workload
+from rubato.workloads.kinds import Kind, chat, code, summary
+from rubato.workloads.making import make
+from rubato.workloads.texts import Count
 
 ENGINE = {"kv_gib": 1.0, "max_seqs": 64, "max_tokens": 2048}
 HOLDS = 0.9  # attainment at which vllm holds a rate
@@ -80,10 +84,10 @@ class Learned:
     last: float
 
 
-def kinds(slos: Mapping[str, SLO]) -> list[workload.Kind]:
+def kinds(slos: Mapping[str, SLO]) -> list[Kind]:
     return [
-        workload.chat(slos["chat"], prompt=(30, 200), output=(50, 110)),
-        workload.code(slos["code"], prompt=(100, 400), output=(40, 90)),
+        chat(slos["chat"], prompt=(30, 200), output=(50, 110)),
+        code(slos["code"], prompt=(100, 400), output=(40, 90)),
     ]
 
 
@@ -98,7 +102,7 @@ class Bench:
     out: Path
     model: str
     limits: Limits
-    count: workload.Count
+    count: Count
 
     def server(
         self, policy: str, settings: Mapping[str, object], name: str, model: affine.Model | None
@@ -117,7 +121,7 @@ class Bench:
             config["latency"] = {"kind": "affine", **coefficients(model)}
         return ServerProcess(config, self.out / f"{name}.log")
 
-    def offer(self, url: str, load: workload.Workload, label: str, warmup: int = 0) -> Run:
+    def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> Run:
         run = asyncio.run(
             bench.run(
                 load, url, "fidelity", label=label, tier_field="body", warmup=warmup, progress=sys.stderr.isatty()
@@ -139,27 +143,23 @@ class Bench:
         free = {"chat": SLO(), "code": SLO()}
         with self.server("sarathi", {"budget": 256}, "fit-steps", None) as server:
             for requests in (36, 6, 12):  # many sequences at once, few, and in between
-                mix = [*kinds(free), workload.summary(SLO(), share=0.5, tier="summary")]
-                load = workload.make("fit-burst", mix, 1.0, count=requests, seed=requests, count_tokens=self.count)
+                mix = [*kinds(free), summary(SLO(), share=0.5, tier="summary")]
+                load = make("fit-burst", mix, 1.0, count=requests, seed=requests, count_tokens=self.count)
                 at_once = tuple(replace(a, at=0.0) for a in load.arrivals)
                 self.offer(server.url, replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
         first = self.events("fit-steps")
         rough = affine.Model()
         rough.fit(lengthened(first)[0])
-        tried = workload.make(
-            "fit-load", kinds(promises(rough)), 1.0, duration=60.0, seed=FIT_SEED, count_tokens=self.count
-        )
+        tried = make("fit-load", kinds(promises(rough)), 1.0, duration=60.0, seed=FIT_SEED, count_tokens=self.count)
         report = error_report(rough, steps(first))
         rate = 0.85 * self.held(tried, Learned(rough, rough, report, report, noise=0.05, gap=0.0, first=0.0, last=0.0))
         count = max(20, round(rate * scale.poisson))
-        load = workload.make(
-            "fit-load", kinds(promises(rough)), rate, count=count, seed=FIT_SEED, count_tokens=self.count
-        )
+        load = make("fit-load", kinds(promises(rough)), rate, count=count, seed=FIT_SEED, count_tokens=self.count)
         with self.server("vllm", {}, "fit-load", rough) as server:
             run = self.offer(server.url, load, f"{rate:.2f}/s")
         return learned(first, self.events("fit-load"), run)
 
-    def held(self, load: workload.Workload, what: Learned) -> float:
+    def held(self, load: Workload, what: Learned) -> float:
         """The rate at which simulated vllm attains HOLDS of this workload."""
         low, high = 0.05, 100.0
         while high / low > 1.02:
@@ -183,7 +183,7 @@ class Bench:
 
     # ----------------------------------------------------------------- a cell
 
-    def cell(self, policy: str, share: float, load: workload.Workload, what: Learned, scale: Scale) -> list[Cell]:
+    def cell(self, policy: str, share: float, load: Workload, what: Learned, scale: Scale) -> list[Cell]:
         live: list[Run] = []
         paces: list[float] = []
         for number in (1, 2):
@@ -317,14 +317,14 @@ def told(what: Learned, rate: float, scale: Scale) -> str:
     )
 
 
-def at_least(make: Callable[[int], workload.Workload], per_tier: int) -> workload.Workload:
+def at_least(making: Callable[[int], Workload], per_tier: int) -> Workload:
     """The shortest beginning of a long workload with so many requests of each tier."""
-    load = make(8 * per_tier)
+    load = making(8 * per_tier)
     seen = dict.fromkeys(load.tiers, 0)
     for index, arrival in enumerate(load.arrivals, start=1):
         seen[arrival.tier] += 1
         if min(seen.values()) >= per_tier:
-            return make(index)
+            return making(index)
     raise ValueError(f"{len(load.arrivals)} requests hold fewer than {per_tier} of some tier")
 
 
@@ -353,13 +353,11 @@ def main() -> int:
         )
         slos = promises(what.truth)
 
-        def make(count: int) -> workload.Workload:
-            return workload.make("cell", kinds(slos), 1.0, count=count, seed=CELLS_SEED, count_tokens=rig.count)
+        def cells(count: int) -> Workload:
+            return make("cell", kinds(slos), 1.0, count=count, seed=CELLS_SEED, count_tokens=rig.count)
 
-        load = at_least(make, scale.per_tier)
-        rate = rig.held(
-            workload.make("fit-load", kinds(slos), 1.0, duration=60.0, seed=FIT_SEED, count_tokens=rig.count), what
-        )
+        load = at_least(cells, scale.per_tier)
+        rate = rig.held(make("fit-load", kinds(slos), 1.0, duration=60.0, seed=FIT_SEED, count_tokens=rig.count), what)
         say(f"{len(load.arrivals)} requests; vllm holds {rate:.2f}/s in simulation; SLOs {slos}")
         rows = [
             row

@@ -30,10 +30,13 @@ from typing import Any
 
 from vllm_env import ROOT, ensure_env
 
-from rubato import bench, results, workload
+from rubato import bench, results
 from rubato.demo import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.records import Run, summarise
 from rubato.types import SLO
+from rubato.workloads import Workload
+from rubato.workloads.kinds import code
+from rubato.workloads.making import make
 
 HERE = Path(__file__).resolve().parent
 OUT = ROOT / "results" / "vllm_plugin"
@@ -147,23 +150,23 @@ class Load:
         self.slos: dict[str, SLO] = {}
         self._count = lambda content: len(text.encode(content))
 
-    def mix(self, name: str, rate: float, count: int) -> workload.Workload:
-        return workload.make(name, kinds(self.slos), rate, count=count, seed=self.seed, count_tokens=self._count)
+    def mix(self, name: str, rate: float, count: int) -> Workload:
+        return make(name, kinds(self.slos), rate, count=count, seed=self.seed, count_tokens=self._count)
 
-    def alone(self) -> Iterator[workload.Workload]:
+    def alone(self) -> Iterator[Workload]:
         """Seven requests, one at a time."""
-        kind = workload.code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
-        made = workload.make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count)
+        kind = code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
+        made = make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count)
         for arrival in made.arrivals:
             yield replace(made, arrivals=(replace(arrival, at=0.0),), duration=1.0)
 
-    def burst(self) -> workload.Workload:
+    def burst(self) -> Workload:
         """Sixteen at once: every server has run batches of all sizes before it is measured."""
         made = self.mix("warm-up", 1.0, 16)
         return replace(made, arrivals=tuple(replace(a, at=0.0) for a in made.arrivals), duration=1.0)
 
 
-def ask(server: Server, load: workload.Workload) -> Run:
+def ask(server: Server, load: Workload) -> Run:
     return asyncio.run(
         bench.run(
             load, server.url, MODEL, label=server.contender.label, tier_field=server.contender.slos, warmup=0,
@@ -192,7 +195,7 @@ def rate_held(server: Server, load: Load, rate: float, count: int) -> float:
     return held(tries)
 
 
-def cell(server: Server, load: workload.Workload) -> Run:
+def cell(server: Server, load: Workload) -> Run:
     """One contender at one rate; what its scheduler spent meanwhile is kept."""
     begin, busy = time.monotonic(), _machine_cpu() - _group_cpu(server.group) - sum(os.times()[:2])
     run = ask(server, load)

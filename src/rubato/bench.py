@@ -30,7 +30,7 @@ from rubato.goodput import Bounds
 from rubato.records import Client, Record, Run, verdict
 from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
 from rubato.types import Request
-from rubato.workload import Arrival, Workload
+from rubato.workloads import Arrival, Workload
 
 __all__ = ["BenchError", "TierField", "delay_bound", "look", "run"]
 
@@ -43,7 +43,8 @@ WARM = 120.0  # seconds a warm-up request may take
 def delay_bound(workload: Workload) -> float:
     """How late the client itself may be (p99, seconds): 5 % of the tightest TTFT, so that its lateness decides few
     verdicts; at least 10 ms, since timers and the scheduler of a busy machine cost a few; at most 50 ms."""
-    tightest = min((slo.ttft for slo in workload.tiers.values() if slo.ttft is not None), default=1.0)
+    promised = {*workload.tiers.values(), *(workload.slo(a) for a in workload.arrivals)}
+    tightest = min((slo.ttft for slo in promised if slo.ttft is not None), default=1.0)
     return min(0.05, max(0.01, 0.05 * tightest))
 
 
@@ -76,7 +77,7 @@ async def run(
     target = Target(
         base_url, model, endpoint, tier_field, ignore_eos, continuous_usage, api_key, headers or {}, extra or {}
     )
-    bodies = [target.body(a, workload.tiers[a.tier]) for a in workload.arrivals]
+    bodies = [target.body(a, workload.slo(a)) for a in workload.arrivals]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
     async with aiohttp.ClientSession(connector=connector, timeout=never, headers=target.http_headers()) as session:

@@ -10,17 +10,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rubato import arrivals, bench, compare, fit, goodput, mix, policies, profile, results, trace, workload
+from rubato import bench, compare, fit, goodput, policies, profile, results, trace
 from rubato import plot as plotting
 from rubato.config import Config, load
 from rubato.metrics import steps
 from rubato.slo import RULES
 from rubato.types import SLO, Limits
+from rubato.workloads import Workload, mix
+from rubato.workloads import command as offered
+from rubato.workloads.kinds import Kind, chat, code, summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,8 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     fit.arguments(fitted)
     fitted.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
 
-    make = command("workload", _workload, "write a workload file")
-    make.add_argument("output", help="file to write")
+    make = command("workload", _workload, "write a workload file, or list the papers' workloads")
+    make.add_argument("output", nargs="?", help="file to write")
+    make.add_argument("-o", "--out", metavar="FILE", help="the same")
+    make.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
     _workload_options(make, file=False)
 
     demo = command("demo", _demo, "measure this machine, then serve three classes of requests, policy against policy")
@@ -151,14 +157,7 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
         several.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="one run for each, pooled in the table")
         several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
-    parser.add_argument("--trace", dest="arrivals_from", metavar="FILE", help="CSV or JSON lines of times and lengths")
-    parser.add_argument(
-        "--arrivals", choices=("trace", "poisson"), default="trace", help="with --trace: its times, or Poisson's"
-    )
-    parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
-    parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
-    parser.add_argument("--count", type=int, help="so many requests instead")
-    parser.add_argument("--seed", type=int, default=0)
+    offered.options(parser)
     for tier, ttft, tpot in (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300)):
         parser.add_argument(
             f"--{tier}", type=_slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
@@ -220,46 +219,26 @@ def _config(args: argparse.Namespace, **given: Any) -> Config:
     return config
 
 
-def _asked(args: argparse.Namespace, seed: int) -> workload.Workload:
-    path = getattr(args, "workload", None)
-    if path:
-        if args.kinds or args.arrivals_from:
-            raise ValueError("--workload says everything: leave out --kinds and --trace")
-        read = workload.read(path)
-        return read if args.rate is None else read.rescaled(args.rate)
+def _kinds(args: argparse.Namespace) -> list[Kind]:
     if args.kinds:
-        kinds = mix.read(args.kinds)
-    else:
-        kinds = [
-            workload.chat(args.chat, share=0.4),
-            workload.code(args.code, share=0.3),
-            workload.summary(args.summary, share=0.3),
-        ]
-    name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
-    if args.arrivals_from:
-        offers = arrivals.read(args.arrivals_from, seconds=args.duration, count=args.count)
-        return arrivals.make(name, offers, kinds, rate=args.rate, poisson=args.arrivals == "poisson", seed=seed)
-    duration = args.duration or (60.0 if args.count is None else None)
-    rate = 1.0 if args.rate is None else args.rate
-    return workload.make(name, kinds, rate, duration=duration, count=args.count, seed=seed)
+        return mix.read(args.kinds)
+    return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
 
 
-def _loads(args: argparse.Namespace) -> list[workload.Workload]:
+def _loads(args: argparse.Namespace) -> list[Workload]:
     """One workload for each run."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give 1 or more")
     if args.workload:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
-        return [_asked(args, 0)] * (args.rounds or 1)
-    return [_asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
+        return [offered.from_file(args)] * (args.rounds or 1)
+    kinds = partial(_kinds, args)
+    return [offered.asked(args, kinds, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
 
 
 def _workload(args: argparse.Namespace) -> int:
-    made = _asked(args, args.seed)
-    workload.write(made, args.output)
-    print(f"{args.output}: {len(made.arrivals)} requests in {made.duration:g} s")
-    return 0
+    return offered.run(args, partial(_kinds, args))
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -315,7 +294,7 @@ def _simulate(args: argparse.Namespace) -> int:
         model.fit(steps(trace.read(args.steps)))
     bounds = goodput.parse(args.goodput) if args.goodput else None
 
-    def setup(number: int, load: workload.Workload) -> Setup:
+    def setup(number: int, load: Workload) -> Setup:
         return Setup(
             latency=lambda: copy.deepcopy(model),
             limits=Limits(**simulation_limits(config)),
@@ -329,6 +308,7 @@ def _simulate(args: argparse.Namespace) -> int:
             max_in_flight=config.max_in_flight,
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
             rule=args.judge or config.judge,
+            prefix_cache=config.prefix_cache,
         )
 
     runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]

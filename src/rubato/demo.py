@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rubato import bench, plot, results, trace, workload
+from rubato import bench, plot, results, trace
 from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import error_report
@@ -24,6 +24,10 @@ from rubato.metrics import steps
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.types import SLO, Limits, Sample
+from rubato.workloads import Arrival, Workload, write
+from rubato.workloads.kinds import Kind, chat, code, summary
+from rubato.workloads.making import make
+from rubato.workloads.texts import Count
 
 OVERLOAD = 1.3  # times the rate that vllm holds
 TRIES = 4  # rates tried on the real server
@@ -73,12 +77,12 @@ def held(tries: Sequence[tuple[float, float]]) -> float:
     return low + (high - low) * (at_low - HOLDS) / (at_low - at_high)
 
 
-def kinds(slos: Mapping[str, SLO]) -> list[workload.Kind]:
+def kinds(slos: Mapping[str, SLO]) -> list[Kind]:
     """The demo's mix: mostly chat that is read along, code completions, and a few long documents to summarise."""
     return [
-        workload.chat(slos["chat"], share=0.6, output=(60, 180)),
-        workload.code(slos["code"], share=0.3),
-        workload.summary(slos["summary"], share=0.1, output=(80, 160)),
+        chat(slos["chat"], share=0.6, output=(60, 180)),
+        code(slos["code"], share=0.3),
+        summary(slos["summary"], share=0.1, output=(80, 160)),
     ]
 
 
@@ -92,7 +96,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     stage = Stage(out, str(bundled.ensure()), seed, progress)
     warm = stage.warm_up()
     load = stage.load(OVERLOAD * warm.rate, 32.0 if seconds is None else seconds, warm.unloaded.slos())
-    workload.write(load, out / "workload.jsonl")
+    write(load, out / "workload.jsonl")
     budget = stage.tuned_budget(warm, load)
     contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
     say(f"\n{len(load.arrivals)} requests in {load.duration:.0f} s at {load.rate:.2f}/s, the same for each policy")
@@ -146,11 +150,11 @@ class Stage:
     seed: int
     progress: bool
 
-    def load(self, rate: float, seconds: float, slos: Mapping[str, SLO], name: str = "demo") -> workload.Workload:
+    def load(self, rate: float, seconds: float, slos: Mapping[str, SLO], name: str = "demo") -> Workload:
         """Poisson arrivals given their number: in some thirty seconds a plain draw is off its rate by a tenth or more,
         and 1.3 times a rate would mean anything between 1.1 and 1.5."""
         count = max(1, round(rate * seconds))
-        made = workload.make(name, kinds(slos), rate, count=count, seed=self.seed, count_tokens=self._count())
+        made = make(name, kinds(slos), rate, count=count, seed=self.seed, count_tokens=self._count())
         factor = seconds * count / (count + 1) / made.arrivals[-1].at
         arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in made.arrivals)
         return dataclasses.replace(made, rate=count / seconds, duration=seconds, arrivals=arrivals)
@@ -176,8 +180,8 @@ class Stage:
 
     def _unloaded(self, url: str) -> Unloaded:
         """One request at a time, seven of them, and medians."""
-        kind = workload.code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
-        alone = workload.make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count())
+        kind = code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
+        alone = make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count())
         records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
         ttft, tpot = ([v for r in records if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
         if len(ttft) + len(tpot) < 14:
@@ -187,7 +191,7 @@ class Stage:
     def _burst(self, url: str, requests: int) -> None:
         """Steps for the latency model: so many requests at once, until the last has ended."""
         slos = {tier: SLO() for tier in TIERS}
-        load = workload.make("burst", kinds(slos), 1.0, count=requests, seed=requests, count_tokens=self._count())
+        load = make("burst", kinds(slos), 1.0, count=requests, seed=requests, count_tokens=self._count())
         at_once = tuple(dataclasses.replace(a, at=0.0, output_tokens=a.output_tokens // 2) for a in load.arrivals)
         self._bench(url, dataclasses.replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
 
@@ -217,13 +221,13 @@ class Stage:
             rate *= 1.15 if attained >= HOLDS else 0.85
         return held(tries)
 
-    def _attained_in_simulation(self, load: workload.Workload, model: affine.Model) -> bool:
+    def _attained_in_simulation(self, load: Workload, model: affine.Model) -> bool:
         records = simulated_run(load, self._setup("vllm", {}, model)).records
         return sum(r.verdict.met for r in records) >= HOLDS * len(records)
 
     # ----------------------------------------------------------------- the contest
 
-    def tuned_budget(self, warm: WarmUp, load: workload.Workload) -> int:
+    def tuned_budget(self, warm: WarmUp, load: Workload) -> int:
         """Sarathi's token budget that attains the most on this workload, in simulation."""
         met = {
             budget: sum(
@@ -236,9 +240,7 @@ class Stage:
         say(f"sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'} (met by budget: {met})")
         return best
 
-    def contest(
-        self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: workload.Workload
-    ) -> results.Run:
+    def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> results.Run:
         with self._server(policy, settings, load.tiers, warm.model, policy) as server:
             run = self._bench(server.url, load, policy, "slo", warmup=6)
         results.write_records(self.out / f"{policy}.records.jsonl", run)
@@ -279,17 +281,17 @@ class Stage:
         return ServerProcess(config, self.out / f"{name}.log")
 
     def _bench(
-        self, url: str, load: workload.Workload, label: str, slo: bench.TierField = "body", warmup: int = 0
+        self, url: str, load: Workload, label: str, slo: bench.TierField = "body", warmup: int = 0
     ) -> results.Run:
         return asyncio.run(
             bench.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=self.progress)
         )
 
-    def _one(self, load: workload.Workload, arrival: workload.Arrival) -> workload.Workload:
+    def _one(self, load: Workload, arrival: Arrival) -> Workload:
         alone = dataclasses.replace(arrival, at=0.0)
         return dataclasses.replace(load, arrivals=(alone,), duration=1.0)
 
-    def _count(self) -> workload.Count:
+    def _count(self) -> Count:
         from rubato.engines.torch.text import Text
 
         text = Text(Path(self.model))

@@ -19,7 +19,7 @@ from rubato.goodput import Bounds
 from rubato.intervals import ALL, Fate, proportion, wilson
 from rubato.slo import StageTimes, judge
 from rubato.types import Outcome, Request, Verdict
-from rubato.workload import Workload
+from rubato.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +92,42 @@ class Run:
 
 
 def verdict(
-    request: Request, times: Sequence[float], tokens: Sequence[int], outcome: Outcome, rule: str = "deadline"
+    request: Request,
+    times: Sequence[float],
+    tokens: Sequence[int],
+    outcome: Outcome,
+    rule: str = "deadline",
+    outputs: Sequence[int] = (),
+    pauses: Sequence[float] = (),
 ) -> Verdict:
-    """Judge a timeline in which tokens[i] tokens were out by times[i]: every token counts from the chunk it came in."""
+    """Judge a timeline in which tokens[i] tokens were out by times[i]: every token counts from the chunk it came in.
+
+    outputs: true output tokens of each stage, where there are several, and pauses: seconds of a tool before each.
+    """
     each: list[float] = []
     for at, total in zip(times, tokens, strict=True):
         each += [at] * (total - len(each))
-    return judge(request, (StageTimes(request.arrival, each),), outcome, rule)
+    stages = [StageTimes(request.arrival, each[: outputs[0]] if outputs else each)]
+    done = len(stages[0].tokens)
+    for number, output in enumerate(outputs[1:], start=1):
+        if done >= len(each):
+            break
+        start = each[done - 1] + (pauses[number] if pauses else 0.0)
+        stages.append(StageTimes(start, each[done : done + output]))
+        done += output
+    return judge(request, stages, outcome, rule)
 
 
 def rejudged(run: Run, rule: str) -> Run:
     """The same run by another judging rule (`slo.RULES`)."""
     requests = {request.id: request for request in run.workload.requests()}
+    truth, pauses = run.workload.truth(), run.workload.pauses()
     records = tuple(
-        replace(r, verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, rule)) for r in run.records
+        replace(
+            r,
+            verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, rule, truth[r.id], pauses.get(r.id, ())),
+        )
+        for r in run.records
     )
     return replace(run, records=records, rule=rule)
 
@@ -222,6 +244,10 @@ def fingerprint(workload: Workload) -> str:
     """A short digest of what was offered, when and under which SLOs: equal for equal workloads."""
     content = [
         [[name, asdict(slo)] for name, slo in workload.tiers.items()],
-        [[a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages] for a in workload.arrivals],
+        [
+            [a.id, a.at, a.tier, a.prompt_tokens, a.output_tokens, a.messages]
+            + ([a.slo, a.parts, a.blocks] if a.slo or a.parts or a.blocks else [])
+            for a in workload.arrivals
+        ],
     ]
     return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()

@@ -19,7 +19,7 @@ from rubato.policies import load
 from rubato.records import Record, Run
 from rubato.slo import StageTimes
 from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
-from rubato.workload import Arrival, Workload
+from rubato.workloads import Arrival, Workload
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,17 @@ def simulated_run(
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
 
     times: keep when each token came out; without, a run of many long requests takes less memory. The fast driver
-    (`lean`) is taken where it can do what is asked, unless plain.
+    (`lean`) is taken where it can do what is asked, unless plain. Raises ValueError for requests whose tools take time.
     """
-    truth = {a.id: (a.output_tokens,) for a in workload.arrivals}
+    if waits := workload.pauses():
+        raise ValueError(
+            f"{len(waits)} requests wait for tools, such as {next(iter(waits))!r}: simulated tools are instant"
+        )
     if plain or not lean_enough(setup):
-        lines = {line.request.id: line for line in timelines(simulate(list(workload.requests()), truth, setup))}
+        events = simulate(list(workload.requests()), workload.truth(), setup)
+        lines = {line.request.id: line for line in timelines(events)}
     else:
-        lines = lean_lines(workload.requests(), truth, setup, times=times)
+        lines = lean_lines(workload.requests(), workload.truth(), setup, times=times)
     records = tuple(_record(arrival, lines[arrival.id], times) for arrival in workload.arrivals)
     settings = {
         "simulated": True,

@@ -16,7 +16,7 @@ import orjson
 
 from rubato.answer import told
 from rubato.types import SLO
-from rubato.workload import Arrival
+from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]
 Endpoint = Literal["chat", "completions"]
@@ -56,9 +56,11 @@ class Target:
         return {"content-type": "application/json"} | authorised(self.api_key, self.headers)
 
     def body(self, arrival: Arrival, slo: SLO) -> bytes:
-        """Raises BenchError for a request without a text."""
+        """Raises BenchError for a request without a text, or of several stages."""
         if not arrival.messages:
-            raise BenchError(f"request {arrival.id!r} has no prompt text: this workload can only be simulated")
+            raise BenchError(f"request {arrival.id!r} has no prompt text: make some of its length with --texts")
+        if arrival.parts:
+            raise BenchError(f"request {arrival.id!r} has {len(arrival.parts)} stages: it can only be simulated")
         body: dict[str, Any] = {"model": self.model, **self._prompt(arrival), "max_tokens": arrival.output_tokens}
         if self.ignore_eos:
             body["ignore_eos"] = True

@@ -12,7 +12,7 @@ from rubato import bench
 from rubato.bench import BenchError
 from rubato.target import Listed
 from rubato.types import SLO
-from rubato.workload import Arrival, Workload
+from rubato.workloads import Arrival, Workload
 
 PATIENT = 60.0  # a bound on the client's lateness that no busy test machine exceeds
 
@@ -421,7 +421,7 @@ def test_a_run_that_cannot_begin_says_why():
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
         asyncio.run(bench.look("http://127.0.0.1:1"))
     bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
-    with pytest.raises(BenchError, match="can only be simulated"):
+    with pytest.raises(BenchError, match="no prompt text: make some"):
         asyncio.run(bench.run(bare, "http://127.0.0.1:1", "tiny", progress=False))
 
 

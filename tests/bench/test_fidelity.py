@@ -13,10 +13,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rubato import workload
 from rubato.latency import affine
 from rubato.simulate import Setup, simulate, simulated_run
 from rubato.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
+from rubato.workloads import Workload
+from rubato.workloads.kinds import chat, code
+from rubato.workloads.making import make
 
 LIMITS = Limits(64, 2048, 4096, 4096, 16)
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
@@ -36,13 +38,13 @@ def fidelity() -> Iterator[ModuleType]:
         yield module
 
 
-def load(seed: int, rate: float = 5.0) -> workload.Workload:
+def load(seed: int, rate: float = 5.0) -> Workload:
     slos = (SLO(ttft=0.4, tpot=0.06), SLO(ttft=0.5, tpot=0.08))
-    kinds = [workload.chat(slos[0], output=(20, 60)), workload.code(slos[1], output=(20, 60))]
-    return workload.make(f"w{seed}", kinds, rate, duration=60.0, seed=seed)
+    kinds = [chat(slos[0], output=(20, 60)), code(slos[1], output=(20, 60))]
+    return make(f"w{seed}", kinds, rate, duration=60.0, seed=seed)
 
 
-def events(asked: workload.Workload, policy: str, **settings: object) -> list[Event]:
+def events(asked: Workload, policy: str, **settings: object) -> list[Event]:
     return simulate(list(asked.requests()), {}, Setup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15))
 
 
@@ -116,8 +118,8 @@ def test_the_rule(
 
 
 def test_a_workload_is_as_long_as_its_rarest_tier_needs(fidelity: ModuleType) -> None:
-    kinds = [workload.chat(SLO(), share=5.0), workload.code(SLO(), share=1.0)]
-    short = fidelity.at_least(lambda count: workload.make("w", kinds, 1.0, count=count, seed=2), 10)
+    kinds = [chat(SLO(), share=5.0), code(SLO(), share=1.0)]
+    short = fidelity.at_least(lambda count: make("w", kinds, 1.0, count=count, seed=2), 10)
     tiers = [a.tier for a in short.arrivals]
     assert tiers.count("code") == 10
     assert tiers[-1] == "code"

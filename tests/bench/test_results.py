@@ -9,7 +9,7 @@ import pytest
 from rubato import plot, results
 from rubato.results import Client, Record, Run, compare, summarise, to_json, verdict
 from rubato.types import SLO
-from rubato.workload import Arrival, Workload
+from rubato.workloads import Arrival, Workload
 
 TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}
 CLIENT = Client(5.0, 1.0, 0.001, 0.002, 0.003, 0.001, 0.05)

@@ -12,7 +12,7 @@ from rubato import results, trace
 from rubato.cli import main
 from rubato.simulate import Setup, simulate
 from rubato.types import Limits
-from rubato.workload import read
+from rubato.workloads import read
 from tests.doubles import Linear
 
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]
@@ -55,6 +55,91 @@ def test_the_same_words_give_the_same_numbers(mix: Path, capsysbinary: pytest.Ca
         "round_robin",
     )
     assert simulated(mix, capsysbinary, *words) == simulated(mix, capsysbinary, *words)
+
+
+def test_a_scenario_becomes_a_file_and_is_simulated(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    path = tmp_path / "chat.jsonl"
+    words = [
+        "--scenario",
+        "slos-serve-chatbot",
+        "--rate",
+        "3",
+        "--count",
+        "40",
+        "--seed",
+        "1",
+        "--prefill-ms",
+        "12,0.1",
+    ]
+    assert main(["workload", *words, "-o", str(path)]) == 0
+    out = capsysbinary.readouterr().out.decode()
+    assert f"{path}: 40 requests" in out
+    assert "requests cut to 2048 tokens" in out
+    made = read(path)
+    assert made.slo(made.arrivals[0]).ttft == pytest.approx(5 * (0.012 + 1e-4 * made.arrivals[0].prompt_tokens))
+    assert not any(a.messages for a in made.arrivals)
+    (run,) = simulated(path, capsysbinary, "--policy", "sarathi")["runs"]  # type: ignore[misc]
+    assert run["workload"]["requests"] == 40
+
+
+def test_a_trace_gives_a_scenario_its_times(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("t_s,input_tokens,output_tokens\n0,5,5\n1,5,5\n4,5,5\n")
+    path = tmp_path / "w.jsonl"
+    words = ["workload", "-o", str(path), "--scenario", "polyserve-lmsys", "--trace", str(tmp_path / "t.csv")]
+    assert main([*words, "--count", "3"]) == 0
+    assert [a.at for a in read(path).arrivals] == [0.0, 1.0, 4.0]
+    assert main([*words, "--count", "3", "--rate", "1"]) == 0
+    assert [a.at for a in read(path).arrivals] == [0.0, 0.5, 2.0]
+
+
+def test_a_traces_blocks_are_found_in_the_simulated_cache(tmp_path: Path) -> None:
+    row = '{"timestamp": %d, "input_length": 1024, "output_length": 3, "hash_ids": [0, %d]}'
+    (tmp_path / "m.jsonl").write_text("\n".join(row % (60_000 * i, i + 1) for i in range(2)))
+    made, records = tmp_path / "w.jsonl", tmp_path / "r.jsonl"
+    assert main(["workload", "--trace", str(tmp_path / "m.jsonl"), "--no-texts", "-o", str(made)]) == 0
+    ttft = {}
+    for cache in ("true", "false"):
+        words = ["--workload", str(made), "--records", str(records), "--set", f"prefix_cache={cache}"]
+        assert main(["simulate", *words, *FAST]) == 0
+        ttft[cache] = [json.loads(line)["verdict"]["ttft"] for line in records.read_text().splitlines()]
+    assert ttft["true"][1] < 0.7 * ttft["true"][0]
+    assert ttft["false"] == pytest.approx([ttft["true"][0]] * 2)
+
+
+def test_arrivals_in_words_texts_and_slo_scale(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    words = ["workload", str(path), "--rate", "5", "--count", "30", "--arrivals", "gamma:cv=3"]
+    assert main([*words, "--no-texts", "--slo-scale", "2"]) == 0
+    made = read(path)
+    assert not any(a.messages for a in made.arrivals)
+    assert made.notes["arrivals"] == "gamma:cv=3"
+    assert made.tiers["chat"].ttft == 4.0
+    assert main(["workload", "-o", str(path), "--scenario", "polyserve-lmsys", "--count", "5", "--texts"]) == 0
+    assert all(a.messages for a in read(path).arrivals)
+
+
+def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", "--list"]) == 0
+    rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()}
+    assert rows["slos-serve-chatbot"] == ["763", "266"]
+    assert rows["polyserve-uniform-4096-1024"] == ["4097", "1025"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--scenario", "slos-serve-chatbot", "-o", "x"], "give `prefill` (--prefill-ms)"),
+        (["--scenario", "nobody", "-o", "x"], "no scenario 'nobody'"),
+        (["--scenario", "sa-mixed", "--kinds", "f", "-o", "x"], "leave out --kinds"),
+        (["--scenario", "sa-mixed", "--rate", "0", "--count", "3", "-o", "x"], "rate is 0"),
+        (["--arrivals", "weekly", "-o", "x"], "arrivals 'weekly'"),
+        (["--rate", "2"], "name one file"),
+        (["a", "-o", "b"], "name one file"),
+    ],
+)
+def test_workloads_that_cannot_be_made(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_higher_rate_attains_no_more(mix: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rubato import mix, workload
 from rubato.types import SLO
+from rubato.workloads import kinds, mix
+from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 
 TEXT = """
 tiers:
@@ -27,10 +28,23 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_kinds_have_tiers_shares_and_lengths(tmp_path: Path) -> None:
     assert mix.read(written(tmp_path, TEXT)) == [
-        workload.chat(SLO(1.0, 0.08), share=6.0),
-        workload.summary(SLO(e2e=60.0), tier="batch", prompt=(400, 900), output=(30, 80)),
-        workload.code(SLO(), tier="free", share=3.0, prompt=(200, 200), output=(60, 60)),
+        kinds.chat(SLO(1.0, 0.08), share=6.0),
+        kinds.summary(SLO(e2e=60.0), tier="batch", prompt=(400, 900), output=(30, 80)),
+        kinds.code(SLO(), tier="free", share=3.0, prompt=(200, 200), output=(60, 60)),
     ]
+
+
+def test_lengths_may_be_distributions_and_ttft_a_slowdown(tmp_path: Path) -> None:
+    text = """
+tiers: {t: {tpot_ms: 50}}
+kinds:
+  - {app: chat, tier: t, output: {mean: 60, std: 50, p99: 250}, ttft_slowdown: 4}
+  - {app: search, tier: t, prompt: {mean: 900, p99: 4000}, output: {percentiles: {90: 120, 50: 40}}}
+"""
+    one, two = mix.read(written(tmp_path, text))
+    assert one == kinds.chat(SLO(tpot=0.05), tier="t", output=log_normal(60, 50, 250), ttft_slowdown=4.0)
+    assert two.prompt == log_normal_p99(900, 4000)
+    assert two.output == Percentiles((0.5, 0.9), (40.0, 120.0))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +57,9 @@ def test_kinds_have_tiers_shares_and_lengths(tmp_path: Path) -> None:
         ("ttft_ms: 1000", "ttft: 1000", "tiers.chat.ttft"),
         ("ttft_ms: 1000", "ttft_ms: -1", "tiers.chat.ttft_ms"),
         ("[400, 900]", "[900, 400]", r"prompt is \(900, 400\) tokens"),
+        ("prompt: 200", "prompt: {mean: 200}", r"'code': prompt should be {mean, std, p99}"),
+        ("prompt: 200", "prompt: {mean: 200, p99: 90}", "no log-normal has mean 200"),
+        ("prompt: 200", "prompt: {men: 200}", "kinds.2.prompt"),
         ("kinds:", "kind:", "kinds: Field required"),
         ("tiers:", "tiers: [", "not YAML"),
     ],

@@ -1,0 +1,165 @@
+"""When requests arrive: Poisson, gamma, on/off, piecewise rates, a trace's times, all at once.
+
+A process gives the first n arrival times at a mean rate. More of them begin with the fewer, so a longer run begins with
+the shorter one. Times are in seconds; bursts and changes of rate keep their own seconds whatever the rate, and
+`Workload.rescaled` stretches them with everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rubato.workloads.lengths import Floats
+
+
+class Process(Protocol):
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        """The first n arrivals, ascending, in seconds; `rate` requests/s on average."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        return np.cumsum(rng.exponential(size=n)) / rate
+
+    def __str__(self) -> str:
+        return "poisson"
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma:
+    """Gaps from a gamma distribution with this coefficient of variation: 1 = Poisson, more = burstier."""
+
+    cv: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.cv < math.inf:
+            raise ValueError(f"gamma arrivals with cv {self.cv}: give a positive number")
+
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        return np.cumsum(rng.gamma(self.cv**-2, self.cv**2, size=n)) / rate
+
+    def __str__(self) -> str:
+        return f"gamma:cv={self.cv:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piecewise:
+    """Poisson arrivals whose rate changes: from each start (seconds, the first 0) on it is in proportion to its level.
+
+    After `period` seconds it begins again; over a period the mean rate is the one asked for.
+    """
+
+    starts: tuple[float, ...]
+    levels: tuple[float, ...]
+    period: float
+
+    def __post_init__(self) -> None:
+        edges = (*self.starts, self.period)
+        if len(self.starts) != len(self.levels) or edges[0] != 0.0 or not all(np.diff(edges) > 0):
+            raise ValueError(f"piecewise arrivals from {self.starts} s, period {self.period} s: ascending, the first 0")
+        if min(self.levels) < 0.0 or not 0.0 < sum(self.levels) < math.inf:
+            raise ValueError(f"piecewise arrivals with levels {self.levels}: none negative, at least one positive")
+
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        # A Poisson process of rate 1 is read off at the inverse of the cumulative rate.
+        edges = np.array((*self.starts, self.period))
+        expected = np.concatenate(([0.0], np.cumsum(np.diff(edges) * np.array(self.levels))))
+        expected *= rate * self.period / expected[-1]
+        periods, rest = np.divmod(np.cumsum(rng.exponential(size=n)), expected[-1])
+        times: Floats = periods * self.period + np.interp(rest, expected, edges)
+        return times
+
+    def __str__(self) -> str:
+        return "piecewise:" + ",".join(
+            f"{start:g}={level:g}"
+            for start, level in zip((*self.starts, self.period), (*self.levels, 0.0), strict=True)
+        )
+
+
+def on_off(on: float, off: float, quiet: float = 0.0) -> Piecewise:
+    """Bursts: `on` seconds, then `off` seconds at `quiet` times the burst's rate."""
+    return Piecewise((0.0, on), (1.0, quiet), on + off)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Replay:
+    """A trace's times, stretched by one factor to the rate asked for; when they run out they begin again."""
+
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.seconds) < 2 or self.seconds[-1] <= self.seconds[0] or not all(np.diff(self.seconds) >= 0):
+            raise ValueError("a replay needs at least two arrivals, ascending and not all at the same moment")
+
+    @property
+    def rate(self) -> float:
+        """Requests/s of the trace itself."""
+        return (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
+
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        own = np.array(self.seconds) - self.seconds[0]
+        again, index = np.divmod(np.arange(n), len(own))
+        times: Floats = (own[index] + again * (own[-1] + 1.0 / self.rate)) * (self.rate / rate)
+        return times
+
+    def __str__(self) -> str:
+        return f"replay of {len(self.seconds)} arrivals"
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """All at the start, whatever the rate."""
+
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        return np.zeros(n)
+
+    def __str__(self) -> str:
+        return "at-once"
+
+
+def parse(text: str) -> Process:
+    """`poisson`, `at-once`, `gamma:cv=3`, `on-off:on=10,off=50,quiet=0.1`, `piecewise:0=1,60=3,90=1,360=0` (from each
+    second on that level; the last begins the pattern again). Raises ValueError saying what is wrong."""
+    name, _, rest = text.partition(":")
+    made: dict[str, Callable[..., Process]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma, "on-off": on_off}
+    try:
+        pairs = [part.split("=") for part in rest.split(",")] if rest else []
+        if name == "piecewise":
+            starts, levels = zip(*((float(at), float(level)) for at, level in pairs), strict=True)
+            return Piecewise(starts[:-1], levels[:-1], starts[-1])
+        if name in made:
+            return made[name](**{key: float(value) for key, value in pairs})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"arrivals {text!r}: {error}; {WORDS}") from error
+    raise ValueError(f"arrivals {text!r}: {WORDS}")
+
+
+WORDS = "give poisson, gamma:cv=3, on-off:on=10,off=50, piecewise:0=1,60=3,90=1,360=0 or at-once"
+
+
+def offered(process: Process, rate: float, stream: Sequence[int], count: int | None, duration: float | None) -> Floats:
+    """Times of `count` requests, or of all within `duration` seconds. Raises ValueError unless exactly one is given."""
+    if (duration is None) == (count is None):
+        raise ValueError("give either duration (seconds) or count (requests)")
+    if count is not None:
+        if count < 1:
+            raise ValueError(f"count is {count} requests: give 1 or more")
+        return process.times(rate, count, np.random.default_rng(stream))
+    assert duration is not None
+    if not 0.0 < duration < math.inf:
+        raise ValueError(f"duration is {duration} s: give a positive number")
+    n = 16 + int(1.2 * rate * duration)
+    while True:
+        times = process.times(rate, n, np.random.default_rng(stream))
+        if times[-1] >= duration:
+            return times[times < duration]
+        if times[-1] == times[0]:
+            raise ValueError(f"arrivals {process} never reach {duration} s: give a count of requests instead")
+        n *= 2

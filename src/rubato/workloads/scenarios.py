@@ -1,0 +1,287 @@
+"""The papers' workloads by name, from the figures that they print. What they do not print is ours, and says so.
+
+Lengths of SLOs-Serve (Table 4): log-normals whose mean and deviation are the table's after the cut at its P99 (ours;
+`lengths.log_normal`). Of PolyServe (Table 1): its percentiles, straight lines between them (ours). Of AdaServe:
+log-normals (ours) of the mean, deviation and P99 in the request streams its authors publish. Of Ascendra and SA's
+code, which print none: log-normals, assumed (ours); `scale` makes prompts longer or shorter, to see what rests on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rubato.policies import nearest
+from rubato.types import SLO
+from rubato.workloads.arrivals import AtOnce, Gamma, Piecewise, Poisson, Process
+from rubato.workloads.kinds import Change, Kind, Then, within
+from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of
+from rubato.workloads.making import Prefill
+from rubato.workloads.making import make as drawn
+from rubato.workloads.workload import Workload, check_rate
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """kinds: the mix it begins with. changes: what it becomes later, from the expected requests and seconds of the run.
+
+    profile: the hardware profile of the paper's model, "" where it has several. about: one line, with its source.
+    """
+
+    about: str
+    kinds: tuple[Kind, ...]
+    arrivals: Process
+    profile: str = ""
+    changes: Callable[[int, float], tuple[Change, ...]] = lambda count, seconds: ()
+    max_length: int | None = None
+
+
+# --------------------------------------------------------------------------- SLOs-Serve (paper §6, Tables 1-4)
+
+TIGHT, LOOSE = 3.0, 5.0  # times the zero-load prefill
+TIGHT_TPOT, LOOSE_TPOT = SLO(tpot=0.05), SLO(tpot=0.1)
+# Stand-ins for the Azure traces' arrivals (`--trace` takes the real ones): gaps of the chat trace have a CV of 1.09; of
+# the code trace's 13 most is a few gaps of minutes, and a gamma of 4.6 has the spread of its counts per second.
+CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Gamma(4.6)
+OPT, TOOL_LLAMA, R1 = "opt-13b-2xa100-40g", "llama-2-7b-a100-40g", "qwen2.5-1.5b-a100-40g"
+OPT_CONTEXT = 2048
+
+CHATBOT = Kind("chat", LOOSE_TPOT, log_normal(763, 424, 1591), log_normal(266, 160, 619), ttft_slowdown=LOOSE)
+CODER = Kind("code", TIGHT_TPOT, log_normal(847, 617, 2010), log_normal(26, 47, 232), ttft_slowdown=LOOSE)
+SUMMARIZER = Kind("summary", LOOSE_TPOT, log_normal(1333, 444, 1946), log_normal(202, 234, 1508), ttft_slowdown=TIGHT)
+_ROUND = (log_normal(690, 356, 2131), log_normal(116, 66, 363))
+TOOLS = Kind(  # 2.7 +- 1.1 pairs of prefill and decode in all, the last of them the answer; tools take no time (ours)
+    "tools", TIGHT_TPOT, *_ROUND, ttft_slowdown=TIGHT, ends="</tool_call>", rounds=Normal(1.7, 1.1, most=8),
+    then=(Then(_ROUND[1], _ROUND[0], LOOSE_TPOT, ttft_slowdown=TIGHT),),
+)  # fmt: skip
+REASONING = Kind(
+    "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
+    ends="</think>", then=(Then(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
+)  # fmt: skip
+
+# --------------------------------------------------------------------------- PolyServe (paper §5, Table 1)
+
+TTFTS = (0.3, 0.5, 1.0)
+TPOTS = (0.02, 0.03, 0.05, 0.1)
+SHARES = (0.1, 0.2, 0.3, 0.4)
+QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+H200 = "llama-3.1-8b-h200"
+TABLE: Mapping[str, tuple[Lengths, Lengths]] = {
+    "uniform-4096-1024": (Uniform(1, 8192), Uniform(1, 2048)),
+    "uniform-512-512": (Uniform(1, 1024), Uniform(1, 1024)),
+    **{
+        name: (Percentiles(QUANTILES, prompt), Percentiles(QUANTILES, output))
+        for name, prompt, output in (
+            ("mooncake-conversation", (2320, 6923, 15400, 27571, 39583, 85401), (159, 350, 472, 597, 698, 1136)),
+            ("mooncake-synthetic", (277, 11587, 23286, 38737, 49009, 66458), (10, 68, 250, 390, 522, 768)),
+            ("mooncake-toolagent", (3228, 6346, 7468, 16818, 26175, 61824), (12, 30, 355, 506, 600, 890)),
+            ("lmsys", (12, 28, 82, 301, 430, 750), (39, 140, 338, 512, 519, 853)),
+            ("sharegpt", (16, 36, 158, 818, 1613, 3421), (131, 280, 445, 682, 846, 1001)),
+            ("splitwise", (396, 1019, 1186, 2735, 4083, 4142), (85, 130, 395, 425, 451, 601)),
+        )
+    },
+}
+
+
+def tpot_tiers(prompt: Lengths, output: Lengths, shares: Sequence[float] = SHARES) -> tuple[Kind, ...]:
+    """PolyServe's promises: four TPOT tiers, TTFT one of three, evenly among those that an idle replica can meet."""
+    return tuple(
+        Kind("chat", SLO(tpot=tpot), prompt, output, f"tpot-{1e3 * tpot:g}ms", share, ttfts=TTFTS)
+        for tpot, share in zip(TPOTS, shares, strict=True)
+    )
+
+
+def _polyserve(about: str, lengths: tuple[Lengths, Lengths]) -> Scenario:
+    return Scenario(f"PolyServe: {about}; TTFT 0.3, 0.5, 1 s, TPOT 20-100 ms", tpot_tiers(*lengths), Poisson(), H200)
+
+
+def _flip(count: int, seconds: float) -> tuple[Change, ...]:
+    return (Change(tpot_tiers(*TABLE["uniform-4096-1024"], shares=SHARES[::-1]), request=max(1, count // 2)),)
+
+
+# --------------------------------------------------------------------------- AdaServe (paper §6, Table 2)
+
+MODELS = {  # profile, and unloaded seconds per token as the authors' artifact has them
+    "llama70b": ("llama-3.1-70b-4xa100", 0.030),
+    "qwen32b": ("qwen2.5-32b-2xa100", 0.028),
+}
+
+
+def categories(unloaded: float, shares: Sequence[float] = (0.6, 0.2, 0.2), output: int = 256) -> tuple[Kind, ...]:
+    """Code at 1.2 times the unloaded time per token, chat at 50 ms, summaries at 150 ms; no TTFT."""
+    prompts = (log_normal(132, 63, 308), log_normal(18, 10.3, 52), log_normal(776, 368, 1787))
+    tpots = (1.2 * unloaded, 0.05, 0.15)
+    return tuple(
+        Kind(app, SLO(tpot=tpot), prompt, fixed(output), share=share)
+        for app, tpot, prompt, share in zip(("code", "chat", "summary"), tpots, prompts, shares, strict=True)
+    )
+
+
+# Fig. 13 has no numbers: 1,445 requests in 360 s, chat highest at 60-90 s, code at 180-210 s, summaries at 270-300 s.
+# Levels (ours): each category's own rate in the rest of the time is 1, in its peak 5.
+PEAKS = ((0.0, (1, 1, 1)), (60.0, (1, 5, 1)), (90.0, (1, 1, 1)), (180.0, (5, 1, 1)), (210.0, (1, 1, 1)),
+         (270.0, (1, 1, 5)), (300.0, (1, 1, 1)))  # fmt: skip
+PEAKS_PERIOD = 360.0
+
+
+def _peaks(profile: str, unloaded: float) -> Scenario:
+    mixes = [categories(unloaded, [float(level) for level in levels]) for _, levels in PEAKS]
+
+    def changes(count: int, seconds: float) -> tuple[Change, ...]:
+        again = range(2 + int(1.5 * seconds / PEAKS_PERIOD))  # a run of `count` may take longer than expected
+        every = [
+            Change(mix, at=n * PEAKS_PERIOD + start)
+            for n in again
+            for (start, _), mix in zip(PEAKS, mixes, strict=True)
+        ]
+        return tuple(every[1:])
+
+    levels = tuple(float(sum(level)) for _, level in PEAKS)
+    process = Piecewise(tuple(start for start, _ in PEAKS), levels, PEAKS_PERIOD)
+    about = "AdaServe: peaks of chat, code, summary one after the other every 360 s (levels ours)"
+    return Scenario(about, mixes[0], process, profile, changes)
+
+
+# --------------------------------------------------------------------------- Ascendra, SA: lengths assumed
+
+MISTRAL, LLAMA_A100, QWEN_14B = "mistral-7b-a100", "llama-3.1-8b-a100", "qwen-14b-a100"
+SHAREGPT4 = (log_normal(1200, 1200, 6000), log_normal(350, 230, 1000))  # ours
+LONGBENCH = (log_normal(7000, 4000, 16000), log_normal(180, 90, 500))  # ours: 6,700 English words are 9,000 tokens
+
+
+def _ascendra(data: str, lengths: tuple[Lengths, Lengths], ttft: float, profile: str) -> Scenario:
+    kind = Kind("chat" if data == "ShareGPT4" else "summary", SLO(ttft=ttft, tpot=0.15), *lengths)
+    return Scenario(f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms", (kind,), Poisson(), profile)
+
+
+# Chat is the data set of PolyServe's `sharegpt`, of which SA keeps what is under 2k: prompts to P95. A code request
+# of average length takes 3 s alone, the paper says: 180 tokens at 16.3 ms; its prompts and all deviations are ours.
+SA = (
+    Kind("chat", SLO(ttft=10.0, tpot=0.05), Percentiles(QUANTILES[:5], (16, 36, 158, 818, 1613)), TABLE["sharegpt"][1]),
+    Kind("code", SLO(e2e=30.0), log_normal(150, 120, 800), log_normal(180, 120, 700)),
+)
+
+# --------------------------------------------------------------------------- by name
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "slos-serve-chatbot": Scenario(
+        "SLOs-Serve ChatBot: TTFT 5x, TPOT 100 ms", (CHATBOT,), CHAT_ARRIVALS, OPT, max_length=OPT_CONTEXT
+    ),
+    "slos-serve-coder": Scenario(
+        "SLOs-Serve Coder: TTFT 5x, TPOT 50 ms", (CODER,), CODE_ARRIVALS, OPT, max_length=OPT_CONTEXT
+    ),
+    "slos-serve-summarizer": Scenario(
+        "SLOs-Serve Summarizer: TTFT 3x, TPOT 100 ms", (SUMMARIZER,), CHAT_ARRIVALS, OPT, max_length=OPT_CONTEXT
+    ),
+    "slos-serve-mixed": Scenario(
+        "SLOs-Serve Mixed: the three above, a third each (ours)", (CHATBOT, CODER, SUMMARIZER), CHAT_ARRIVALS, OPT,
+        max_length=OPT_CONTEXT,
+    ),
+    "slos-serve-toolllm": Scenario(
+        "SLOs-Serve ToolLLM: rounds at TTFT 3x, TPOT 50 ms, the last at 100 ms", (TOOLS,), CODE_ARRIVALS, TOOL_LLAMA
+    ),
+    "slos-serve-reasoning": Scenario(
+        "SLOs-Serve Reasoning: TTFT 3x, thinking at 50 ms, response at 100 ms", (REASONING,), CHAT_ARRIVALS, R1
+    ),
+    **{f"polyserve-{name}": _polyserve(name, lengths) for name, lengths in TABLE.items()},
+    "polyserve-flip": Scenario(
+        "PolyServe: uniform-4096-1024; half-way the shares 10/20/30/40 % of the TPOTs turn round",
+        tpot_tiers(*TABLE["uniform-4096-1024"]), Poisson(), H200, _flip,
+    ),
+    "polyserve-flip-lengths": Scenario(
+        "PolyServe's flip, and the lengths grow from uniform-512-512 (ours)",
+        tpot_tiers(*TABLE["uniform-512-512"]), Poisson(), H200, _flip,
+    ),
+    **{
+        f"adaserve-{model}": Scenario(
+            "AdaServe: code, chat, summary 60/20/20 %, output 256", categories(unloaded), Gamma(1.1), profile
+        )
+        for model, (profile, unloaded) in MODELS.items()
+    },
+    **{f"adaserve-{model}-peaks": _peaks(*of_model) for model, of_model in MODELS.items()},
+    "ascendra-sharegpt4-mistral": _ascendra("ShareGPT4", SHAREGPT4, 1.0, MISTRAL),
+    "ascendra-sharegpt4-llama": _ascendra("ShareGPT4", SHAREGPT4, 1.0, LLAMA_A100),
+    "ascendra-sharegpt4-qwen": _ascendra("ShareGPT4", SHAREGPT4, 1.5, QWEN_14B),
+    "ascendra-longbench-mistral": _ascendra("LongBench", LONGBENCH, 2.5, MISTRAL),
+    "ascendra-longbench-llama": _ascendra("LongBench", LONGBENCH, 2.5, LLAMA_A100),
+    "ascendra-longbench-qwen": _ascendra("LongBench", LONGBENCH, 3.0, QWEN_14B),
+    "sa-mixed": Scenario(
+        "SA: chat (TTFT 10 s, TPOT 50 ms) and code (e2e 30 s), half each, all at once (lengths assumed)",
+        SA, AtOnce(), "qwen2.5-7b-2xv100", max_length=2048,
+    ),
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    return list(SCENARIOS)
+
+
+def get(name: str) -> Scenario:
+    """Raises ValueError for a name there is not."""
+    if name not in SCENARIOS:
+        raise ValueError(f"no scenario {name!r}{nearest(name, SCENARIOS)}")
+    return SCENARIOS[name]
+
+
+def make(
+    name: str,
+    rate: float,
+    *,
+    count: int | None = None,
+    duration: float | None = None,
+    seed: int = 0,
+    arrivals: Process | None = None,
+    prefill: Prefill | None = None,
+    scale: float = 1.0,
+    kinds: Sequence[Kind] | None = None,
+    max_length: int | None = None,
+) -> Workload:
+    """The scenario `name` at `rate` requests/s: `count` requests, or those of `duration` seconds; lengths, no texts.
+
+    arrivals: instead of the scenario's. prefill: prompt tokens -> zero-load seconds; scenarios whose TTFT is a slowdown
+    need it, PolyServe's promise only what it says can be met. scale: prompts so many times as long. kinds: instead of
+    the scenario's first mix, for other shares or SLOs. max_length: tokens of prompt and output, instead of the
+    scenario's; 0 = no limit. Raises ValueError for impossible arguments.
+    """
+    asked = get(name)
+    check_rate(rate)
+    limit = asked.max_length if max_length is None else max_length or None
+
+    def fitted(kind: Kind) -> Kind:
+        longer = kind.scaled(scale) if scale != 1.0 else kind
+        return longer if limit is None else within(longer, limit)
+
+    expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
+    changes = [
+        Change(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
+    ]
+    return drawn(
+        name,
+        [fitted(kind) for kind in kinds or asked.kinds],
+        rate,
+        count=count,
+        duration=duration,
+        seed=seed,
+        arrivals=arrivals or asked.arrivals,
+        changes=changes,
+        prefill=prefill,
+        texts=False,
+        max_length=limit,
+        profile=asked.profile,
+    )
+
+
+def described() -> list[tuple[str, float, float, str]]:
+    """Each scenario's name, mean prompt and output tokens of a request of its first mix (all stages), and line."""
+    return [(name, *_means(scenario.kinds), scenario.about) for name, scenario in SCENARIOS.items()]
+
+
+def _means(kinds: Sequence[Kind]) -> tuple[float, float]:
+    prompt = output = weight = 0.0
+    for kind in kinds:
+        rounds = 1.0 if kind.rounds is None else mean(kind.rounds)
+        own = [(rounds, kind.prompt, kind.output), *((1.0, stage.prompt, stage.output) for stage in kind.then)]
+        prompt += kind.share * sum(times * mean(of(p)) for times, p, _ in own)
+        output += kind.share * sum(times * mean(of(o)) for times, _, o in own)
+        weight += kind.share
+    return prompt / weight, output / weight

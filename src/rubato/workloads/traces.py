@@ -1,0 +1,329 @@
+"""Workloads from a recorded trace: its arrival times and lengths, and what else it says of each request.
+
+CSV, JSON lines or one JSON array, also gzipped; the layout is known by its fields:
+
+| layout | arrival | prompt tokens | output tokens | besides |
+|---|---|---|---|---|
+| ours | at (s) | prompt_tokens | output_tokens | tier |
+| Azure LLM inference | TIMESTAMP (date and time) | ContextTokens | GeneratedTokens | |
+| seconds | t_s (s) | input_tokens | output_tokens | category (the tier), slo_ratio |
+| Mooncake | timestamp (ms) | input_length | output_length | hash_ids (blocks of 512 tokens) |
+| AdaServe emission | emission_time_ms | input_length | output_length | slo_ratio, prompt (the text) |
+
+slo_ratio: 1.2 = TPOT of 1.2 times the unloaded time per token; -50 = 50 ms. Times count from the first request. A
+request without output tokens is given one, and the workload's notes say how many were.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rubato.policies import nearest
+from rubato.types import SLO
+from rubato.workloads.arrivals import Process, Replay
+from rubato.workloads.file import json_object
+from rubato.workloads.kinds import Kind, tiers_of
+from rubato.workloads.making import Prefill, Promises
+from rubato.workloads.texts import Count, with_texts
+from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
+
+_KINDS, _ARRIVALS = 10, 12  # random streams, none of `making.make`'s
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be used; names file, line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
+
+    tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
+    blocks of 512 tokens. text: the prompt itself.
+    """
+
+    at: float
+    prompt: int
+    output: int
+    tier: str = ""
+    tpot: float | None = None
+    tpot_slowdown: float | None = None
+    blocks: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace in order of arrival. skipped: what was wrong with each row left out; empty: requests without output
+    tokens, which are given one."""
+
+    name: str
+    offers: tuple[Offer, ...]
+    skipped: tuple[str, ...] = ()
+    empty: int = 0
+
+    @property
+    def times(self) -> Replay:
+        """Its arrivals alone, for lengths of another source. Raises ValueError for fewer than two."""
+        return Replay(tuple(offer.at for offer in self.offers))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of a layout's fields, and seconds from its time."""
+
+    at: str
+    prompt: str
+    output: str
+    seconds: Callable[[Any], float]
+    tier: str = "tier"
+
+
+def _date(text: Any) -> float:
+    """As Azure writes it, "2023-11-16 18:17:03.9799600", UTC where no zone is given."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _ms(value: Any) -> float:
+    return float(value) / 1e3
+
+
+LAYOUTS = (
+    Layout("at", "prompt_tokens", "output_tokens", float),
+    Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", _date),
+    Layout("t_s", "input_tokens", "output_tokens", float, tier="category"),
+    Layout("timestamp", "input_length", "output_length", _ms),
+    Layout("emission_time_ms", "input_length", "output_length", _ms, tier="category"),
+)
+
+# --------------------------------------------------------------------------- reading
+
+
+def read(path: str | Path, *, seconds: float | None = None, count: int | None = None, skip: bool = False) -> Trace:
+    """The requests of a trace in order of arrival: all, or those of its first `seconds`, or its first `count`.
+
+    skip: leave out malformed rows, which `Trace.skipped` lists. Raises TraceError naming file, line and field, OSError
+    when the file cannot be opened.
+    """
+    path = Path(path)
+    offers: list[tuple[float, Offer]] = []
+    skipped: list[str] = []
+    layout: Layout | None = None
+    for where, row in _rows(path):
+        if not isinstance(row, TraceError):
+            layout = layout or _layout(path, row)
+        try:
+            offers.append(_offer(f"{path}, {where}", row, layout))
+        except TraceError as error:
+            if not skip:
+                raise
+            skipped.append(str(error))
+    if not offers:
+        raise TraceError(f"{path} holds no requests")
+    offers.sort(key=lambda one: one[0])
+    first = offers[0][0]
+    kept = [replace(o, at=at - first) for at, o in offers if seconds is None or at - first < seconds][:count]
+    empty = sum(offer.output == 0 for offer in kept)
+    kept = [offer if offer.output else replace(offer, output=1) for offer in kept]
+    return Trace(path.name, tuple(kept), tuple(skipped), empty)
+
+
+def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> tuple[float, Offer]:
+    """Time and request of one row; the offer's own time is not set yet. Raises TraceError naming the field."""
+    if isinstance(row, TraceError):
+        raise row
+    assert layout is not None
+
+    def field(name: str, convert: Callable[[Any], Any], wanted: str, good: Callable[[Any], bool]) -> Any:
+        value = row.get(name)
+        try:
+            converted = convert(value)
+            if good(converted):
+                return converted
+        except (TypeError, ValueError):
+            pass
+        raise TraceError(f"{where}: {name} is {value!r}: expected {wanted}")
+
+    at = field(layout.at, layout.seconds, "a time", math.isfinite)
+    prompt = field(layout.prompt, _whole, "a whole number of tokens, 1 or more", lambda n: n >= 1)
+    output = field(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
+    tpot = slowdown = None
+    if row.get("slo_ratio") not in (None, ""):
+        ratio = field("slo_ratio", float, "1.2 (x unloaded) or -50 (ms)", lambda x: x != 0 and math.isfinite(x))
+        tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
+    blocks: tuple[int, ...] = ()
+    if row.get("hash_ids"):
+        count = -(-prompt // HASH_BLOCK)
+        wanted = f"{count} whole numbers, one for each {HASH_BLOCK} of {prompt} prompt tokens"
+        blocks = field("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
+    text = field("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
+    return at, Offer(0.0, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    return int(value)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise TypeError(value)
+    return tuple(_whole(one) for one in value)
+
+
+def _layout(path: Path, row: Mapping[str, Any]) -> Layout:
+    for layout in LAYOUTS:
+        if {layout.at, layout.prompt, layout.output} <= row.keys():
+            return layout
+    wanted = "; ".join(f"{one.at}, {one.prompt}, {one.output}" for one in LAYOUTS)
+    raise TraceError(f"{path} has the fields {', '.join(map(str, row))}: expected one of {wanted}")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
+    """Where each request stands, and its fields, or what is wrong with a line that has none."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        first = file.peek(1).lstrip()[:1] if isinstance(file, io.BufferedReader | gzip.GzipFile) else b""
+        if first == b"[":
+            yield from _array(path, file.read())
+        elif first == b"{":
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield f"line {number}", json_object(path, number, line, TraceError)
+                    except TraceError as error:
+                        yield f"line {number}", error
+        else:
+            reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+            for row in reader:
+                yield f"line {reader.line_num}", row
+
+
+def _array(path: Path, content: bytes) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
+    try:
+        values = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise TraceError(f"{path}, line {error.lineno}: not JSON ({error})") from error
+    for number, value in enumerate(values, start=1):
+        where = f"entry {number}"
+        if isinstance(value, dict):
+            yield where, value
+        else:
+            yield where, TraceError(f"{path}, {where}: should be a JSON object, is {type(value).__name__}")
+
+
+# --------------------------------------------------------------------------- a workload of one
+
+
+def make(
+    name: str,
+    trace: Trace,
+    kinds: Sequence[Kind] = (),
+    *,
+    rate: float | None = None,
+    arrivals: Process | None = None,
+    seed: int = 0,
+    count_tokens: Count | None = None,
+    prefill: Prefill | None = None,
+    unloaded: float | None = None,
+    texts: bool = True,
+) -> Workload:
+    """A workload of a trace's lengths at its own times, or those of `arrivals`; `rate` (requests/s) stretches them.
+
+    kinds: tiers, SLOs and texts (their lengths do not count): a request whose tier the trace says gets a kind of that
+    tier, another any, by their shares. Without kinds tiers and SLOs are the trace's own: `unloaded`, seconds per token
+    of a lone request, is what slowdowns of the trace multiply; what it promises nothing is best effort. Raises
+    ValueError for a tier that no kind has, or a slowdown without `unloaded`.
+    """
+    if not texts:
+        trace = replace(trace, offers=tuple(replace(offer, text="") for offer in trace.offers))
+    times = [offer.at for offer in trace.offers]
+    if arrivals is not None:
+        drawn = arrivals.times(1.0, len(times), np.random.default_rng([seed, _ARRIVALS]))
+        times = (drawn - drawn[0]).tolist()
+    tiers, row = _by_kinds(trace, kinds, seed, prefill) if kinds else _by_trace(trace, unloaded)
+    rows = [row(index, f"{name}-{index}", at) for index, at in enumerate(times)]
+    length = times[-1]
+    own = (len(rows) - 1) / length if length > 0 else float(len(rows))
+    notes: dict[str, Any] = {"trace": trace.name, "arrivals": "trace" if arrivals is None else str(arrivals)}
+    if trace.empty:
+        notes["empty"] = f"{trace.empty} requests without output tokens were given one"
+    if trace.skipped:
+        notes["skipped"] = f"{len(trace.skipped)} malformed rows left out; the first: {trace.skipped[0]}"
+    made = Workload(name, seed, own, length, tiers, tuple(rows), True, notes)
+    if texts:
+        made = with_texts(made, count_tokens)
+    return made if rate is None else made.rescaled(rate)
+
+
+Row = Callable[[int, str, float], Arrival]
+
+
+def _by_kinds(trace: Trace, kinds: Sequence[Kind], seed: int, prefill: Prefill | None) -> tuple[dict[str, SLO], Row]:
+    tiers = tiers_of(kinds)
+    u = np.random.default_rng([seed, _KINDS]).random(len(trace.offers))
+    promises = Promises(prefill)
+    able: dict[str, tuple[list[Kind], Any]] = {}
+    for tier in {offer.tier for offer in trace.offers}:
+        if tier and tier not in tiers:
+            raise ValueError(f"the trace has tier {tier!r}, which no kind is of{nearest(tier, tiers)}")
+        own = [kind for kind in kinds if tier in ("", kind.tier)]
+        shares = np.cumsum([kind.share for kind in own])
+        able[tier] = own, shares / shares[-1]
+
+    def row(index: int, id: str, at: float) -> Arrival:
+        offer = trace.offers[index]
+        own, shares = able[offer.tier]
+        kind = own[min(int(np.searchsorted(shares, u[index], side="right")), len(own) - 1)]
+        slo = promises.slo(kind, offer.prompt) if kind.ttft_slowdown is not None else None
+        return Arrival(
+            id, at, kind.tier, kind.app, offer.prompt, offer.output, _said(offer), slo=slo, blocks=offer.blocks,
+            tenant=kind.tenant,
+        )  # fmt: skip
+
+    return tiers, row
+
+
+def _by_trace(trace: Trace, unloaded: float | None) -> tuple[dict[str, SLO], Row]:
+    tiers: dict[str, SLO] = {}
+    slos: dict[tuple[float | None, float | None], SLO] = {}
+    if unloaded is None and any(offer.tpot_slowdown is not None for offer in trace.offers):
+        raise ValueError("the trace's slo_ratio is a multiple of the unloaded time per token: say what that is (s)")
+
+    def row(index: int, id: str, at: float) -> Arrival:
+        offer = trace.offers[index]
+        promised = (offer.tpot, offer.tpot_slowdown)
+        if promised not in slos:
+            slowdown = None if offer.tpot_slowdown is None else offer.tpot_slowdown * (unloaded or 0.0)
+            slos[promised] = SLO(tpot=slowdown or offer.tpot)
+        slo = slos[promised]
+        tier = offer.tier or _called(offer)
+        own = None if tiers.setdefault(tier, slo) == slo else slo
+        return Arrival(
+            id, at, tier, offer.tier, offer.prompt, offer.output, _said(offer), slo=own, blocks=offer.blocks
+        )  # fmt: skip
+
+    return tiers, row
+
+
+def _called(offer: Offer) -> str:
+    """A tier for what is promised, where the trace names none."""
+    if offer.tpot_slowdown is not None:
+        return f"tpot-{offer.tpot_slowdown:g}x"
+    return "default" if offer.tpot is None else f"tpot-{1e3 * offer.tpot:g}ms"
+
+
+def _said(offer: Offer) -> tuple[tuple[str, str], ...]:
+    return (("user", offer.text),) if offer.text else ()

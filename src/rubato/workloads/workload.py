@@ -1,0 +1,194 @@
+"""A workload: a named, seeded list of requests with their times, true lengths and SLOs.
+
+The same workload drives a server (`rubato bench`), the simulator and the tests. Output lengths are true lengths: a
+client sends them as max_tokens with ignore_eos and the simulated engine ends there, so every policy has the same work.
+What a policy may not know (`truth`, `pauses`, `acceptances`) stays out of the requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import Any
+
+from rubato.types import SLO, Request, Sampling, Stage
+
+HASH_BLOCK = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
+
+
+NO_SLO = SLO()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
+
+    ends: the literal after which the next stage begins, as in `types.Stage`. pause: seconds a tool takes before this
+    stage may begin; they are in no SLO.
+    """
+
+    prompt: int
+    output: int
+    slo: SLO = NO_SLO
+    ends: str = "eos"
+    pause: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prompt < 0 or self.output < 1:
+            raise ValueError(f"a stage has {self.prompt} prompt and {self.output} output tokens: give >= 0 and >= 1")
+        if not 0.0 <= self.pause < math.inf:
+            raise ValueError(f"a stage has a pause of {self.pause} s: give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a workload. at: seconds from the start. messages: (role, content); none when only simulated.
+
+    prompt_tokens: of the text; with the model's chat template if whoever counted included it. Both lengths are sums
+    over `parts` where a request has several stages. slo: of this request alone, instead of its tier's. blocks: ids of
+    the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin alike. acceptance:
+    the probability that a drafted token is accepted, where speculation is simulated.
+    """
+
+    id: str
+    at: float
+    tier: str
+    app: str
+    prompt_tokens: int
+    output_tokens: int
+    messages: tuple[tuple[str, str], ...] = ()
+    temperature: float = 0.0
+    seed: int | None = None
+    slo: SLO | None = None
+    parts: tuple[Part, ...] = ()
+    blocks: tuple[int, ...] = ()
+    tenant: str = "default"
+    acceptance: float | None = None
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """True output tokens of each stage."""
+        return tuple(part.output for part in self.parts) or (self.output_tokens,)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named list of arrivals, ascending in `at`, and the SLOs of the tiers they belong to.
+
+    rate: requests/s it was made for; duration: seconds over which requests are offered; counted: prompt_tokens are
+    exact or by a tokenizer (else by `prompts.estimate`). profile: the hardware profile it is meant for, "" = any.
+    """
+
+    name: str
+    seed: int
+    rate: float
+    duration: float
+    tiers: Mapping[str, SLO]
+    arrivals: tuple[Arrival, ...]
+    counted: bool = False
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    profile: str = ""
+
+    def __post_init__(self) -> None:
+        if "all" in self.tiers:
+            raise ValueError('a tier cannot be called "all": that is the name of the sum over tiers')
+
+    # ----------------------------------------------------------------- the same requests, otherwise
+
+    def rescaled(self, rate: float) -> Workload:
+        """The same requests at `rate` requests/s: only the times change, all by the same factor."""
+        check_rate(rate)
+        factor = self.rate / rate
+        arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in self.arrivals)
+        return dataclasses.replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
+
+    def with_slos(self, tiers: Mapping[str, SLO]) -> Workload:
+        """The same requests with other SLOs for the tiers named, whatever SLOs of their own requests of them had.
+
+        Raises ValueError for a tier it does not have, or one whose requests have several stages.
+        """
+        for tier in tiers:
+            if tier not in self.tiers:
+                raise ValueError(f"workload {self.name!r} has no tier {tier!r}: it has {', '.join(self.tiers)}")
+        staged = {a.tier for a in self.arrivals if a.parts} & tiers.keys()
+        if staged:
+            raise ValueError(f"requests of tier {min(staged)!r} have an SLO for each stage: use with_slo_scale")
+        arrivals = self.arrivals
+        if any(a.slo is not None for a in arrivals):
+            arrivals = tuple(dataclasses.replace(a, slo=None) if a.tier in tiers else a for a in arrivals)
+        return dataclasses.replace(self, tiers={**self.tiers, **tiers}, arrivals=arrivals)
+
+    def with_slo_scale(self, factor: float, tier: str | None = None) -> Workload:
+        """The same requests with all SLOs, or those of one tier, times `factor` (2 = twice the time).
+
+        Raises ValueError for a tier it does not have or a factor that is not positive.
+        """
+        if tier is not None and tier not in self.tiers:
+            raise ValueError(f"workload {self.name!r} has no tier {tier!r}: it has {', '.join(self.tiers)}")
+        if not 0.0 < factor < math.inf:
+            raise ValueError(f"SLO scale is {factor}: give a positive number")
+
+        def wider(slo: SLO) -> SLO:
+            return SLO(*(None if v is None else v * factor for v in (slo.ttft, slo.tpot, slo.e2e)))
+
+        def changed(a: Arrival) -> Arrival:
+            if tier not in (None, a.tier) or (a.slo is None and not a.parts):
+                return a
+            parts = tuple(dataclasses.replace(part, slo=wider(part.slo)) for part in a.parts)
+            return dataclasses.replace(a, slo=None if a.slo is None else wider(a.slo), parts=parts)
+
+        tiers = {name: wider(slo) if tier in (None, name) else slo for name, slo in self.tiers.items()}
+        return dataclasses.replace(self, tiers=tiers, arrivals=tuple(map(changed, self.arrivals)))
+
+    # ----------------------------------------------------------------- as others take it
+
+    def slo(self, arrival: Arrival) -> SLO:
+        """What this request, or its first stage, is promised."""
+        if arrival.parts:
+            return arrival.parts[0].slo
+        return self.tiers[arrival.tier] if arrival.slo is None else arrival.slo
+
+    def requests(self) -> Iterator[Request]:
+        """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,
+        max_tokens the true output of all stages, token ids only where prompts have prefixes in common."""
+        samplings: dict[tuple[int, float, int | None], Sampling] = {}  # shared: most of a request's memory otherwise
+        for a in self.arrivals:
+            key = (a.output_tokens, a.temperature, a.seed)
+            sampling = samplings.get(key)
+            if sampling is None:
+                sampling = samplings[key] = Sampling(a.output_tokens, a.temperature, seed=a.seed, ignore_eos=True)
+            yield Request(a.id, self._stages(a), a.at, a.tier, a.tenant, a.app, sampling)
+
+    def _stages(self, a: Arrival) -> tuple[Stage, ...]:
+        if not a.parts:
+            return (Stage(a.prompt_tokens, self.slo(a), token_ids=_ids(a.blocks, a.prompt_tokens)),)
+        first, *rest = a.parts
+        ids = _ids(a.blocks, first.prompt)
+        return (Stage(first.prompt, first.slo, first.ends, ids), *(Stage(p.prompt, p.slo, p.ends) for p in rest))
+
+    def truth(self) -> dict[str, tuple[int, ...]]:
+        """Request id -> output tokens of each stage: what the simulated engine knows and no policy does."""
+        return {a.id: a.outputs for a in self.arrivals}
+
+    def pauses(self) -> dict[str, tuple[float, ...]]:
+        """Request id -> seconds that a tool takes before each stage, of the requests that wait for one at all."""
+        waits = {a.id: tuple(part.pause for part in a.parts) for a in self.arrivals if a.parts}
+        return {id: pauses for id, pauses in waits.items() if any(pauses)}
+
+    def acceptances(self) -> dict[str, float]:
+        """Request id -> probability that a drafted token is accepted, of the requests that say."""
+        return {a.id: a.acceptance for a in self.arrivals if a.acceptance is not None}
+
+
+def _ids(blocks: tuple[int, ...], prompt: int) -> tuple[int, ...]:
+    """Token ids for a simulation of the prefix cache: block `b` is 512 times the token `b`."""
+    return tuple(chain.from_iterable(repeat(b, HASH_BLOCK) for b in blocks))[:prompt] if blocks else ()
+
+
+def check_rate(rate: float) -> None:
+    """Raises ValueError unless it is a positive, finite number of requests/s."""
+    if not 0.0 < rate < math.inf:
+        raise ValueError(f"rate is {rate} requests/s: give a positive number")

@@ -1,0 +1,103 @@
+"""Arrival processes have the rate and the burstiness asked for, and more of them begin with the fewer."""
+
+import numpy as np
+import pytest
+
+from rubato.workloads.arrivals import AtOnce, Gamma, Piecewise, Poisson, Replay, offered, on_off, parse
+
+PROCESSES = [Poisson(), Gamma(3.0), on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce()]
+
+
+def times(process, rate=2.0, n=20_000, seed=0):
+    return process.times(rate, n, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+def test_gamma_gaps_have_their_mean_and_variation(cv):
+    gaps = np.diff(times(Gamma(cv)))
+    assert gaps.mean() == pytest.approx(0.5, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_poisson_gaps_vary_as_much_as_they_last():
+    gaps = np.diff(times(Poisson()))
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)
+    assert gaps.mean() == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=str)
+def test_a_longer_run_begins_with_the_shorter_one_and_times_ascend(process):
+    assert times(process, n=500)[:100].tolist() == times(process, n=100).tolist()
+    assert (np.diff(times(process)) >= 0).all()
+
+
+def test_bursts_keep_their_seconds_and_their_share():
+    at = times(on_off(10.0, 30.0, 0.2))
+    assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
+    busy = (at % 40.0) < 10.0
+    assert busy.mean() == pytest.approx(10 / (10 + 0.2 * 30), rel=0.03)
+    assert not ((times(on_off(10.0, 30.0), rate=5.0) % 40.0) > 10.0 + 1e-6).any()
+
+
+def test_a_rate_that_changes_by_pieces():
+    at = times(Piecewise((0.0, 60.0, 90.0), (1.0, 5.0, 2.0), 360.0), rate=4.0, n=200_000)
+    assert len(at) / at[-1] == pytest.approx(4.0, rel=0.01)
+    counts = np.histogram(at % 360.0, [0, 60, 90, 360])[0] / [60, 30, 270]
+    assert counts / counts[0] == pytest.approx([1.0, 5.0, 2.0], rel=0.03)
+
+
+def test_a_replay_is_stretched_by_one_factor_and_begins_again():
+    trace = Replay((5.0, 6.0, 6.5, 11.0))  # 3 gaps in 6 s: 0.5 requests/s, and a mean gap of 2 s before it repeats
+    assert trace.rate == 0.5
+    assert times(trace, rate=0.5, n=6).tolist() == [0.0, 1.0, 1.5, 6.0, 8.0, 9.0]
+    assert times(trace, rate=2.0, n=6).tolist() == [0.0, 0.25, 0.375, 1.5, 2.0, 2.25]
+
+
+@pytest.mark.parametrize("words", ["poisson", "gamma:cv=3", "piecewise:0=1,60=3,90=1,360=0", "at-once"])
+def test_words_and_processes_are_each_others(words):
+    assert str(parse(words)) == words
+
+
+def test_on_off_in_words():
+    assert parse("on-off:on=10,off=50,quiet=0.1") == Piecewise((0.0, 10.0), (1.0, 0.1), 60.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("weibull", "give poisson, gamma:cv=3"),
+        ("gamma", "cv"),
+        ("gamma:cv=0", "positive number"),
+        ("gamma:cv=much", "could not convert"),
+        ("poisson:cv=2", "poisson:cv=2"),
+        ("piecewise:0=1", "piecewise"),
+        ("piecewise:5=1,9=0", "ascending, the first 0"),
+        ("piecewise:0=0,9=0", "at least one positive"),
+        ("piecewise:0=-1,5=2,9=0", "none negative"),
+        ("on-off:on=10", "off"),
+    ],
+)
+def test_words_that_say_nothing_possible(words, says):
+    with pytest.raises(ValueError, match=says):
+        parse(words)
+
+
+@pytest.mark.parametrize("trace", [(1.0,), (2.0, 2.0), (3.0, 1.0)])
+def test_a_replay_needs_two_ascending_times(trace):
+    with pytest.raises(ValueError, match="at least two arrivals"):
+        Replay(trace)
+
+
+def test_duration_and_count():
+    within = offered(Poisson(), 3.0, [7], None, 50.0)
+    assert within[-1] < 50.0
+    assert within.tolist() == offered(Poisson(), 3.0, [7], len(within), None).tolist()
+    assert offered(Poisson(), 3.0, [7], len(within) + 1, None)[-1] >= 50.0
+    with pytest.raises(ValueError, match="either duration"):
+        offered(Poisson(), 3.0, [7], 5, 50.0)
+    with pytest.raises(ValueError, match="count is 0"):
+        offered(Poisson(), 3.0, [7], 0, None)
+    with pytest.raises(ValueError, match="duration is -1"):
+        offered(Poisson(), 3.0, [7], None, -1.0)
+    with pytest.raises(ValueError, match="never reach 5"):
+        offered(AtOnce(), 3.0, [7], None, 5.0)

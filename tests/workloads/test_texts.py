@@ -1,0 +1,74 @@
+"""Texts for workloads of lengths, and what several stages are judged by."""
+
+import dataclasses
+
+import pytest
+
+from rubato import prompts
+from rubato.latency import affine
+from rubato.records import rejudged
+from rubato.simulate import Setup, simulated_run
+from rubato.types import SLO, Limits
+from rubato.workloads import Arrival, Part, Workload, scenarios
+from rubato.workloads.kinds import chat, code
+from rubato.workloads.making import make
+from rubato.workloads.texts import with_texts
+
+LIMITS = Limits(32, 1024, 16384, 8192, 16)
+
+
+def setup(policy="vllm", **changes):
+    return Setup(lambda: affine.Model(k=(1e-4, 1e-4), b=(0.01, 0.01)), LIMITS, policy, **changes)
+
+
+def test_texts_made_later_are_those_made_at_once():
+    kinds = [chat(SLO(), share=2), code(SLO())]
+    at_once = make("m", kinds, 2.0, count=30, seed=4)
+    assert with_texts(make("m", kinds, 2.0, count=30, seed=4, texts=False)) == at_once
+    assert with_texts(at_once, len).arrivals == at_once.arrivals  # what has a text keeps it
+
+
+def test_a_scenario_gets_texts_of_its_lengths():
+    bare = scenarios.make("polyserve-lmsys", 2.0, count=40, seed=1)
+    load = with_texts(bare)
+    for a, b in zip(bare.arrivals, load.arrivals, strict=True):
+        assert b.prompt_tokens == prompts.estimate(b.messages[0][1])
+        assert abs(b.prompt_tokens - a.prompt_tokens) <= max(40, 0.25 * a.prompt_tokens)
+        assert (b.at, b.tier, b.slo, b.output_tokens) == (a.at, a.tier, a.slo, a.output_tokens)
+
+
+def test_requests_of_several_stages_get_none():
+    with pytest.raises(ValueError, match="2 stages: this workload can only be simulated"):
+        with_texts(scenarios.make("slos-serve-reasoning", 2.0, count=3, prefill=lambda tokens: 0.1))
+
+
+@pytest.mark.parametrize("rule", ["deadline", "mean", "windowed"])
+def test_stages_are_judged_one_by_one_also_afterwards(rule):
+    """Records hold the whole request's tokens; judging them again gives what the simulation said."""
+    load = scenarios.make("slos-serve-toolllm", 2.0, count=40, seed=2, prefill=lambda tokens: 0.011 + 1e-4 * tokens)
+    run = simulated_run(load, setup(rule=rule))
+    assert [r.output for r in run.records] == [a.output_tokens for a in load.arrivals]
+    again = rejudged(run, rule)
+    assert [r.verdict.met for r in again.records] == [r.verdict.met for r in run.records]
+    assert [r.verdict.margin for r in again.records] == pytest.approx([r.verdict.margin for r in run.records])
+    assert 0 < sum(r.verdict.met for r in run.records) < 40
+
+
+def test_blocks_in_common_are_found_by_the_prefix_cache():
+    """A prompt of 1,000 tokens takes 0.11 s; when the first 512 are there already, 488 take less than half of that."""
+    first = Arrival("a", 0.0, "t", "", 1000, 2, blocks=(0, 1))
+    second = dataclasses.replace(first, id="b", at=5.0, blocks=(0, 2))
+    load = Workload("prefix", 0, 0.2, 10.0, {"t": SLO()}, (first, second))
+    ttft = {
+        cache: [r.verdict.ttft for r in simulated_run(load, setup(prefix_cache=cache)).records]
+        for cache in (True, False)
+    }
+    assert ttft[False] == pytest.approx([0.11, 0.11])
+    assert ttft[True] == pytest.approx([0.11, 0.01 + 1e-4 * 488])
+
+
+def test_tools_that_take_time_are_not_simulated_as_instant():
+    parts = (Part(10, 5, ends="</call>"), Part(10, 5, pause=2.0))
+    load = Workload("p", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 20, 10, parts=parts),))
+    with pytest.raises(ValueError, match="1 requests wait for tools"):
+        simulated_run(load, setup())

@@ -1,0 +1,184 @@
+"""Workloads from traces: every layout, rescaling, tiers, and what is wrong with a file."""
+
+import gzip
+import json
+
+import pytest
+
+from rubato.types import SLO
+from rubato.workloads import kinds, traces
+from rubato.workloads.arrivals import Poisson, Replay
+from rubato.workloads.traces import Offer, Trace, TraceError
+
+KINDS = [kinds.chat(SLO(ttft=1.0), share=3.0), kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
+OFFERS = [Offer(0.0, 50, 10), Offer(1.5, 200, 1), Offer(4.0, 30, 7)]
+
+
+def file(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("own.csv", "at,prompt_tokens,output_tokens\n10,50,10\n11.5,200,1\n14,30,7\n"),
+        ("own.jsonl", '{"at":0,"prompt_tokens":50,"output_tokens":10}\n\n{"at":1.5,"prompt_tokens":200,'
+         '"output_tokens":0}\n{"at":4,"prompt_tokens":30,"output_tokens":7}\n'),
+        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,50,10\n"
+         "2023-11-16 18:15:48.1805900,200,1\n2023-11-16 18:15:50.6805900,30,7\n"),
+        ("seconds.csv.gz", "t_s,input_tokens,output_tokens\r\n0.0,50,10\r\n1.5,200,1\r\n4.0,30,7\r\n"),
+        ("mooncake.jsonl", '{"timestamp": 4000, "input_length": 30, "output_length": 7, "hash_ids": [0]}\n'
+         '{"timestamp": 0, "input_length": 50, "output_length": 10, "hash_ids": [0]}\n'
+         '{"timestamp": 1500, "input_length": 200, "output_length": 1, "hash_ids": [2]}\n'),
+    ],
+)  # fmt: skip
+def test_every_layout_gives_the_same_offers(tmp_path, name, text):
+    read = traces.read(file(tmp_path, name, text)).offers
+    assert [(o.prompt, o.output, o.tier) for o in read] == [(o.prompt, o.output, o.tier) for o in OFFERS]
+    assert [o.at for o in read] == pytest.approx([o.at for o in OFFERS], abs=1e-6)
+
+
+def test_a_part_of_a_trace(tmp_path):
+    path = file(tmp_path, "own.csv", "at,prompt_tokens,output_tokens,tier\n5,50,10,chat\n6,20,1,editor\n9,30,7,\n")
+    assert [o.tier for o in traces.read(path).offers] == ["chat", "editor", ""]
+    assert len(traces.read(path, seconds=4.0).offers) == 2
+    assert len(traces.read(path, count=1).offers) == 1
+    assert traces.read(path).times == Replay((0.0, 1.0, 4.0))
+
+
+EMISSION = """[
+ {"emission_time_ms": 500.0, "input_length": 40, "output_length": 8, "prompt": "Finish this.", "slo_ratio": 1.2},
+ {"emission_time_ms": 0, "input_length": 30, "output_length": 8, "prompt": "Hello!", "slo_ratio": -50},
+ {"emission_time_ms": 2500.0, "input_length": 20, "output_length": 8, "prompt": "Sum up.", "slo_ratio": -150.0}
+]"""
+LENGTHS = """t_s,category,slo_ratio,input_tokens,output_tokens
+0.0,chat,-50.0,30,8
+0.5,coding,1.2,40,8
+2.5,summarization,-150.0,20,8
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("e.json", EMISSION), ("e.json.gz", EMISSION), ("l.csv", LENGTHS)])
+def test_adaserves_files_bring_their_own_promises(tmp_path, name, text):
+    trace = traces.read(file(tmp_path, name, text))
+    load = traces.make("t", trace, unloaded=0.03, texts=False)
+    assert [(a.at, a.prompt_tokens, load.slo(a)) for a in load.arrivals] == [
+        (0.0, 30, SLO(tpot=0.05)), (0.5, 40, SLO(tpot=1.2 * 0.03)), (2.5, 20, SLO(tpot=0.15)),
+    ]  # fmt: skip
+    named = ["chat", "coding", "summarization"] if name == "l.csv" else ["tpot-50ms", "tpot-1.2x", "tpot-150ms"]
+    assert list(load.tiers) == named
+    assert not any(a.messages for a in load.arrivals)
+    with pytest.raises(ValueError, match="multiple of the unloaded time per token"):
+        traces.make("t", trace, texts=False)
+
+
+def test_a_traces_own_texts_are_kept(tmp_path):
+    load = traces.make("t", traces.read(file(tmp_path, "e.json", EMISSION)), unloaded=0.03)
+    assert [a.messages[0][1] for a in load.arrivals] == ["Hello!", "Finish this.", "Sum up."]
+
+
+def test_mooncakes_blocks_are_kept(tmp_path):
+    rows = [
+        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]},
+        {"timestamp": 900, "input_length": 512, "output_length": 0, "hash_ids": [0]},
+    ]
+    trace = traces.read(file(tmp_path, "m.jsonl", "\n".join(json.dumps(row) for row in rows)))
+    assert [o.blocks for o in trace.offers] == [(0, 1), (0,)]
+    load = traces.make("m", trace, texts=False)
+    one, two = (request.stages[0].token_ids for request in load.requests())
+    assert (len(one), len(two)) == (700, 512)
+    assert one[:512] == two
+    assert load.notes["empty"] == "1 requests without output tokens were given one"
+    assert load.tiers == {"default": SLO()}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a,b\n1,2\n", "has the fields a, b: expected one of at, prompt_tokens"),
+        ("at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n", "line 3: prompt_tokens is 'many': expected a whole"),
+        ("at,prompt_tokens,output_tokens\n0,0,10\n", "line 2: prompt_tokens is '0': expected a whole"),
+        ("at,prompt_tokens,output_tokens\n0,5,-1\n", "line 2: output_tokens is '-1'"),
+        ("at,prompt_tokens,output_tokens\n0,5\n", "line 2: output_tokens is None"),
+        ("at,prompt_tokens,output_tokens\ninf,5,5\n", "line 2: at is 'inf': expected a time"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "line 2: TIMESTAMP is 'yesterday'"),
+        ("t_s,input_tokens,output_tokens,slo_ratio\n0,5,5,0\n", "line 2: slo_ratio is '0': expected 1.2"),
+        ('{"timestamp":0,"input_length":700,"output_length":5,"hash_ids":[1]}\n', "line 1: hash_ids .* expected 2"),
+        ('{"timestamp":0,"input_length":70.5,"output_length":5}\n', "line 1: input_length is 70.5"),
+        ("at,prompt_tokens,output_tokens\n", "holds no requests"),
+        ('{"at": 0}\n', "has the fields at"),
+        ('{"at": 0\n', "line 1: not JSON"),
+        ('[{"emission_time_ms":0,"input_length":5,"output_length":5}, 7]', "entry 2: should be a JSON object, is int"),
+        ('[{"emission_time_ms":0,"input_length":5,"output_length":"x"}]', "entry 1: output_length is 'x'"),
+        ('[{"emission_time_ms":0,\n', "line 2: not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_trace_is_named(tmp_path, text, says):
+    with pytest.raises(TraceError, match=says) as error:
+        traces.read(file(tmp_path, "t", text))
+    assert str(tmp_path / "t") in str(error.value)
+
+
+def test_malformed_rows_may_be_left_out_and_are_counted(tmp_path):
+    text = "at,prompt_tokens,output_tokens\n0,50,10\n1,many,3\n2,5,5\n3,0,1\n4,30,7\n"
+    trace = traces.read(file(tmp_path, "t", text), skip=True)
+    assert [o.prompt for o in trace.offers] == [50, 5, 30]
+    assert len(trace.skipped) == 2
+    load = traces.make("t", trace, KINDS)
+    assert load.notes["skipped"].startswith("2 malformed rows left out; the first: ")
+    assert load.notes["skipped"].endswith(
+        "line 3: prompt_tokens is 'many': expected a whole number of tokens, 1 or more"
+    )
+    with pytest.raises(TraceError, match="has the fields"):
+        traces.read(file(tmp_path, "u", "a,b\n1,2\n"), skip=True)
+    broken = '{"at":0,"prompt_tokens":5,"output_tokens":5}\n{"at":\n'
+    assert len(traces.read(file(tmp_path, "v", broken), skip=True).offers) == 1
+
+
+def test_a_traces_times_are_kept_or_rescaled():
+    made = traces.make("t", Trace("t", tuple(OFFERS)), KINDS)
+    assert [a.at for a in made.arrivals] == [0.0, 1.5, 4.0]
+    assert made.rate == pytest.approx(2 / 4.0)
+    faster = traces.make("t", Trace("t", tuple(OFFERS)), KINDS, rate=1.0)
+    assert [a.at for a in faster.arrivals] == pytest.approx([0.0, 0.75, 2.0])
+    assert [a.messages for a in faster.arrivals] == [a.messages for a in made.arrivals]
+    assert [a.output_tokens for a in made.arrivals] == [10, 1, 7]
+
+
+def test_texts_have_the_traces_lengths():
+    offers = [Offer(float(i), 60 + 40 * i, 5) for i in range(40)]
+    made = traces.make("t", Trace("t", tuple(offers)), KINDS, seed=4)
+    off = [a.prompt_tokens - o.prompt for a, o in zip(made.arrivals, offers, strict=True)]
+    assert sum(abs(o) <= 12 for o in off) >= 36
+    assert len({a.messages for a in made.arrivals}) == 40
+
+
+def test_arrivals_may_be_poissons_at_the_rate_asked_for():
+    offers = [Offer(0.0, 40, 5)] * 400
+    made = traces.make("t", Trace("t", tuple(offers)), KINDS, arrivals=Poisson(), rate=5.0, seed=1)
+    gaps = [b.at - a.at for a, b in zip(made.arrivals, made.arrivals[1:], strict=False)]
+    assert sum(gaps) == pytest.approx(399 / 5.0)
+    mean = sum(gaps) / len(gaps)
+    assert sum((g - mean) ** 2 for g in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.4)  # exponential
+    assert made == traces.make("t", Trace("t", tuple(offers)), KINDS, arrivals=Poisson(), rate=5.0, seed=1)
+    assert (
+        made.arrivals
+        != traces.make("t", Trace("t", tuple(offers)), KINDS, arrivals=Poisson(), rate=5.0, seed=2).arrivals
+    )
+
+
+def test_tiers_are_the_traces_or_drawn_by_share():
+    named = traces.make("t", Trace("t", (Offer(0.0, 40, 5, "editor"), Offer(1.0, 40, 5, "chat"))), KINDS)
+    assert [(a.tier, a.app) for a in named.arrivals] == [("editor", "code"), ("chat", "chat")]
+    drawn = traces.make("t", Trace("t", tuple([Offer(float(i), 40, 5) for i in range(400)])), KINDS)
+    assert sum(a.tier == "chat" for a in drawn.arrivals) == pytest.approx(300, abs=35)
+    with pytest.raises(ValueError, match="tier 'edtor', which no kind is of: did you mean 'editor'"):
+        traces.make("t", Trace("t", (Offer(0.0, 40, 5, "edtor"),)), KINDS)
+
+
+def test_slowdowns_of_kinds_go_by_the_traces_prompts():
+    kind = kinds.chat(SLO(tpot=0.1), ttft_slowdown=3.0)
+    load = traces.make("t", Trace("t", tuple(OFFERS)), [kind], prefill=lambda tokens: tokens / 64, texts=False)
+    assert [load.slo(a) for a in load.arrivals] == [SLO(3 * o.prompt / 64, 0.1) for o in OFFERS]
