@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
-from rubato.engines.simulated import Engine
+from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.metrics import Timeline, timelines
@@ -19,13 +19,15 @@ from rubato.workload import Arrival, Workload
 @dataclass(frozen=True)
 class Setup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
-    (what it believes; `believed` if it is to differ, and it goes on learning). noise: relative spread of step times."""
+    (what it believes; `believed` if it is to differ, and it goes on learning). noise: relative spread of step times.
+    router: "auto" is the policy's own, or `least_loaded`. link: what moving KV to a replica costs.
+    drafter: None = the engines do not speculate."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
     policy: str
     settings: Mapping[str, object] = field(default_factory=dict)
-    router: str = "least_loaded"
+    router: str = "auto"
     router_settings: Mapping[str, object] = field(default_factory=dict)
     replicas: int = 1
     believed: Callable[[], LatencyModel] | None = None
@@ -35,6 +37,8 @@ class Setup:
     max_in_flight: int | None = None
     rule: str = "deadline"
     prefix_cache: bool = False
+    link: Link = FREE
+    drafter: Drafter | None = None
     fair: Callable[[], FairShare] | None = None
 
 
@@ -61,7 +65,16 @@ async def _run(
 ) -> list[Event]:
     clock = VirtualClock()
     engines = [
-        Engine(setup.latency(), setup.limits, clock, lengths=truth, noise=setup.noise, seed=setup.seed + i)
+        Engine(
+            setup.latency(),
+            setup.limits,
+            clock,
+            lengths=truth,
+            noise=setup.noise,
+            seed=setup.seed + i,
+            link=setup.link,
+            drafter=setup.drafter,
+        )
         for i in range(setup.replicas)
     ]
     cluster = local_cluster(

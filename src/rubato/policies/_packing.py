@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.types import Plan, Shape, Work
+from rubato.types import HandoffReason, Plan, Shape, Work
 
 
 class Packing:
@@ -82,7 +82,7 @@ class Packing:
         self.preempted.append(seq)
 
     def plan(self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
-             wake_at: float | None = None) -> Plan:  # fmt: skip
+             wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None) -> Plan:  # fmt: skip
         return Plan(
             work=tuple(Work(id, tokens) for id, tokens in self.work.items()),
             preempt=tuple(s.id for s in self.preempted),
@@ -90,20 +90,22 @@ class Packing:
             promote=tuple(promote),
             drop=drop or {},
             wake_at=wake_at,
+            handoff=handoff or {},
         )
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
 
 
-def run_in_order(packing: Packing, running: Iterable[SeqView]) -> None:
-    """vLLM's rule for the running: each gets its pending tokens in order of start; who lacks KV takes it from the one
-    started last (itself in the end)."""
+def run_in_order(packing: Packing, running: Iterable[SeqView], drafted: Callable[[SeqView], int] | None = None) -> None:
+    """vLLM's rule for the running: each gets its pending tokens, and as many `drafted` ones to verify, in order of
+    start; who lacks KV takes it from the one started last (itself in the end)."""
     order = list(running)
     at = 0
     while at < len(order):
         seq = order[at]
-        tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
+        wanted = seq.pending + drafted(seq) if drafted is not None else seq.pending
+        tokens = min(wanted, packing.tokens_left) if packing.seqs_left else 0
         if tokens == 0:
             at += 1
             continue
