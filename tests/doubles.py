@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from rubato.interfaces import View
-from rubato.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage
+from rubato.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
 
 
 @dataclass
@@ -63,6 +63,9 @@ class Seq:
     demoted: bool = False
     missed: bool = False
     predicted: float | None = None
+    draft: Tree | None = None
+    tried: int = 0
+    acceptance: float | None = None
 
     @property
     def id(self) -> str:

@@ -37,6 +37,8 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
     for id in plan.preempt:
         if id not in running:
             yield f"preempt names {id!r}, which holds no KV"
+    for id, reason in plan.handoff.items():
+        yield from _handoff(id, reason, known[id], view.supports, running)
     for id in plan.drop:
         if known[id].request.on_decline != "refuse":
             yield f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it"
@@ -48,8 +50,8 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
             yield f"promote names {id!r}, which was not demoted"
     yield from _work(plan, view, known, running)
     decodes = view.decodes.seqs if plan.decode else 0
-    decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop
-    if known and not decided and plan.wake_at is None:
+    decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop or plan.handoff
+    if known and not decided and plan.wake_at is None and not view.moving:  # what moves makes room in the end
         yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
     if plan.wake_at is not None and not decided and plan.wake_at <= view.now:
         yield f"nothing planned and wake_at {plan.wake_at:.6f} is not in the future: it would spin"
@@ -62,6 +64,7 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
         "demote": plan.demote,
         "promote": plan.promote,
         "drop": plan.drop,
+        "handoff": plan.handoff,
     }
     for group, ids in groups.items():
         seen: set[str] = set()
@@ -71,12 +74,25 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
             if id in seen:
                 yield f"{group} names {id!r} twice"
             seen.add(id)
+    for id in plan.handoff:
+        if id in plan.preempt or id in plan.drop:
+            yield f"handoff names {id!r}, which the same plan preempts or drops"
+
+
+def _handoff(id: str, reason: str, seq: SeqView, supports: frozenset[str], running: set[str]) -> Iterable[str]:
+    if "handoff" not in supports:
+        yield f"handoff names {id!r}, and this replica has nobody to hand it to"
+    if id in running and "kv_transfer" not in supports:
+        yield f"handoff names {id!r}, whose KV this engine cannot export: preempt it first"
+    if reason == "prefilled" and (id not in running or seq.pending != 1):
+        yield f"handoff calls {id!r} prefilled, and it has {seq.pending} tokens pending"
 
 
 def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collection[str]) -> Iterable[str]:
     limits = view.limits
-    gone = set(plan.preempt) | set(plan.drop)
+    gone = {*plan.preempt, *plan.drop}
     free = view.kv_free + sum(known[id].own_blocks for id in gone)
+    gone.update(plan.handoff)  # whose KV is in use until it has left
     tokens = seqs = need = 0
     if plan.decode:
         leaving = [known[id] for id in gone if id in running and known[id].pending == 1]
@@ -87,18 +103,22 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
         if plan.decode and work.seq in running and seq.pending == 1:
             yield f"work names {work.seq!r} beside decode, which it is among"
         if work.seq in gone:
-            yield f"work names {work.seq!r}, which the same plan preempts or drops"
+            yield f"work names {work.seq!r}, which the same plan preempts, drops or hands off"
         if not 1 <= work.tokens <= seq.pending:
             yield f"work gives {work.seq!r} {work.tokens} tokens, and it has {seq.pending} pending"
-        tokens += work.tokens
-        need += _new_blocks(seq, work.tokens, limits.block)
+        count = work.tokens
+        if work.verify or work.draft is not None:
+            yield from _speculation(work, seq, view.supports)
+            count += len(work.verify)
+        tokens += count
+        need += _new_blocks(seq, count, limits.block)
     if tokens > limits.max_tokens:
         yield f"{tokens} tokens in a batch, the engine takes {limits.max_tokens}"
     seqs += len(plan.work)
     if seqs > limits.max_seqs:
         yield f"{seqs} sequences in a batch, the engine takes {limits.max_seqs}"
     started = sum(w.seq not in running for w in plan.work)
-    stay = len(running) - sum(id in running for id in gone)
+    stay = len(running) - sum(id in running for id in gone if id not in plan.handoff)
     if limits.max_running is not None and stay + started > limits.max_running:
         yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"
     if need > free:
@@ -107,3 +127,22 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
 
 def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:
     return max(0, blocks_for(seq.cached + tokens, block) - seq.blocks)
+
+
+def _speculation(work: Work, seq: SeqView, supports: frozenset[str]) -> Iterable[str]:
+    nodes = set(work.verify)
+    there = len(seq.draft.parents) if seq.draft is not None else 0
+    if "draft" not in supports:
+        yield f"work of {work.seq!r} drafts or verifies, which this engine cannot"
+    if work.tokens != seq.pending:
+        yield f"work of {work.seq!r} drafts or verifies beside {work.tokens} of {seq.pending} pending tokens: give all"
+    if len(nodes) < len(work.verify) or not all(0 <= node < there for node in nodes):
+        yield f"work verifies nodes {work.verify} of {work.seq!r}, whose tree has {there}: name each once"
+    parents = [seq.draft.parents[node] for node in work.verify] if seq.draft is not None else []
+    if not nodes.issuperset(parent for parent in parents if parent >= 0):
+        yield f"work verifies nodes {work.verify} of {work.seq!r} without their parents"
+    if work.draft is not None and min(work.draft) < 1:
+        yield f"work drafts {work.draft} for {work.seq!r}: give a depth and a width of 1 or more"
+    branches = len(set(parents)) < len(parents) or (work.draft is not None and work.draft[1] > 1)
+    if branches and "tree" not in supports:
+        yield f"work of {work.seq!r} has a tree that branches, and this engine verifies chains only"

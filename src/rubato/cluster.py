@@ -6,14 +6,26 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rubato.clock import Clock
 from rubato.fairness import FairShare
-from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, Router
-from rubato.policies import load, load_router
-from rubato.slo import judge
-from rubato.types import Event, Finished, Lost, Offered, Outcome, Placed, Request
+from rubato.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
+from rubato.policies import load, load_router, router_of
+from rubato.slo import StageTimes, judge
+from rubato.types import (
+    Event,
+    Finished,
+    HandedOff,
+    Lost,
+    Offered,
+    Outcome,
+    Placed,
+    Preempted,
+    Request,
+    Stepped,
+)
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
@@ -75,6 +87,7 @@ class Cluster:
         self._fair = fair
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
+        self._transfers: dict[str, asyncio.Task[None]] = {}
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = Listeners()
         self._own: dict[str, Listener] = {}
@@ -89,7 +102,11 @@ class Cluster:
         return len(self._held) + len(self._placed)
 
     async def start(self) -> None:
+        """Raises ValueError when the router wants more replicas than there are."""
+        roles = self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
+        for id, role in roles.items():
+            self.hosts[id].assign(role)
 
     def listen(self, listener: Listener) -> None:
         """Every event from now on, in order, on the event loop."""
@@ -143,7 +160,9 @@ class Cluster:
 
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
-        self._draining = True
+        self._draining = self._placing = True  # nothing is placed any more
+        for id in list(self._transfers):
+            self._take_back(id)
         for host in [*self.hosts.values(), *self._gone]:
             await host.close()
         for id in list(self._held):
@@ -165,7 +184,10 @@ class Cluster:
     def _place_once(self) -> bool:
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
-        held = list(self._held.values()) if self._fair is None else self._fair.open(self._held.values(), views, now)
+        held = list(self._held.values())
+        if self._fair is not None:  # what was handed off has passed already
+            moved = [r for r in held if r.handoff is not None]
+            held = moved + self._fair.open([r for r in held if r.handoff is None], views, now)
         joining = [r for r in held if r.group in self._groups]
         for request in joining:
             if request.id in self._held and request.group in self._groups:
@@ -176,21 +198,74 @@ class Cluster:
         dispatch = self._router.place(held, views, now)
         for id, reason in dispatch.reject.items():
             self._refuse(self._held[id], reason)
+        placed = False
         for id, replica in dispatch.place.items():
             if id in self._held and replica in self.hosts:  # placing one may end another, or find its host gone
                 request = self._held[id]
-                self._submit(request, self._groups.get(request.group, (replica,))[0], now)
-        return bool(joining or dispatch.reject or dispatch.place)
+                placed |= self._submit(request, self._groups.get(request.group, (replica,))[0], now)
+        return bool(joining or dispatch.reject or placed)
 
-    def _submit(self, request: Request, replica: str, now: float) -> None:
+    def _submit(self, request: Request, replica: str, now: float) -> bool:
+        """Give a held request to a replica; False when that has no KV memory for what the request brings along."""
+        source = request.handoff.source if request.handoff is not None and request.handoff.cached else None
+        if source == replica:
+            why = f"the router placed it on {replica!r}, which had handed it off with its KV"
+            self._end(request, "failed", why)
+            return True
+        if source is not None and not self.hosts[replica].reserve(request):
+            return False
         del self._held[request.id]
         self._placed[request.id] = (replica, request)
         if request.group:
             self._groups.setdefault(request.group, (replica, set()))[1].add(request.id)
-        if self._fair is not None:
+        if self._fair is not None and request.handoff is None:
             self._fair.placed(request.id)
         self._emit(Placed(now, request.id, replica))
-        self.hosts[replica].submit(request)
+        if source is None:
+            self.hosts[replica].submit(request)
+        else:
+            moving = self._transfer(request.id, self.hosts[source], self.hosts[replica])
+            self._transfers[request.id] = asyncio.create_task(moving, name=f"KV of {request.id}")
+        return True
+
+    async def _transfer(self, id: str, source: Host, target: Host) -> None:
+        try:
+            await source.transfer(id, target)
+        except TransferError as error:  # one of the two began afresh
+            log.warning("%s; it is placed again", error)
+            self._take_back(id)
+            self._place_moved()
+        except Exception as error:  # an engine that cannot take or give this KV: told to the client, never hidden
+            log.exception("the KV of request %r could not be moved", id)
+            request = self._take_back(id)
+            self._end(request, "failed", f"its KV could not be moved from {source.id} to {target.id}: {error}")
+        else:
+            self._transfers.pop(id, None)  # unless it has ended already
+            self._place_moved()
+
+    def _take_back(self, id: str) -> Request:
+        """Stop a transfer; the request is held again, with its KV where that still is."""
+        task = self._transfers.pop(id)
+        if task is not asyncio.current_task():
+            task.cancel()
+        replica, request = self._placed[id]
+        self._forget(id)
+        if replica in self.hosts:
+            self.hosts[replica].release(id)
+        self._held[id] = self._with_kv(request)
+        return self._held[id]
+
+    def _with_kv(self, request: Request) -> Request:
+        """The request, its hand-off without KV if the replica that held it holds it no more."""
+        handoff = request.handoff
+        if handoff is None or not handoff.cached:
+            return request
+        if any(s.id == request.id for s in self._moving_at(handoff.source)):
+            return request
+        return replace(request, handoff=replace(handoff, cached=0))
+
+    def _moving_at(self, replica: str) -> Sequence[SeqView]:
+        return self.hosts[replica].view().moving if replica in self.hosts else ()
 
     def _forget(self, id: str) -> None:
         """It is placed no longer."""
@@ -207,28 +282,52 @@ class Cluster:
 
     def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
         """End a request that no host has."""
-        verdict = judge(request, [], outcome, self._rule)
-        self._emit(Finished(self.clock.now(), request.id, outcome, reason, verdict))
+        had = request.progress
+        stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
+        verdict = judge(request, stages, outcome, self._rule, None if had is None else had.lost)
+        output = sum(len(stage.tokens) for stage in stages)
+        self._emit(Finished(self.clock.now(), request.id, outcome, reason, verdict, output))
 
     def _emit(self, event: Event) -> None:
-        last = isinstance(event, Finished)
+        last = handed = False
         if isinstance(event, Finished):
-            self._held.pop(event.id, None)
-            self._forget(event.id)
+            last = True
+            self._let_go(event.id)
             if self._fair is not None:
                 self._fair.finished(event.id, event.output, event.at)
             self.finished += 1
             if event.outcome == "completed":
                 self._recent.append(event.at)
+        elif isinstance(event, HandedOff):
+            handed = True
+            self._forget(event.id)
+            self._held[event.id] = event.request
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         if own is not None:
             own(event)
         self._listeners.tell(event)
         self._router.observe((event,))
-        if last:
-            if not self.in_flight:
-                self._empty.set()
+        if last and not self.in_flight:
+            self._empty.set()
+        if last or handed:
             self._place()
+        elif self._held and isinstance(event, Stepped | Preempted):
+            self._place_moved()
+
+    def _place_moved(self) -> None:
+        """KV memory may have come free: all that a request with KV of its own may be waiting for."""
+        if any(request.handoff is not None for request in self._held.values()):
+            self._place()
+
+    def _let_go(self, id: str) -> None:
+        """It has ended: so does its transfer, and its KV where it was handed off is free."""
+        request = self._held.pop(id, None) or self._placed.get(id, (None, None))[1]
+        self._forget(id)
+        task = self._transfers.pop(id, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        if request is not None and request.handoff is not None and request.handoff.source in self.hosts:
+            self.hosts[request.handoff.source].release(id)
 
     def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
         """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails."""
@@ -238,10 +337,17 @@ class Cluster:
         for request in requests:
             if request.id in self._placed:
                 self._forget(request.id)
-                self._held[request.id] = request
-                if self._fair is not None:
+                self._held[request.id] = self._with_kv(request)
+                if self._fair is not None and request.handoff is None:
                     self._fair.returned(request.id)
                 self._emit(Lost(now, request.id, id))
+        for request in list(self._held.values()):
+            self._held[request.id] = self._with_kv(request)
+        for moving in list(self._transfers):
+            target, request = self._placed[moving]
+            if request.handoff is not None and id in (target, request.handoff.source):
+                self._take_back(moving)
+                self._emit(Lost(now, moving, id))
         if self.hosts:
             self._place()
             return
@@ -257,7 +363,7 @@ def cluster_of(
     *,
     policy: str,
     settings: Mapping[str, object] | None = None,
-    router: str = "least_loaded",
+    router: str = "auto",
     router_settings: Mapping[str, object] | None = None,
     lengths: LengthPredictor | None = None,
     max_in_flight: int | None = None,
@@ -265,7 +371,8 @@ def cluster_of(
     prefix_cache: bool = False,
     fair: FairShare | None = None,
 ) -> Cluster:
-    """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router.
+    """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router (`auto`: the policy's own, or
+    `least_loaded`).
 
     Raises PolicyError for an unknown policy, router or setting.
     """
@@ -278,7 +385,7 @@ def cluster_of(
             for i, make in enumerate(makers)
         ]
 
-    placing = load_router(router, router_settings)
+    placing = load_router(router_of(policy) if router == "auto" else router, router_settings)
     return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
 
 
@@ -292,7 +399,9 @@ def local_cluster(engines: Sequence[Engine], latencies: Sequence[LatencyModel], 
         def make(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
                  options: Mapping[str, Any]) -> Host:  # fmt: skip
             scheduler = load(policy, settings)
-            return LocalHost(id, engine, scheduler, latency, clock, emit=emit, lost=lost, policy=policy, **options)
+            return LocalHost(
+                id, engine, scheduler, latency, clock, emit=emit, lost=lost, policy=policy, handoff=True, **options
+            )
 
         return make
 

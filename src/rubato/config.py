@@ -192,7 +192,7 @@ class Config(_Settings):
     replicas: int = Field(default=1, ge=1)
     fleet: Named = Named(name="local")
     policy: Named = Named(name="edf")
-    router: Named = Named(name="least_loaded")
+    router: Named = Named(name="auto")
     latency: Named | None = None
     lengths: Named | None = None
     tiers: Mapping[str, TierSettings] = {}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from rubato.types import Batch, Event, Limits, Plan, Request, Sample, Shape, StepResult
+from rubato.types import ANY, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
 
 
 class SeqView(Protocol):
@@ -51,6 +51,12 @@ class SeqView(Protocol):
     def due(self) -> float: ...  # when the next token must be out; inf = no promise
     @property
     def predicted(self) -> float | None: ...  # remaining output tokens, None = no predictor
+    @property
+    def draft(self) -> Tree | None: ...  # candidates drafted in the last step, to be verified now or never
+    @property
+    def tried(self) -> int: ...  # drafted tokens put to the test so far
+    @property
+    def acceptance(self) -> float | None: ...  # the share of them that was right, None = nothing tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class View:
     place); `running` holds KV (in order of start). kv_free and kv_total count blocks of `limits.block` tokens.
 
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
+    moving: hold KV here and cannot be planned: on their way to another replica, or from one.
     """
 
     id: str
@@ -72,6 +79,8 @@ class View:
     supports: frozenset[str] = frozenset()
     busy_until: float = 0.0  # when the step in flight is predicted to end; <= now when idle
     as_of: float = inf  # inf = now
+    role: Role = ANY
+    moving: Sequence[SeqView] = ()
 
     @property
     def age(self) -> float:
@@ -122,6 +131,19 @@ class View:
         return len(self.waiting) + len(self.running)
 
 
+class Line(NamedTuple):
+    """Step time of so many decodes as their KV grows: fixed + (y + slope·(kv - x)) seconds, for kv below `until`.
+
+    A latency model may offer `line(seqs, kv)`, and `seconds` with a shape's features as numbers, to those who ask for
+    many steps in a row (`lean`); both must equal `step_time` to the last bit."""
+
+    fixed: float
+    y: float
+    slope: float
+    x: float
+    until: float
+
+
 class LatencyModel(Protocol):
     """Step time from batch shape (SYSTEMS: §0, latency models)."""
 
@@ -167,12 +189,22 @@ class Dispatch:
 
 
 class Router(Protocol):
-    """Places held requests on replicas."""
+    """Places held requests on replicas. One that was handed off with KV (`request.handoff.cached`) must not go back to
+    the replica that holds it; it is held on while the replica it is placed on lacks the KV memory."""
 
     needs: ClassVar[frozenset[str]]
 
     def observe(self, events: Sequence[Event]) -> None: ...
     def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch: ...
+
+
+@runtime_checkable
+class Assigner(Protocol):
+    """A Router that also says what each replica is for."""
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        """The role of each of these replicas, asked once, at start. Raises ValueError for too few of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +259,17 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class TransferError(Exception):
+    """KV that was to move is not there any more, or nobody waits for it: an engine began afresh meanwhile."""
+
+
 class Host(Protocol):
     """One replica wherever it runs. Events come out through the callback given at construction, in order, and every
     request submitted ends in exactly one `Finished`, unless the host is lost: then it says so, once, through the
-    other callback, with the requests that must go elsewhere and what they had received."""
+    other callback, with the requests that must go elsewhere and what they had received.
+
+    A request that it hands off (`HandedOff`) is its no longer, but for the KV, which it keeps until `release`. Of one
+    that comes with KV, `reserve` is called in place of `submit`."""
 
     @property
     def id(self) -> str: ...
@@ -238,8 +277,29 @@ class Host(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, id: str, reason: str) -> None: ...
     def view(self) -> View: ...
+    def assign(self, role: Role) -> None:
+        """What it is for, from the next view on."""
+        ...
+
+    def reserve(self, request: Request) -> bool:
+        """Hold KV memory for a request on its way here; False while it lacks. From then on it is this host's."""
+        ...
+
+    async def transfer(self, id: str, to: Host) -> None:
+        """Send the KV of a request handed off here to the host that has reserved for it, and release it. Raises
+        TransferError when either does not know it any more, ValueError when that host's engine cannot take it."""
+        ...
+
+    async def receive(self, id: str, kv: KV) -> None:
+        """Write the KV of a reserved request, which then runs (`Transferred`). Raises as `transfer`."""
+        ...
+
+    def release(self, id: str) -> None:
+        """Give up the KV of a request that leaves or comes, if it is here, and say nothing."""
+        ...
+
     async def drain(self) -> None:
-        """Return once nothing is waiting or running."""
+        """Return once nothing is waiting, running or moving."""
         ...
 
     async def close(self) -> None: ...

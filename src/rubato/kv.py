@@ -91,6 +91,13 @@ class KVBlocks:
             self._users[b] = 1
             held.append(b)
 
+    def shrink(self, held: list[int], tokens: int) -> None:
+        """Give back the blocks at the end of `held` that `tokens` tokens do not need."""
+        keep = blocks_for(tokens, self.block)
+        surplus = held[keep:]
+        del held[keep:]
+        self.release(surplus)
+
     def name(self, b: int, key: bytes) -> None:
         """`b`, full and held, can be found by `key`, unless another block can be already."""
         if key not in self._named and b not in self._key:

@@ -2,37 +2,44 @@
 
 A life in five calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `apply` checks the
 policy's plan and makes it a batch; `commit` books what the engine returned; `cancel` and `fail` end requests early.
-Each returns the events it caused. There is no prefill phase and no decode phase: a sequence has `length` tokens of
-which `cached` are in KV, and the difference is pending.
+Each returns the events it caused. What a plan hands off is another replica's from then on: here it only keeps its KV
+until `release`; there `reserve` and `arrive` take the place of `submit`. There is no prefill phase and no decode phase:
+a sequence has `length` tokens of which `cached` are in KV, and the difference is pending.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 
+from rubato.blame import blame
 from rubato.check import check, spelled_out
 from rubato.interfaces import LatencyModel, LengthPredictor, View
 from rubato.kv import KVBlocks, blocks_for, first_key
 from rubato.seq import Seq
 from rubato.slo import StageTimes, judge
 from rubato.types import (
+    ANY,
     Batch,
-    Cause,
     Demoted,
     Emitted,
     Entry,
     Event,
     Finished,
+    HandedOff,
+    Handoff,
+    HandoffReason,
     Limits,
     Outcome,
     Plan,
     Preempted,
     Promoted,
     Request,
-    Shape,
     Started,
     StepResult,
     Tokens,
+    Transferred,
+    Work,
 )
 
 
@@ -48,6 +55,7 @@ class Replica:
     """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
 
     prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first has ended.
+    keep_ids: keep output token ids, which a request needs that may be handed off.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class Replica:
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
         prefix_cache: bool = False,
+        keep_ids: bool = False,
     ) -> None:
         self.id = id
         self.limits = limits
@@ -68,6 +77,9 @@ class Replica:
         self.kv = KVBlocks(limits.kv_blocks, limits.block, keep=prefix_cache)
         self.waiting: list[Seq] = []
         self.running: dict[str, Seq] = {}
+        self.leaving: dict[str, Seq] = {}  # handed off, KV still here
+        self.arriving: dict[str, Seq] = {}  # reserved, KV not yet here
+        self.role = ANY
         self.in_flight: Batch | None = None
         self.busy_until = 0.0
         self._seqs: dict[str, Seq] = {}
@@ -75,6 +87,8 @@ class Replica:
         self._lengths = lengths
         self._rule = rule
         self._prefix_cache = prefix_cache
+        self._keep_ids = keep_ids
+        self._drafts = "draft" in supports
         self._groups: dict[str, list[Seq]] = {}
         self._gone: list[str] = []
 
@@ -82,21 +96,8 @@ class Replica:
 
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queue a request. One that could never be run is refused at once, with a reason that says why."""
-        if request.id in self._seqs:
-            raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
-        self._order += 1
-        seq = Seq(request, self._order, request.arrival, now, request.stages[0].prompt, lengths=self._lengths)
-        seq.kv = self.kv
-        if request.stages[0].token_ids and (self._prefix_cache or request.group):
-            seq.ids = list(request.stages[0].token_ids)
-            seq.keys.append(first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}"))
-        seq.starts.append(request.arrival)
-        seq.renew_due()
-        if request.progress is not None:
-            seq.resume(request.progress)
-        seq.learn_keys(self.limits.block)
-        reason = never(request, self.limits)
-        if reason is not None:
+        seq = self._new(request, now)
+        if reason := never(request, self.limits):
             return [self._finished(seq, now, "refused", reason)]
         self._seqs[request.id] = seq
         group = self._groups.setdefault(request.group, []) if request.group else []
@@ -107,6 +108,47 @@ class Replica:
             insort(self.waiting, seq, key=lambda s: s.key)
         return []
 
+    def reserve(self, request: Request, now: float) -> list[Event] | None:
+        """Hold KV for a request on its way here, from a replica that handed it off; None while that much is not free.
+        One that could never be run is refused."""
+        handoff = request.handoff
+        assert handoff is not None, "what was not handed off is submitted"
+        seq = self._new(request, now)
+        if reason := never(request, self.limits):
+            return [self._finished(seq, now, "refused", reason)]
+        most = self.limits.max_running
+        if most is not None and len(self.running) + len(self.leaving) + len(self.arriving) >= most:
+            return None
+        if blocks_for(handoff.cached, self.limits.block) > self.kv.free:
+            return None
+        self.kv.grow(seq.block_ids, handoff.cached)
+        seq.cached = handoff.cached
+        seq.since = handoff.at
+        self._seqs[request.id] = self.arriving[request.id] = seq
+        return []
+
+    def arrive(self, id: str, size: int, now: float) -> list[Event]:
+        """The KV of a reserved request, `size` bytes, is here: it runs on."""
+        seq = self.arriving.pop(id)
+        assert seq.request.handoff is not None
+        self.running[id] = seq
+        seq.lose("transfer", now - seq.since)
+        tokens, seq.cached = seq.cached, 0
+        self._advance(seq, tokens)
+        return [Transferred(now, id, self.id, seq.request.handoff.source, tokens, size)]
+
+    def release(self, id: str) -> bool:
+        """The KV of a request that left, or that will not come after all, is free again. Whether it was here."""
+        seq = self.leaving.pop(id, None)
+        if seq is None and id in self.arriving:
+            seq = self.arriving.pop(id)
+            del self._seqs[id]
+        if seq is None:
+            return False
+        self.kv.release(seq.block_ids)
+        self._gone.append(id)
+        return True
+
     def cancel(self, id: str, now: float, reason: str, outcome: Outcome = "cancelled") -> list[Event]:
         """End a request now. KV that the batch in flight uses goes back at its commit. Unknown id: nothing."""
         seq = self._seqs.get(id)
@@ -115,9 +157,12 @@ class Replica:
         return [self._end(seq, now, outcome, reason)]
 
     def fail(self, now: float, reason: str) -> list[Event]:
-        """The engine broke: every request here ends as failed, all KV is free."""
+        """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
+        is just forgotten: it has not begun here, or is another's by now."""
         self.in_flight = None
         self.busy_until = now
+        for id in [*self.leaving, *self.arriving]:
+            self.release(id)
         events: list[Event] = []
         for seq in list(self._seqs.values()):
             if seq.ended:
@@ -134,7 +179,12 @@ class Replica:
 
     @property
     def empty(self) -> bool:
-        return not self._seqs
+        return not self._seqs and not self.leaving
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is here that a plan could be about."""
+        return not self.waiting and not self.running
 
     # ----------------------------------------------------------------- one step
 
@@ -142,6 +192,12 @@ class Replica:
         for seq in self.waiting:
             if seq.seen != self.kv.version:
                 self._look_up(seq)
+        limits = self.limits
+        moving: tuple[Seq, ...] = ()
+        if self.leaving or self.arriving:
+            moving = (*self.leaving.values(), *self.arriving.values())
+            if limits.max_running is not None:  # they hold KV, too
+                limits = replace(limits, max_running=limits.max_running - len(moving))
         return View(
             id=self.id,
             now=now,
@@ -149,10 +205,12 @@ class Replica:
             running=[s for s in self.running.values() if not s.ended],
             kv_free=self.kv.free,
             kv_total=self.kv.total,
-            limits=self.limits,
+            limits=limits,
             latency=self.latency,
             supports=self.supports,
             busy_until=self.busy_until,
+            role=self.role,
+            moving=moving,
         )
 
     def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
@@ -169,6 +227,8 @@ class Replica:
         events: list[Event] = []
         for id, reason in plan.drop.items():
             events.append(self._end(self._seqs[id], now, "refused", reason))
+        for id, why in plan.handoff.items():
+            events.append(self._hand_off(self._seqs[id], why, now))
         for id in plan.preempt:
             events.append(self._preempt(self._seqs[id], now))
         for id in plan.demote:
@@ -177,8 +237,9 @@ class Replica:
         for id in plan.promote:
             self._seqs[id].demoted = False
             events.append(Promoted(now, id))
-        entries = [self._entry(self._seqs[work.seq], work.tokens, now, events) for work in plan.work]
-        batch = Batch(tuple(entries))
+        entries = [self._entry(self._seqs[work.seq], work, now, events) for work in plan.work]
+        steps = max((w.draft[0] for w in plan.work if w.draft), default=0) if self._drafts else 0
+        batch = Batch(tuple(entries), steps)
         if entries:
             self.in_flight = batch
             self.busy_until = now + self.latency.step_time(batch.shape)
@@ -190,19 +251,41 @@ class Replica:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
         self.in_flight = None
         self.busy_until = now
-        self._blame(batch, result.seconds)
+        blame(batch, result.seconds, self._seqs, self.running, self.latency)
         events: list[Event] = []
         for entry in batch.entries:
             seq = self._seqs[entry.seq]
             if seq.ended:
                 self._release(seq)
                 continue
-            self._advance(seq, entry.count)
+            self._advance(seq, entry.count - len(entry.verify) if entry.verify else entry.count)
             if entry.sample:
-                self._emit(seq, result.emitted[entry.seq], now, events)
+                out = result.emitted[entry.seq]
+                self._emit(seq, out, now, events)
+                if entry.verify and not seq.ended:
+                    self._advance(seq, out.tokens - 1)  # the last one's KV is not there yet
+                    self.kv.shrink(seq.block_ids, seq.cached)
         return events
 
     # ----------------------------------------------------------------- parts
+
+    def _new(self, request: Request, now: float) -> Seq:
+        if request.id in self._seqs or request.id in self.leaving:
+            raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
+        self._order += 1
+        seq = Seq(request, self._order, request.arrival, now, request.stages[0].prompt, lengths=self._lengths)
+        seq.kv = self.kv
+        if request.stages[0].token_ids and (self._prefix_cache or request.group):
+            seq.ids = list(request.stages[0].token_ids)
+            seq.keys.append(first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}"))
+        if self._keep_ids:
+            seq.token_ids = []
+        seq.starts.append(request.arrival)
+        seq.renew_due()
+        if request.progress is not None:
+            seq.resume(request.progress)
+        seq.learn_keys(self.limits.block)
+        return seq
 
     def _prompt_is_in(self, first: Seq) -> bool:
         """Whether the others of its group, if they start now, find its prompt's KV."""
@@ -233,32 +316,60 @@ class Replica:
         if seq.request.group:
             self._release_group(seq.request.group)
 
-    def _entry(self, seq: Seq, tokens: int, now: float, events: list[Event]) -> Entry:
+    def _entry(self, seq: Seq, work: Work, now: float, events: list[Event]) -> Entry:
         if seq.id not in self.running:
             self.waiting.remove(seq)
             self.running[seq.id] = seq
             seq.lose("preemption" if seq.started else "queue", now - seq.since)
             events.append(Started(now, seq.id, resumed=seq.started, cached=seq.cached))
             seq.started = True
-        self.kv.grow(seq.block_ids, seq.cached + tokens)
-        return Entry(seq.id, seq.cached, tokens, tuple(seq.block_ids), sample=tokens == seq.pending)
+        count = work.tokens + len(work.verify)
+        self.kv.grow(seq.block_ids, seq.cached + count)
+        sample = work.tokens == seq.pending
+        return Entry(seq.id, seq.cached, count, tuple(seq.block_ids), sample, work.verify, work.draft)
 
     def _preempt(self, seq: Seq, now: float) -> Event:
         del self.running[seq.id]
         self.kv.release(seq.block_ids)
         seq.cached = 0
+        seq.draft = None
         seq.seen = -1
         seq.since = now
         insort(self.waiting, seq, key=lambda s: s.key)
         return Preempted(now, seq.id)
 
+    def _hand_off(self, seq: Seq, reason: HandoffReason, now: float) -> Event:
+        before = seq.request.handoff
+        runs = self.running.pop(seq.id, None) is not None
+        del self._seqs[seq.id]
+        if seq.request.group:
+            self._leave_group(seq)
+        seq.draft = None
+        if runs:
+            self.leaving[seq.id] = seq
+        else:
+            self.waiting.remove(seq)
+            seq.lose("preemption" if seq.started else "queue", now - seq.since)
+            self._gone.append(seq.id)
+        handoff = Handoff(self.id, reason, now, seq.cached if runs else 0, before.hops + 1 if before else 1)
+        moves = seq.total_output > 0 or seq.demoted or bool(seq.lost)
+        progress = seq.progress if moves else None
+        return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))
+
     def _emit(self, seq: Seq, out: Emitted, now: float, events: list[Event]) -> None:
         seq.got([now] * out.tokens)
         seq.extend(out.token_ids, out.tokens)
+        if seq.token_ids is not None:
+            seq.token_ids += out.token_ids
         seq.learn_keys(self.limits.block)
+        seq.draft = out.draft
+        if out.tried:
+            seq.tried += out.tried
+            seq.accepted += out.tokens - 1
         stage_done = out.finish is None and out.stage_done and seq.stage + 1 < len(seq.request.stages)
         if out.tokens or out.text:
-            event = Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs, stage_done)
+            event = Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs, stage_done,
+                           out.tried)  # fmt: skip
             events.append(event)
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))
@@ -276,7 +387,9 @@ class Replica:
             self._lengths.learn(seq.request, event.output)
         if seq.request.group:
             self._leave_group(seq)
-        if seq.id not in self.running and not seq.held:
+        if seq.id in self.arriving:
+            del self.arriving[seq.id]
+        elif seq.id not in self.running and not seq.held:
             self.waiting.remove(seq)
         if not busy:
             self._release(seq)
@@ -300,46 +413,14 @@ class Replica:
         verdict = judge(seq.request, stages, outcome, self._rule, seq.lost)
         return Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
 
-    def _blame(self, batch: Batch, seconds: float) -> None:
-        """Attribute the step's time, for every running sequence, to what it would not have taken alone.
-
-        Shares come from the latency model: whole batch, the batch's decodes, this entry by itself.
-        """
-        whole = batch.shape
-        predicted = self.latency.step_time(whole)
-        scale = seconds / predicted if predicted > 0.0 else 0.0
-        decodes = Shape()
-        for entry in batch.entries:
-            if entry.count == 1:
-                decodes = decodes.plus(1, entry.start)
-        with_decodes = self.latency.step_time(decodes) if decodes.seqs else 0.0
-        one = self.latency.step_time(Shape().plus(1, decodes.kv // decodes.seqs)) if decodes.seqs else 0.0
-        for entry in batch.entries:
-            seq = self._seqs[entry.seq]
-            if entry.count == 1:
-                by_prefill, by_decode = predicted - with_decodes, with_decodes - one
-            else:
-                beside = self.latency.step_time(decodes.plus(entry.count, entry.start))
-                alone = self.latency.step_time(Shape().plus(entry.count, entry.start))
-                by_prefill, by_decode = predicted - beside, beside - alone
-                if seq.total_output:  # its prefill is the price of a preemption
-                    seq.lose("preemption", alone * scale)
-            seq.lose("prefill interference", by_prefill * scale)
-            seq.lose("decode interference", by_decode * scale)
-        in_batch = {entry.seq for entry in batch.entries}
-        idle: Cause = "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
-        for seq in self.running.values():
-            if seq.id not in in_batch:
-                seq.lose(idle, seconds)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless KV is conserved and the queues agree with each other."""
-        self.kv.check_integrity([s.block_ids for s in self._seqs.values()])
+        self.kv.check_integrity([s.block_ids for s in [*self._seqs.values(), *self.leaving.values()]])
         held = [s for group in self._groups.values() for s in group if s.held]
-        ids = [s.id for s in [*self.waiting, *held]] + list(self.running)
-        assert sorted(ids) == sorted(self._seqs), "waiting, held and running are not a partition"
+        ids = [s.id for s in [*self.waiting, *held]] + [*self.running, *self.arriving]
+        assert sorted(ids) == sorted(self._seqs), "waiting, held, running and arriving are not a partition"
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         for seq in self._seqs.values():
-            here = len(seq.block_ids) if seq.id in self.running else seq.cached
+            here = len(seq.block_ids) if seq.id in self.running or seq.id in self.arriving else seq.cached
             assert blocks_for(seq.cached, self.limits.block) <= here or seq.ended, "KV cached beyond its blocks"
             assert seq.cached <= seq.length, "more cached than there is"

@@ -10,7 +10,7 @@ from math import inf
 from rubato.interfaces import LengthPredictor
 from rubato.kv import KVBlocks, next_key
 from rubato.slo import TOLERANCE, Deadlines, deadlines
-from rubato.types import Cause, Progress, Request
+from rubato.types import Cause, Progress, Request, Tree
 
 NO_DEADLINES = Deadlines()
 
@@ -46,6 +46,10 @@ class Seq:
     deadlines: Deadlines = NO_DEADLINES
     due: float = inf
     lengths: LengthPredictor | None = None
+    draft: Tree | None = None
+    tried: int = 0
+    accepted: int = 0
+    token_ids: list[int] | None = None  # of its output so far, where it may have to go on elsewhere
 
     @property
     def id(self) -> str:
@@ -76,12 +80,22 @@ class Seq:
         return self.lengths.remaining(self.request, self.total_output) if self.lengths else None
 
     @property
+    def acceptance(self) -> float | None:
+        return self.accepted / self.tried if self.tried else None
+
+    @property
     def total_output(self) -> int:
         return sum(map(len, self.times))
 
     @property
     def key(self) -> tuple[float, int]:
         return (self.request.arrival, self.order)
+
+    @property
+    def progress(self) -> Progress:
+        """What goes along when the request moves."""
+        times = tuple(map(tuple, self.times))
+        return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(self.lost))
 
     def lose(self, cause: Cause, seconds: float) -> None:
         """Book time lost, until the first miss: what comes after did not cause it."""
@@ -140,6 +154,8 @@ class Seq:
 
     def resume(self, progress: Progress) -> None:
         """Put a request that moved to where it was: everything but its KV."""
+        self.lost = dict(progress.lost)
+        self.demoted = progress.demoted
         at = 0
         for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
             if i:
@@ -148,4 +164,6 @@ class Seq:
             self.got(times)
             self.extend(progress.token_ids[at : at + len(times)], len(times))
             at += len(times)
-        self.started = True
+        self.started = self.total_output > 0
+        if self.token_ids is not None:
+            self.token_ids = list(progress.token_ids)

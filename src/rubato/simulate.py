@@ -8,14 +8,14 @@ from typing import Any
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
-from rubato.engines.simulated import Engine
+from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS
 from rubato.metrics import Timeline, timelines
-from rubato.policies import load
+from rubato.policies import load, load_router, router_of
 from rubato.records import Record, Run
 from rubato.slo import StageTimes
 from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
@@ -26,13 +26,14 @@ from rubato.workloads import Arrival, Workload
 class Setup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
-    it does live. noise: relative spread of step times."""
+    it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
+    what moving KV to a replica costs. drafter: None = the engines do not speculate."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
     policy: str
     settings: Mapping[str, object] = field(default_factory=dict)
-    router: str = "least_loaded"
+    router: str = "auto"
     router_settings: Mapping[str, object] = field(default_factory=dict)
     replicas: int = 1
     believed: Callable[[], LatencyModel] | None = None
@@ -42,6 +43,8 @@ class Setup:
     max_in_flight: int | None = None
     rule: str = "deadline"
     prefix_cache: bool = False
+    link: Link = FREE
+    drafter: Drafter | None = None
     fair: Callable[[], FairShare] | None = None
     learns: bool = True
 
@@ -100,7 +103,16 @@ async def _run(
 ) -> list[Event]:
     clock = VirtualClock()
     engines = [
-        Engine(setup.latency(), setup.limits, clock, lengths=truth, noise=setup.noise, seed=setup.seed + i)
+        Engine(
+            setup.latency(),
+            setup.limits,
+            clock,
+            lengths=truth,
+            noise=setup.noise,
+            seed=setup.seed + i,
+            link=setup.link,
+            drafter=setup.drafter,
+        )
         for i in range(setup.replicas)
     ]
     cluster = local_cluster(engines, [setup.scheduler_model() for _ in engines], clock, **setup.given())
@@ -152,8 +164,10 @@ def simulated_run(
 
 
 def lean_enough(setup: Setup) -> bool:
-    """Whether the fast driver can simulate this: a fixed latency model, no prefix cache, a policy of plain steps."""
-    return not (setup.learns or setup.prefix_cache) and load(setup.policy, setup.settings).needs <= SUPPORTS
+    """Whether the fast driver can simulate this: a fixed latency model, no prefix cache, plain steps, nothing that moves."""
+    router = load_router(router_of(setup.policy) if setup.router == "auto" else setup.router, setup.router_settings)
+    plain = load(setup.policy, setup.settings).needs <= SUPPORTS and not hasattr(router, "roles")
+    return plain and not (setup.learns or setup.prefix_cache)
 
 
 def lean_lines(

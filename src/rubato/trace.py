@@ -15,6 +15,7 @@ from rubato.types import (
     Demoted,
     Event,
     Finished,
+    HandedOff,
     Lost,
     Offered,
     Placed,
@@ -23,11 +24,25 @@ from rubato.types import (
     Started,
     Stepped,
     Tokens,
+    Transferred,
 )
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
-    for kind in (Offered, Placed, Started, Tokens, Lost, Preempted, Demoted, Promoted, Finished, Stepped)
+    for kind in (
+        Offered,
+        Placed,
+        Started,
+        Tokens,
+        HandedOff,
+        Transferred,
+        Lost,
+        Preempted,
+        Demoted,
+        Promoted,
+        Finished,
+        Stepped,
+    )
 }
 
 
@@ -40,7 +55,7 @@ def without_content(event: Event) -> Event:
     """The event without what was said: no text, no token ids."""
     if isinstance(event, Tokens):
         return replace(event, text="", token_ids=(), logprobs=())
-    if isinstance(event, Offered):
+    if isinstance(event, Offered | HandedOff):
         stages = tuple(replace(stage, token_ids=()) for stage in event.request.stages)
         return replace(event, request=replace(event.request, stages=stages, progress=None))
     return event

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 # --------------------------------------------------------------------------- what a client asks for
 
@@ -84,6 +84,10 @@ class Sampling:
 
 
 OnDecline = Literal["best_effort", "refuse"]
+Outcome = Literal["completed", "refused", "failed", "cancelled"]
+Cause = Literal[
+    "queue", "prefill interference", "decode interference", "preemption", "transfer", "refused", "failed", "client"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +95,33 @@ class Progress:
     """What a request had received where it was served before: it moves with the request to another replica.
 
     starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
-    far, in order (empty in simulation). Times are in the clock of who places it.
+    far, in order (empty in simulation). demoted: it was served as best effort. lost: seconds by cause (`Verdict`).
+    Times are in the clock of who places it.
     """
 
     starts: tuple[float, ...]
     times: tuple[tuple[float, ...], ...]
     token_ids: tuple[int, ...] = ()
+    demoted: bool = False
+    lost: Mapping[Cause, float] = field(default_factory=dict)
+
+
+HandoffReason = Literal["prefilled", "declined", "offloaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Why a replica gave up a request that is to go on at another, at time `at`.
+
+    cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled
+    again. hops: how often it has been handed off so far, this time included.
+    """
+
+    source: str
+    reason: HandoffReason
+    at: float
+    cached: int = 0
+    hops: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +130,8 @@ class Request:
     cannot be met: to be served late as best effort, or to be refused at once.
 
     group: requests that name the same one have the same prompt, go to the same replica and share the prompt's KV (the
-    choices of `n` > 1). progress: of a request that began on another replica.
+    choices of `n` > 1). progress: of a request that began on another replica. handoff: of one that the replica it was
+    on gave up; it has left its group.
     """
 
     id: str
@@ -118,6 +144,7 @@ class Request:
     on_decline: OnDecline = "best_effort"
     group: str = ""
     progress: Progress | None = None
+    handoff: Handoff | None = None
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].prompt < 1:
@@ -136,6 +163,25 @@ class Request:
 
 
 # --------------------------------------------------------------------------- what a step is made of
+
+Phase = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a replica is for, as a Router or an Autoscaler assigns it and both policies read it.
+
+    tier: the one it serves ("" = any). group: of replicas that work together. kind: a policy's own word, such as lp,
+    hp, best_effort or pending.
+    """
+
+    phase: Phase = "both"
+    tier: str = ""
+    group: str = ""
+    kind: str = ""
+
+
+ANY = Role()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +266,38 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Run `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill)."""
+class Tree:
+    """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself), and all
+    up to it is right with probability paths[i], which never rises along a path. A chain is a tree of one leaf."""
+
+    parents: tuple[int, ...]
+    paths: tuple[float, ...]
+
+
+# Work, Entry and Emitted are made for every sequence in every step: as named tuples, which take a third of the time
+# that frozen dataclasses do.
+
+
+class Work(NamedTuple):
+    """Run `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill).
+
+    Of a sequence that samples: verify, the nodes of its candidate tree (`SeqView.draft`) to run along, parents with
+    their children; draft, (depth, width) of the tree to draft at the end of the step, for the next plan to see.
+    """
 
     seq: str
     tokens: int
+    verify: tuple[int, ...] = ()
+    draft: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, decided by a Scheduler. Applied in this order: drop, preempt, demote, promote, work.
+    """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
 
     drop: seq -> reason, refuses a request for good (only one that asked for `on_decline="refuse"`, or cannot ever fit).
+    handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
+    until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
 
@@ -248,25 +314,31 @@ class Plan:
     promote: tuple[str, ...] = ()
     drop: Mapping[str, str] = field(default_factory=dict)
     wake_at: float | None = None
+    handoff: Mapping[str, HandoffReason] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position).
 
-    sample: the last pending token is among them, so a new token comes out.
+    sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
+    tree, the last of `count`; their KV follows that of the pending tokens, in this order. draft: as in `Work`.
     """
 
     seq: str
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple's method
     blocks: tuple[int, ...]
     sample: bool
+    verify: tuple[int, ...] = ()
+    draft: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """spec_steps: steps that the drafter runs at the end, the deepest of the drafts asked for."""
+
     entries: tuple[Entry, ...] = ()
+    spec_steps: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -279,7 +351,7 @@ class Batch:
                 square += e.count * e.count
                 chunks += 1
                 chunk_kv += e.start + e.count
-        return Shape(tokens, len(self.entries), kv, context, square, 0, chunks, chunk_kv)
+        return Shape(tokens, len(self.entries), kv, context, square, self.spec_steps, chunks, chunk_kv)
 
 
 FinishReason = Literal["stop", "length"]
@@ -295,13 +367,14 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """What one sequence got out of a step: `tokens` new tokens, their ids where there is a model, and the text that is
     final by now (never half a character, never the beginning of a stop string).
 
     finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
-    logprobs: one a token, where the request asked for them.
+    logprobs: one a token, where the request asked for them. More than one token only after verification: all but one
+    were drafted and accepted. tried: drafted tokens put to the test, the accepted and the one (with its siblings) that
+    was wrong. draft: the candidates for what comes next, where the batch asked for them.
     """
 
     tokens: int
@@ -310,6 +383,8 @@ class Emitted:
     finish: FinishReason | None = None
     stage_done: bool = False
     logprobs: tuple[Logprob, ...] = ()
+    tried: int = 0
+    draft: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +396,6 @@ class StepResult:
 
 
 # --------------------------------------------------------------------------- what happened
-
-Outcome = Literal["completed", "refused", "failed", "cancelled"]
-Cause = Literal["queue", "prefill interference", "decode interference", "preemption", "refused", "failed", "client"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +445,8 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Event):
-    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it."""
+    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it. tried: drafted tokens that
+    were put to the test, of which all but one of `tokens` were right."""
 
     tokens: int
     text: str = ""
@@ -381,11 +454,30 @@ class Tokens(Event):
     stage: int = 0
     logprobs: tuple[Logprob, ...] = ()
     stage_done: bool = False
+    tried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff(Event):
+    """A replica gave up this request: `request.handoff` says which, why and with how much KV, `request.progress` what
+    it had received. It is held again until a router places it."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred(Event):
+    """The KV of `tokens` tokens, `size` bytes, has come to `replica` from `source`; the request runs on there."""
+
+    replica: str
+    source: str
+    tokens: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

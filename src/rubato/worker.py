@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rubato.clock import PLAN, Clock
-from rubato.interfaces import Engine, LatencyModel, LengthPredictor, Scheduler, View
+from rubato.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
 from rubato.replica import Replica
-from rubato.types import Batch, Event, Plan, Request, Sample, Stepped, StepResult
+from rubato.types import Batch, Event, Plan, Request, Role, Sample, Stepped, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ class LocalHost:
     """Replica + Scheduler + Engine in this process (`Host`).
 
     emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
-    requests, when the engine is beyond recovery; by then every request here has ended.
+    requests, when the engine is beyond recovery; by then every request here has ended. handoff: whether whoever hears
+    the events gives what is handed off to another host.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class LocalHost:
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
         prefix_cache: bool = False,
+        handoff: bool = False,
     ) -> None:
-        missing = scheduler.needs - engine.supports
+        self.supports = engine.supports | {"handoff"} if handoff else engine.supports
+        missing = scheduler.needs - self.supports
         if missing:
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which engine {type(engine).__module__} lacks "
-                f"(it supports {', '.join(sorted(engine.supports)) or 'nothing extra'}): choose another of the two"
+                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): choose another of the two"
             )
         self.id = id
         self.engine = engine
@@ -73,10 +76,11 @@ class LocalHost:
             self.id,
             self.engine.limits,
             self.latency,
-            supports=self.engine.supports,
+            supports=self.supports,
             lengths=self._lengths,
             rule=self._rule,
             prefix_cache=self._prefix_cache,
+            keep_ids="handoff" in self.scheduler.needs,
         )
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
 
@@ -96,6 +100,43 @@ class LocalHost:
 
     def view(self) -> View:
         return self._started().view(self.clock.now())
+
+    def assign(self, role: Role) -> None:
+        self._started().role = role
+        self._wake.set()
+
+    def reserve(self, request: Request) -> bool:
+        """Hold KV for a request that another host sends. A request that it refuses for good ends soon after."""
+        replica = self._started()
+        events = None if self.error is not None else replica.reserve(request, self.clock.now())
+        if events is None:
+            return False
+        if not events and not self._restarting:
+            events = self._add(replica, request)
+        self._outbox += events
+        self._wake.set()
+        return True
+
+    async def transfer(self, id: str, to: Host) -> None:
+        seq = self._started().leaving.get(id)
+        if seq is None:
+            raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
+        kv = await self.engine.export_kv(tuple(seq.block_ids), seq.cached)
+        await to.receive(id, kv)
+        self.release(id)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        replica = self._started()
+        seq = replica.arriving.get(id)
+        if seq is not None:
+            await self.engine.import_kv(tuple(seq.block_ids), kv)
+        if seq is None or replica.arriving.get(id) is not seq:
+            raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
+        self._tell(replica.arrive(id, kv.size, self.clock.now()))
+
+    def release(self, id: str) -> None:
+        if self._started().release(id):
+            self._wake.set()
 
     async def drain(self) -> None:
         while not self._started().empty and self.error is None:
@@ -124,8 +165,8 @@ class LocalHost:
         await self.clock.settle()
         self._forget(replica)
         began = self.clock.now()
-        plan = Plan() if replica.empty else self.scheduler.plan(replica.view(self.clock.now()))
-        batch, events = (Batch(), []) if replica.empty else replica.apply(plan, self.clock.now(), self.policy)
+        plan = Plan() if replica.idle else self.scheduler.plan(replica.view(self.clock.now()))
+        batch, events = (Batch(), []) if replica.idle else replica.apply(plan, self.clock.now(), self.policy)
         self._outbox += events
         if not batch.entries:
             self._flush()
@@ -184,12 +225,13 @@ class LocalHost:
         finally:
             self._restarting = False
         replica.gone()
-        for seq in list(replica.waiting):
+        for seq in [*replica.waiting, *replica.arriving.values(), *replica.running.values()]:
             self._outbox += self._add(replica, seq.request)
 
     # ----------------------------------------------------------------- parts
 
     def _add(self, replica: Replica, request: Request) -> list[Event]:
+        self._forget(replica)  # a request may come back that the engine still has from when it was handed off
         try:
             self.engine.add(request)
         except ValueError as error:

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from rubato.fairness import FairShare
-from rubato.policies import describe
+from rubato.policies import describe, load
 from rubato.simulate import Setup, simulate
 from rubato.types import SLO, Finished, Limits, Request, Sampling, Stage
 from tests.doubles import Linear, request, view
 
-SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
+SCHEDULERS = sorted(
+    {name for name, kind, *_ in describe() if kind == "scheduler" and not load(name).needs & {"draft", "handoff"}}
+)
 LIMITS = Limits(max_seqs=32, max_tokens=512, max_length=2048, kv_blocks=4000, block=16)
 SECONDS = 12.0
 

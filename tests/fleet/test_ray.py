@@ -143,3 +143,8 @@ def test_an_engine_beyond_recovery_is_told_across_processes() -> None:
     asyncio.run(main())
     assert {e.outcome for e in fleet.ends().values()} == {"failed"}
     assert "the device fell off" in str(fleet.cluster.error)
+
+
+def test_what_hands_requests_off_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy 'distserve' needs handoff\. KV does not move between Ray actors yet"):
+        ray_cluster([make, make], WallClock(), policy="distserve")

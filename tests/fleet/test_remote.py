@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,58 +12,97 @@ from rubato.cluster import local_cluster
 from rubato.engines.simulated import Engine
 from rubato.fleet.remote import Mirror, Report, shifted, shifted_report, shifted_request
 from rubato.interfaces import View
-from rubato.types import SLO, Event, Limits, Offered, Placed, Progress, Request, Stage, Tokens
+from rubato.types import (
+    SLO,
+    Event,
+    HandedOff,
+    Handoff,
+    Limits,
+    Offered,
+    Placed,
+    Progress,
+    Request,
+    Stage,
+    Stepped,
+    Tokens,
+)
 from tests.doubles import Linear, request
-from tests.policies.test_properties import Load, loads
+from tests.policies.test_properties import Load, loads, setup_for
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
 
 
 def told(view: View) -> dict[str, tuple[object, ...]]:
     return {
-        s.id: (where, s.stage, s.output, s.length, s.first_token_at, s.missed, s.demoted, s.best_effort, s.due)
-        for where, seqs in (("waiting", view.waiting), ("running", view.running))
+        s.id: (
+            where,
+            s.stage,
+            s.output,
+            s.length,
+            s.first_token_at,
+            s.missed,
+            s.demoted,
+            s.best_effort,
+            s.due,
+            s.tried,
+            s.acceptance,
+        )
+        for where, seqs in (("waiting", view.waiting), ("running", view.running), ("moving", view.moving))
         for s in seqs
     }
 
 
 def kv(view: View) -> dict[str, tuple[int, int, int]]:
-    return {s.id: (s.cached, s.blocks, s.own_blocks) for s in view.running}
+    return {s.id: (s.cached, s.blocks, s.own_blocks) for s in [*view.running, *view.moving]}
 
 
 def compare(load: Load, policy: str) -> int:
-    """Run a load on a local host and fold its events into a mirror; returns how many states were compared."""
+    """Run a load on local hosts and fold their events into mirrors; returns how many states were compared."""
     compared = 0
 
     async def main() -> None:
         nonlocal compared
         clock = VirtualClock()
-        engine = Engine(Linear(), load.limits, clock, lengths=load.truth, noise=0.1)
-        cluster = local_cluster([engine], [Linear()], clock, policy=policy, prefix_cache=load.prefix_cache)
+        setup = setup_for(policy, load.limits)
+        given = {"lengths": load.truth, "noise": 0.1, "link": setup.link, "drafter": setup.drafter}
+        engines = [Engine(Linear(), load.limits, clock, **given) for _ in range(setup.replicas)]  # type: ignore[arg-type]
+        models = [Linear() for _ in engines]
+        cluster = local_cluster(engines, models, clock, policy=policy, prefix_cache=load.prefix_cache)
         await cluster.start()
-        replica = cluster.hosts["r0"].replica  # type: ignore[attr-defined]
-        mirror = Mirror("r0", load.limits, Linear(), engine.supports, 0.0)
-        outbox: list[Event] = []
+        replicas = {id: host.replica for id, host in cluster.hosts.items()}  # type: ignore[attr-defined]
+        mirrors = {id: Mirror(id, load.limits, Linear(), r.supports, 0.0) for id, r in replicas.items()}
+        for id, mirror in mirrors.items():
+            mirror.assign(replicas[id].role)
+        outboxes: dict[str, list[Event]] = {id: [] for id in mirrors}
+        asked = {r.id: r for r in load.requests}
+        where: dict[str, str] = {}
 
         def listen(event: Event) -> None:
-            nonlocal compared
+            """As each host would tell its own."""
             if isinstance(event, Placed):
-                mirror.submit(next(r for r in load.requests if r.id == event.id), event.at)
-                return
-            outbox.append(event)
+                where[event.id] = event.replica
+                mirrors[event.replica].submit(asked[event.id], event.at)
+            elif isinstance(event, Stepped):
+                outboxes[event.id].append(event)
+            elif event.id in where:
+                outboxes[where[event.id]].append(event)
+            if isinstance(event, HandedOff):
+                asked[event.id] = event.request
 
-        def report() -> None:
+        def report(id: str) -> None:
             """At any moment: what a step brought is told before the next moment."""
             nonlocal compared
-            held = kv(replica.view(clock.now()))
-            mirror.take(Report(clock.now(), tuple(outbox), replica.kv.free, replica.busy_until, held))
-            outbox.clear()
-            there, here = replica.view(clock.now()), mirror.view(clock.now())
+            replica, mirror = replicas[id], mirrors[id]
+            there = replica.view(clock.now())
+            told_now, outboxes[id] = outboxes[id], []
+            mirror.take(Report(clock.now(), tuple(told_now), replica.kv.free, replica.busy_until, kv(there)))
+            here = mirror.view(clock.now())
             grouped = {r.id for r in load.requests if r.group}  # held behind the first of a group: not shown there
             missing = told(here).keys() - told(there).keys()
             assert missing <= grouped
             assert {i: v for i, v in told(here).items() if i not in missing} == told(there)
             assert (kv(here), here.kv_free) == (kv(there), there.kv_free)
+            assert (here.role, here.limits) == (there.role, there.limits)
             compared += 1
 
         cluster.listen(listen)
@@ -69,16 +110,20 @@ def compare(load: Load, policy: str) -> int:
             clock.call_at(r.arrival, ARRIVAL, lambda r=r: cluster.offer(r))  # type: ignore[misc]
         while cluster.offered < len(load.requests) or cluster.in_flight:
             await clock.sleep_until(clock.now() + 0.0137, ARRIVAL)
-            report()
-        report()
-        assert mirror.empty
+            for id in mirrors:
+                report(id)
+        for host in cluster.hosts.values():
+            await host.drain()
+        for id, mirror in mirrors.items():
+            report(id)
+            assert mirror.empty
         await cluster.close()
 
     run_virtual(main())
     return compared
 
 
-@given(load=loads(), policy=st.sampled_from(["vllm", "edf", "prefill_first"]))
+@given(load=loads(), policy=st.sampled_from(["vllm", "edf", "prefill_first", "distserve", "vllm_spec"]))
 def test_a_mirror_shows_what_the_replica_shows(load: Load, policy: str) -> None:
     assert compare(load, policy) > 0
 
@@ -104,4 +149,7 @@ def test_times_in_another_clock() -> None:
     assert (moved.arrival, moved.progress) == (11.0, Progress((11.0,), ((12.0, 13.0),), (7, 8)))
     assert shifted(Offered(1.0, "a", asked), 10.0) == Offered(11.0, "a", moved)
     report = Report(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1)}, None)
+    handed = replace(asked, handoff=Handoff("r0", "prefilled", 3.0, 7))
+    there = replace(moved, handoff=Handoff("r0", "prefilled", 13.0, 7))
+    assert shifted(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
     assert shifted_report(report, -1.0) == Report(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1)}, None)

@@ -1,4 +1,4 @@
-"""The fast driver equals worker, replica and engine on the virtual loop: every event, every step, every token's time."""
+"""The fast driver equals worker, replica and engine on the virtual loop: events, steps, token times."""
 
 from __future__ import annotations
 

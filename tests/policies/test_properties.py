@@ -15,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.cluster import Cluster
-from rubato.interfaces import View
+from rubato.engines.simulated import Drafter, Link
+from rubato.interfaces import Assigner, View
 from rubato.kv import blocks_for
-from rubato.policies import describe, load
+from rubato.policies import describe, load_router, router_of
+from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
+from rubato.speculation.acceptance import Acceptance
 from rubato.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
 from tests.doubles import Linear
 
@@ -86,6 +89,15 @@ def loads(draw: st.DrawFn) -> Load:
     return Load(tuple(requests), truth, limits, prefix_cache)
 
 
+def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
+    """As many replicas as the policy works with; what moves between them takes time."""
+    router = load_router(router_of(policy))
+    link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
+    replicas = 3 if isinstance(router, Assigner) else 1
+    drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if "draft" in load_policy(policy).needs else None
+    return Setup(Linear, limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter)
+
+
 def run(load: Load, policy: str, **changes: object) -> list[Event]:
     """All events; integrity of every replica checked at each one, and the books of the cluster."""
 
@@ -95,7 +107,7 @@ def run(load: Load, policy: str, **changes: object) -> list[Event]:
             for host in cluster.hosts.values():
                 host.replica.check_integrity()  # type: ignore[attr-defined]
 
-    setup = replace(Setup(Linear, load.limits, policy, prefix_cache=load.prefix_cache), **changes)  # type: ignore[arg-type]
+    setup = replace(setup_for(policy, load.limits, load.prefix_cache), **changes)  # type: ignore[arg-type]
     return simulate(load.requests, load.truth, setup, watch=watch)
 
 
@@ -136,7 +148,7 @@ def test_same_seed_same_events(policy: str, load: Load) -> None:
 def test_a_policy_does_not_change_what_it_sees(policy: str, load: Load) -> None:
     scheduler = load_watching(policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)  # one for all replicas: it only watches
         run(load, policy)
     assert scheduler.plans > 0 or not load.requests
 
@@ -155,7 +167,8 @@ def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
 @pytest.mark.parametrize("router", ROUTERS)
 @given(load=loads(), replicas=st.integers(1, 3))
 def test_routers_place_everything(router: str, load: Load, replicas: int) -> None:
-    events = run(load, "vllm", router=router, replicas=replicas)
+    policy = router if isinstance(load_router(router), Assigner) else "vllm"
+    events = run(load, policy, router=router, replicas=replicas + (policy != "vllm"))
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
@@ -169,7 +182,7 @@ def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) ->
     best_effort = Request("patient", (Stage(40),), 0.01, sampling=Sampling(max_tokens=20))
     requests = sorted([*tight, best_effort], key=lambda r: r.arrival)
     limits = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=12, block=8)
-    events = simulate(requests, {}, Setup(Linear, limits, policy))
+    events = simulate(requests, {}, setup_for(policy, limits))
     end = next(e for e in events if isinstance(e, Finished) and e.id == "patient")
     last_arrival = max(e.at for e in events if isinstance(e, Offered))
     assert end.outcome == "completed"
@@ -179,7 +192,7 @@ def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) ->
 def snapshot(view: View) -> list[tuple[object, ...]]:
     return [
         (s.id, s.stage, s.output, s.length, s.cached, s.blocks, s.demoted, s.missed, s.due)
-        for s in [*view.waiting, *view.running]
+        for s in [*view.waiting, *view.running, *view.moving]
     ]
 
 
@@ -187,7 +200,7 @@ class Watching:
     """A scheduler around a scheduler: nothing it is shown may be different afterwards."""
 
     def __init__(self, policy: str) -> None:
-        self.inner = load(policy)
+        self.inner = load_policy(policy)
         self.needs = self.inner.needs
         self.plans = 0
 
@@ -211,7 +224,7 @@ class Amnesiac:
 
     def __init__(self, policy: str, every: int) -> None:
         self.policy, self.every, self.plans = policy, every, 0
-        self.inner = load(policy)
+        self.inner = load_policy(policy)
         self.needs = self.inner.needs
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -220,5 +233,5 @@ class Amnesiac:
     def plan(self, view: View) -> Plan:
         self.plans += 1
         if self.plans % self.every == 0:
-            self.inner = load(self.policy)
+            self.inner = load_policy(self.policy)
         return self.inner.plan(view)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rubato import policies
 from rubato.check import check, spelled_out
 from rubato.interfaces import Scheduler, View
 from rubato.policies import PolicyError, describe, load_router, names
-from rubato.types import Finished, Limits, Plan, Verdict
+from rubato.policies.distserve import Router, ideal_ratio
+from rubato.types import Finished, Handoff, Limits, Plan, Request, Role, Tree, Verdict, Work
 from tests.doubles import Linear, Seq, request, view
 
 
@@ -266,6 +269,100 @@ def test_least_loaded_counts_what_it_has_just_placed() -> None:
     assert router.place(held, fleet(80, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
 
 
+PREFILL, DECODE = Role("prefill"), Role("decode")
+
+
+def test_distserve_prefills_whole_prompts_in_order_and_hands_them_off() -> None:
+    done, begun = decode("done"), Seq(request("begun", 60), 60, 20, 2)
+    waiting = [prompt("a", 60), prompt("b", 30), prompt("c", 20), prompt("d", 5)]
+    policy = load("distserve")
+    plan = policy.plan(replace(seen(waiting, [done]), role=PREFILL))
+    assert plan.handoff == {"done": "prefilled"}
+    assert work(plan) == {"a": 60, "b": 30}  # c does not fit, and nobody passes it
+    plan = policy.plan(replace(seen([prompt("long", 120)], []), role=PREFILL))
+    assert work(plan) == {"long": 100}
+    plan = policy.plan(replace(seen(waiting, [begun]), role=PREFILL))
+    assert work(plan) == {"begun": 40}
+    plan = load("distserve", {"budget": 25}).plan(replace(seen(waiting[1:], []), role=PREFILL))
+    assert work(plan) == {"b": 25}
+    short = replace(seen(waiting, [], kv_free=5), role=PREFILL, moving=[done])
+    assert policy.plan(short) == Plan()  # it waits for what leaves
+
+
+def test_distserve_decodes_all_and_sends_back_who_needs_a_prefill() -> None:
+    running = [decode("r"), Seq(request("tool", 10), 40, 20, 2), decode("s")]
+    plan = load("distserve").plan(replace(seen([prompt("lost", 30)], running), role=DECODE))
+    assert (work(plan), plan.preempt, plan.handoff) == ({"r": 1, "s": 1}, ("tool",), {"lost": "declined"})
+    plan = load("distserve").plan(replace(seen([], [decode("r"), decode("s")], kv_free=0), role=DECODE))
+    assert (work(plan), plan.preempt) == ({"r": 1}, ("s",))
+    with pytest.raises(ValueError, match="under distserve's router only"):
+        load("distserve").plan(seen([], [decode("r")]))
+
+
+def pools(prefill: list[int], decode: list[int]) -> list[View]:
+    """Prefill replicas with this much pending, decode replicas with this much KV free, of 40 blocks."""
+    busy = [replace(seen([prompt(f"p{n}", n)] if n else [], []), id=f"p{i}", role=PREFILL)
+            for i, n in enumerate(prefill)]  # fmt: skip
+    return busy + [replace(seen([], [], kv_free=n), id=f"d{i}", role=DECODE) for i, n in enumerate(decode)]
+
+
+def moved(id: str, cached: int) -> Request:
+    return replace(request(id, cached), handoff=Handoff("p0", "prefilled", 0.0, cached))
+
+
+def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
+    router = load_router("distserve", {"watermark": 0.1})
+    held = [request("a", 50), moved("b", 60), request("c", 50), moved("d", 60), moved("e", 250), moved("f", 10)]
+    dispatch = router.place(held, pools([30, 0], [20, 25]), 0.0)
+    assert dispatch.place == {"a": "p1", "c": "p0", "b": "d1", "d": "d0"}  # e finds no room, and f does not pass it
+    assert dispatch.reject == {}
+    free = router.place([moved("e", 380)], pools([0], [40]), 0.0)
+    assert free.place == {"e": "d0"}  # alone it may take what is kept free beside others
+    assert router.place([request("g", 390)], pools([0], [40]), 0.0).reject == {"g": "rejected-exceeds-kv"}
+    assert "none is left to prefill" in router.place([request("h", 5)], pools([], [40]), 0.0).reject["h"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "replicas", "prefill"),
+    [((1, 1), 2, 1), ((2, 1), 3, 2), ((1, 2), 3, 1), ((1, 1), 5, 2), ((9, 1), 2, 1), ((1, 9), 4, 1), ((2, 1), 6, 4)],
+)
+def test_distserve_divides_the_fleet(settings: tuple[int, int], replicas: int, prefill: int) -> None:
+    router = Router(*settings)
+    roles = router.roles([f"r{i}" for i in range(replicas)])
+    assert [role.phase for role in roles.values()] == ["prefill"] * prefill + ["decode"] * (replicas - prefill)
+    with pytest.raises(ValueError, match="at least 2 replicas"):
+        router.roles(["r0"])
+
+
+def test_distserves_ideal_ratio() -> None:
+    """(1 - C/TPOT) E[prompt]/E[output], with C 20 ms of 50."""
+    assert ideal_ratio(900.0, 300.0, 0.05, 0.02) == pytest.approx(1.8)
+    with pytest.raises(ValueError, match=r"overhead in \[0, tpot\)"):
+        ideal_ratio(900.0, 300.0, 0.05, 0.05)
+
+
+def chained(id: str, n: int) -> Seq:
+    seq = decode(id)
+    seq.draft = Tree(tuple(range(-1, n - 1)), (0.5,) * n)
+    return seq
+
+
+def test_vllm_spec_verifies_every_chain_and_drafts_for_all_who_sample() -> None:
+    policy = load("vllm_spec", {"n": 3, "budget": 12})
+    plan = policy.plan(seen([prompt("a", 4), prompt("b", 30)], [chained("r", 3), decode("s")]))
+    assert plan.work == (
+        Work("r", 1, (0, 1, 2), (3, 1)), Work("s", 1, (), (3, 1)), Work("a", 4, (), (3, 1)), Work("b", 3),
+    )  # fmt: skip
+    plan = policy.plan(seen([], [chained("q", 9), chained("r", 9)]))
+    assert plan.work == (Work("q", 1, tuple(range(9)), (3, 1)), Work("r", 1, (0,), (3, 1)))  # what the budget leaves
+
+
+def test_vllm_spec_takes_kv_for_drafted_tokens() -> None:
+    plan = load("vllm_spec").plan(seen([], [chained("r", 4), decode("s", 21)], kv_free=0))
+    assert plan.work == (Work("r", 1, (0, 1, 2, 3), (4, 1)),)
+    assert plan.preempt == ("s",)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
@@ -273,6 +370,8 @@ def test_least_loaded_counts_what_it_has_just_placed() -> None:
         ("edf", {"saftey": 0.1}, "has no setting 'saftey': did you mean 'safety'"),
         ("edf", {"every": "often"}, "setting every is 'often'; give a int"),
         ("edf", {"every": 1}, "every 1 must be at least 2"),
+        ("distserve", {"budget": -1}, "budget is -1: give the tokens of a prefill batch"),
+        ("vllm_spec", {"n": 0}, "budget 2048, n 0: give at least 1"),
         ("priority", {"patience": -1.0}, "patience -1.0: give >= 1 token and >= 0 seconds"),
         ("round_robin", {}, "has no Scheduler; it defines Router"),
         ("no.such.module", {}, "unknown policy|cannot be imported"),

@@ -6,14 +6,15 @@ On the virtual clock it is the simulator; on the wall clock it stands in for a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import log
+from dataclasses import dataclass, field, replace
+from math import inf, log
 
 import numpy as np
 
 from rubato.clock import COMPLETION, Clock
 from rubato.interfaces import KV, LatencyModel
-from rubato.types import Batch, Emitted, Limits, Logprob, Request, StepResult
+from rubato.speculation.acceptance import Acceptance, Draft, Process
+from rubato.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 
@@ -35,19 +36,56 @@ class ByteText:
         return WORDS[id % len(WORDS)].encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV gets to a simulated replica: `kv_bytes` a token over `bandwidth` (bytes/s), `latency` s after it is sent.
+    Transfers do not slow each other."""
+
+    kv_bytes: int = 0
+    bandwidth: float = inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes < 0 or not self.bandwidth > 0.0 or not 0.0 <= self.latency < inf:
+            raise ValueError(
+                f"link of {self.kv_bytes} bytes/token, {self.bandwidth} bytes/s, {self.latency} s latency: give 0 or "
+                "more, above 0, and 0 or more"
+            )
+
+    def seconds(self, size: int) -> float:
+        """From the moment that `size` bytes are sent until they have come."""
+        return self.latency + size / self.bandwidth
+
+
+FREE = Link()
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What drafts for a simulated engine. latency: of the drafter, for one of its steps over all sequences that draft;
+    None: the engine's own latency model has the time of draft steps in it (`Shape.spec_steps`), or drafting is free."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    latency: LatencyModel | None = None
+
+
 @dataclass(slots=True)
 class _Progress:
     request: Request
     stage: int = 0
     output: int = 0  # of this stage
     total: int = 0
+    process: Process | None = None
+    draft: Draft | None = None
+    drafted: int = 0  # tokens in the drafter's KV
 
 
 class Engine:
     """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
-    to its max_tokens. A request never goes beyond its max_tokens. kv_bytes: of one token's KV, what moving it costs.
+    to its max_tokens. A request never goes beyond its max_tokens. link: what moving KV here costs.
+    drafter: None = this engine does not speculate.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -63,7 +101,8 @@ class Engine:
         lengths: Mapping[str, Sequence[int]] | None = None,
         noise: float = 0.0,
         seed: int = 0,
-        kv_bytes: int = 0,
+        link: Link = FREE,
+        drafter: Drafter | None = None,
     ) -> None:
         if not 0.0 <= noise < 1.0:
             raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
@@ -73,7 +112,10 @@ class Engine:
         self._lengths = lengths or {}
         self._noise = noise
         self._rng = np.random.default_rng(seed)
-        self._kv_bytes = kv_bytes
+        self._link = link
+        self._drafter = drafter
+        if drafter is not None:
+            self.supports = self.supports | {"draft", "tree"}
         self._seqs: dict[str, _Progress] = {}
 
     @property
@@ -90,46 +132,114 @@ class Engine:
             seq.stage, seq.output, seq.total = len(times) - 1, len(times[-1]), sum(map(len, times))
 
     async def execute(self, batch: Batch) -> StepResult:
-        seconds = self._latency.step_time(batch.shape)
+        """Raises ValueError for tree nodes to verify that were not drafted here."""
+        shape = batch.shape
+        if self._drafter is not None and self._drafter.latency is not None:
+            shape = replace(shape, spec_steps=0)
+        seconds = self._latency.step_time(shape)
+        emitted = {e.seq: self._emit(self._seqs[e.seq], e) for e in batch.entries if e.sample}
+        if batch.spec_steps:
+            seconds += self._draft(batch, emitted)
         if self._noise:
             seconds *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
         await self._clock.sleep_until(self._clock.now() + seconds, COMPLETION)
-        return StepResult({e.seq: self._emit(self._seqs[e.seq]) for e in batch.entries if e.sample}, seconds)
+        return StepResult(emitted, seconds)
 
     def forget(self, seqs: Iterable[str]) -> None:
         for id in seqs:
             self._seqs.pop(id, None)
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
-        return KV(tokens, "simulated", (self._kv_bytes,), b"", tokens * self._kv_bytes)
+        size = self._link.kv_bytes
+        return KV(tokens, "simulated", (size,), b"", tokens * size)
 
     async def import_kv(self, blocks: Sequence[int], kv: KV) -> None:
-        if (kv.form, kv.shape) != ("simulated", (self._kv_bytes,)) or kv.tokens > len(blocks) * self._limits.block:
+        size = self._link.kv_bytes
+        if (kv.form, kv.shape) != ("simulated", (size,)) or kv.tokens > len(blocks) * self._limits.block:
             raise ValueError(
                 f"KV of {kv.tokens} tokens, {kv.form} {kv.shape}, into {len(blocks)} blocks of {self._limits.block}: "
-                f"this engine takes simulated ({self._kv_bytes},), no more tokens than the blocks hold"
+                f"this engine takes simulated ({size},), no more tokens than the blocks hold"
             )
+        await self._clock.sleep_until(self._clock.now() + self._link.seconds(kv.size), COMPLETION)
 
     async def close(self) -> None:
         self._seqs.clear()
 
-    def _emit(self, seq: _Progress) -> Emitted:
-        seq.output += 1
-        seq.total += 1
+    def _emit(self, seq: _Progress, entry: Entry) -> Emitted:
+        """What the step brought: one token, and before it what of the verified ones was right, as far as the stage and
+        the request go."""
         request = seq.request
-        text = WORDS[seq.total % len(WORDS)]
-        token = (seq.total % 256,)
-        out = Emitted(1, text, token, logprobs=_logprobs(token[0], request.sampling.logprobs))
         lengths = self._lengths.get(request.id)
+        left = request.sampling.max_tokens - seq.total
+        if lengths is not None:
+            left = min(left, lengths[seq.stage] - seq.output)
+        tokens, tried = 1, 0
+        if entry.verify:
+            if seq.process is None or seq.draft is None:
+                raise ValueError(
+                    f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there"
+                )
+            accepted, tried = seq.process.accept(seq.total, seq.draft, entry.verify)
+            tokens = min(accepted + 1, left)
+            tried = tried if tokens > accepted else tokens - 1
+        seq.draft = None
+        seq.output += tokens
+        first, seq.total = seq.total + 1, seq.total + tokens
+        out = _words(first, tokens, tried, request.sampling.logprobs)
         if seq.total >= request.sampling.max_tokens:
-            return replace(out, finish="length")
+            return out._replace(finish="length")
         if lengths is None or seq.output < lengths[seq.stage]:
             return out
         if seq.stage + 1 == len(request.stages):
-            return replace(out, finish="stop")
+            return out._replace(finish="stop")
         seq.stage += 1
         seq.output = 0
-        return replace(out, stage_done=True)
+        return out._replace(stage_done=True)
+
+    def _draft(self, batch: Batch, emitted: dict[str, Emitted]) -> float:
+        """Draft what the batch asks for, into `emitted`; the seconds it takes. In its first step the drafter runs all
+        tokens that it has not seen yet, prompts among them."""
+        assert self._drafter is not None
+        steps = [Shape() for _ in range(batch.spec_steps)]
+        for entry in batch.entries:
+            seq, out = self._seqs[entry.seq], emitted.get(entry.seq)
+            if entry.start + 1 < seq.drafted:  # it was preempted: the drafter begins afresh, too
+                seq.drafted = entry.start
+            if entry.draft is None or out is None or out.finish:
+                continue
+            if out.stage_done and seq.request.stages[seq.stage].prompt:
+                continue  # its last token is not the one that the model goes on from
+            depth = min(entry.draft[0], seq.request.sampling.max_tokens - seq.total - 1)
+            if depth < 1:
+                continue
+            if seq.process is None:
+                seq.process = self._drafter.acceptance.of(seq.request)
+            seq.draft = seq.process.draft(seq.total, depth, entry.draft[1])
+            emitted[entry.seq] = out._replace(draft=seq.draft.tree)
+            length = entry.start + entry.count - len(entry.verify) + out.tokens
+            steps[0] = steps[0].plus(length - seq.drafted, seq.drafted)
+            seq.drafted = length
+            for step in range(1, depth):
+                steps[step] = steps[step].plus(entry.draft[1], length)
+        if self._drafter.latency is None:
+            return 0.0
+        return sum(self._drafter.latency.step_time(shape) for shape in steps if shape.seqs)
+
+
+def _words(first: int, tokens: int, tried: int, logprobs: int | None) -> Emitted:
+    """Output tokens `first` (from 1) and those after it."""
+    if tokens == 1:  # nearly always: in as few words
+        return Emitted(
+            1, WORDS[first % len(WORDS)], (first % 256,), logprobs=_logprobs(first % 256, logprobs), tried=tried
+        )
+    numbers = range(first, first + tokens)
+    return Emitted(
+        tokens,
+        "".join(WORDS[n % len(WORDS)] for n in numbers),
+        tuple(n % 256 for n in numbers),
+        logprobs=tuple(lp for n in numbers for lp in _logprobs(n % 256, logprobs)),
+        tried=tried,
+    )
 
 
 def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:

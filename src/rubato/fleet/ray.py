@@ -18,14 +18,15 @@ from ray.exceptions import RayError
 from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, HostLost, Listener, cluster_of
 from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
-from rubato.interfaces import Engine, LatencyModel, View
+from rubato.interfaces import KV, Engine, Host, LatencyModel, View
 from rubato.policies import load
-from rubato.types import Event, Limits, Request
+from rubato.types import Event, Limits, Request, Role
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
 
-Command = tuple[str, Any]  # ("submit", Request) or ("cancel", (id, reason))
+Command = tuple[str, Any]  # ("submit", Request), ("cancel", (id, reason)) or ("assign", Role)
+STAYS = "KV does not move between Ray actors yet: run policies that hand requests off with `fleet: local`"
 Made = tuple[Engine, LatencyModel]
 
 
@@ -70,6 +71,8 @@ class _Actor:
             for name, what in commands:
                 if name == "submit":
                     self._host.submit(what)
+                elif name == "assign":
+                    self._host.assign(what)
                 else:
                     self._host.cancel(*what)
             self._done += 1
@@ -83,7 +86,8 @@ class _Actor:
         events, self._events = self._events, []
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
-        held = {s.id: (s.cached, s.blocks, s.own_blocks) for s in replica.running.values() if not s.ended}
+        holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
+        held = {s.id: (s.cached, s.blocks, s.own_blocks) for s in holding if not s.ended}
         return Report(
             as_of=self._clock.now(),
             events=tuple(events),
@@ -110,7 +114,7 @@ class RayHost:
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
-    e.g. {"num_gpus": 1}. emit and lost: as every host's.
+    e.g. {"num_gpus": 1}. emit and lost: as every host's. Raises ValueError for a policy that hands requests off.
     """
 
     def __init__(
@@ -126,6 +130,8 @@ class RayHost:
         options: Mapping[str, Any] | None = None,
         resources: Mapping[str, Any] | None = None,
     ) -> None:
+        if "handoff" in load(policy, settings).needs:
+            raise ValueError(f"policy {policy!r} needs handoff. {STAYS}")
         self.id = id
         self.clock = clock
         self._emit = emit
@@ -157,6 +163,22 @@ class RayHost:
 
     def view(self) -> View:
         return self._started().view(self.clock.now())
+
+    def assign(self, role: Role) -> None:
+        self._started().assign(role)
+        self._send(("assign", role))
+
+    def reserve(self, request: Request) -> bool:
+        raise RuntimeError(STAYS)
+
+    async def transfer(self, id: str, to: Host) -> None:
+        raise RuntimeError(STAYS)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        raise RuntimeError(STAYS)
+
+    def release(self, id: str) -> None:
+        """Nothing is on its way."""
 
     async def drain(self) -> None:
         while not self._started().empty and not self._gone:

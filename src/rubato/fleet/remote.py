@@ -8,32 +8,35 @@ the controller's after `shifted`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rubato.interfaces import LatencyModel, View
 from rubato.seq import Seq
 from rubato.types import (
+    ANY,
     Demoted,
     Event,
     Finished,
+    HandedOff,
     Limits,
     Offered,
     Preempted,
-    Progress,
     Promoted,
     Request,
+    Role,
     Sample,
     Started,
     Stepped,
     Tokens,
+    Transferred,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened at a replica up to `as_of`, and its state then. held: running sequence -> (tokens in KV, KV blocks,
-    of which its own). error: it is beyond recovery; by then every request there has ended."""
+    """What happened at a replica up to `as_of`, and its state then. held: sequence that runs, leaves or arrives ->
+    (tokens in KV, KV blocks, of which its own). error: it is beyond recovery; by then every request there has ended."""
 
     as_of: float
     events: tuple[Event, ...]
@@ -49,7 +52,6 @@ class RemoteSeq(Seq):
 
     held_blocks: int = 0
     held_own: int = 0
-    token_ids: list[int] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
@@ -58,10 +60,6 @@ class RemoteSeq(Seq):
     @property
     def own_blocks(self) -> int:
         return self.held_own
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(tuple(self.starts), tuple(map(tuple, self.times)), tuple(self.token_ids))
 
 
 class Mirror:
@@ -77,28 +75,35 @@ class Mirror:
         self._busy_until = now
         self._waiting: dict[str, RemoteSeq] = {}
         self._running: dict[str, RemoteSeq] = {}
+        self._leaving: dict[str, RemoteSeq] = {}
+        self._arriving: dict[str, RemoteSeq] = {}
+        self._role = ANY
         self._submitted = 0
 
     @property
     def empty(self) -> bool:
-        return not self._waiting and not self._running
+        return not (self._waiting or self._running or self._leaving or self._arriving)
 
     def submit(self, request: Request, now: float) -> None:
         self._submitted += 1
-        seq = RemoteSeq(request, self._submitted, request.arrival, now, request.stages[0].prompt)
+        seq = RemoteSeq(request, self._submitted, request.arrival, now, request.stages[0].prompt, token_ids=[])
         seq.starts.append(request.arrival)
         seq.renew_due()
         if request.progress is not None:
             seq.resume(request.progress)
-            seq.token_ids = list(request.progress.token_ids)
-        self._waiting[request.id] = seq
+        coming = request.handoff is not None and request.handoff.cached > 0
+        (self._arriving if coming else self._waiting)[request.id] = seq
+
+    def assign(self, role: Role) -> None:
+        self._role = role
 
     def take(self, report: Report) -> None:
         """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
         for event in report.events:
             self._fold(event)
+        self._leaving = {id: seq for id, seq in self._leaving.items() if id in report.held}
         for id, (cached, blocks, own) in report.held.items():
-            seq = self._running.get(id)
+            seq = self._running.get(id) or self._leaving.get(id) or self._arriving.get(id)
             if seq is not None:
                 seq.cached, seq.held_blocks, seq.held_own = cached, blocks, own
         self.as_of = report.as_of
@@ -108,6 +113,10 @@ class Mirror:
     def view(self, now: float) -> View:
         waiting = list(self._waiting.values())
         waiting.sort(key=lambda s: s.key)
+        moving = (*self._leaving.values(), *self._arriving.values())
+        limits = self.limits
+        if moving and limits.max_running is not None:
+            limits = replace(limits, max_running=limits.max_running - len(moving))
         return View(
             id=self.id,
             now=now,
@@ -115,23 +124,25 @@ class Mirror:
             running=list(self._running.values()),
             kv_free=self._kv_free,
             kv_total=self.limits.kv_blocks,
-            limits=self.limits,
+            limits=limits,
             latency=self.latency,
             supports=self.supports,
             busy_until=self._busy_until,
             as_of=min(now, self.as_of),
+            role=self._role,
+            moving=moving,
         )
 
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
-        seqs = [*self._running.values(), *self._waiting.values()]
+        seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
         return [replace(s.request, progress=s.progress if s.total_output else None) for s in seqs]
 
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
             return
-        seq = self._running.get(event.id) or self._waiting.get(event.id)
+        seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
         if seq is None:
             return
         match event:
@@ -141,22 +152,32 @@ class Mirror:
             case Preempted():
                 self._waiting[event.id] = self._running.pop(event.id, seq)
                 seq.cached = seq.held_blocks = seq.held_own = 0
+            case HandedOff():
+                self._waiting.pop(event.id, None)
+                if self._running.pop(event.id, None) is not None:
+                    self._leaving[event.id] = seq
+            case Transferred():
+                self._running[event.id] = self._arriving.pop(event.id, seq)
             case Tokens():
                 seq.got([event.at] * event.tokens)
+                assert seq.token_ids is not None
                 seq.token_ids += event.token_ids
+                if event.tried:
+                    seq.tried += event.tried
+                    seq.accepted += event.tokens - 1
                 if event.stage_done:
                     seq.next_stage(event.at)
             case Demoted() | Promoted():
                 seq.demoted = isinstance(event, Demoted)
             case Finished():
-                self._running.pop(event.id, None)
-                self._waiting.pop(event.id, None)
+                for where in (self._running, self._waiting, self._arriving):
+                    where.pop(event.id, None)
 
 
 def shifted(event: Event, by: float) -> Event:
     """The event in a clock that shows `by` seconds more."""
     changes: dict[str, Any] = {"at": event.at + by}
-    if isinstance(event, Offered):
+    if isinstance(event, Offered | HandedOff):
         changes["request"] = shifted_request(event.request, by)
     return replace(event, **changes)
 
@@ -168,7 +189,8 @@ def shifted_request(request: Request, by: float) -> Request:
         starts = tuple(t + by for t in progress.starts)
         times = tuple(tuple(t + by for t in of_stage) for of_stage in progress.times)
         progress = replace(progress, starts=starts, times=times)
-    return replace(request, arrival=request.arrival + by, progress=progress)
+    handoff = request.handoff and replace(request.handoff, at=request.handoff.at + by)
+    return replace(request, arrival=request.arrival + by, progress=progress, handoff=handoff)
 
 
 def shifted_report(report: Report, by: float) -> Report:

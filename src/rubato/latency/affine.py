@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rubato.interfaces import Line
 from rubato.latency.online import Online
 from rubato.latency.planes import Array, Coefficients, fit_planes, largest
 from rubato.types import Sample, Shape
@@ -68,6 +69,17 @@ class Model:
         low, high = k * tokens + b, k_ * tokens + b_
         rest = s * shape.seqs + a * shape.kv + d * shape.chunk_context + e * shape.chunk_sq
         return (high if high > low else low) + rest
+
+    def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
+        """`step_time` of a shape's features, without the shape."""
+        k, b, k_, b_, s, a, d, e = self._flat
+        low, high = k * tokens + b, k_ * tokens + b_
+        return (high if high > low else low) + (s * seqs + a * kv + d * context + e * square)
+
+    def line(self, seqs: int, kv: int) -> Line:
+        """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more."""
+        k, b, k_, b_, s, a, _, _ = self._flat
+        return Line(max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf)
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
+from rubato.interfaces import Line
 from rubato.latency.planes import Array, largest
 from rubato.types import Sample, Shape
 
@@ -157,7 +158,7 @@ class Model:
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes."""
-        return self._seconds(
+        return self.seconds(
             shape.tokens, shape.seqs, shape.kv, shape.chunk_context, shape.chunk_sq, shape.chunks, shape.chunk_kv
         )
 
@@ -168,9 +169,9 @@ class Model:
 
         def fits(c: int) -> bool:
             if c == 1:
-                time = self._seconds(tokens + 1, seqs, kv + 1, context, square, chunks, chunk_kv)
+                time = self.seconds(tokens + 1, seqs, kv + 1, context, square, chunks, chunk_kv)
             else:
-                time = self._seconds(
+                time = self.seconds(
                     tokens + c, seqs, kv + c, context + c * cached, square + c * c, chunks + 1, chunk_kv + cached + c
                 )
             return time <= seconds
@@ -213,11 +214,9 @@ class Model:
         tables = Tables(**{name: data[name] for name in names})
         return cls(tables, Factors(**data["factors"]), data["host"], data["host_per_seq"])
 
-    def _seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
-        try:
-            time = self._by_tokens[tokens] + self._by_seqs[seqs]
-        except IndexError:
-            time = _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
+    def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
+        """`step_time` of a shape's features, without the shape."""
+        time = self._fixed(tokens, seqs)
         decodes = seqs - chunks
         if decodes:
             time += self._decode.time(decodes, kv - chunk_kv)
@@ -227,6 +226,16 @@ class Model:
             read = self._decode.time(chunks, chunk_kv)
             time += compute if compute > read else read
         return time
+
+    def line(self, seqs: int, kv: int) -> Line:
+        """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more up to `until`."""
+        return Line(self._fixed(seqs, seqs), *self._decode.line(seqs, kv))
+
+    def _fixed(self, tokens: int, seqs: int) -> float:
+        try:
+            return self._by_tokens[tokens] + self._by_seqs[seqs]
+        except IndexError:
+            return _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
 
     def _flatten(self) -> None:
         """Dense lists: an index costs less than any formula."""
@@ -263,13 +272,26 @@ class _Decode:
         row = self._rows.get(batch)
         if row is None:
             row = self._rows[batch] = self._row(batch)
+        i = self._piece(row, kv)
+        return row[0][i] + row[1][i] * (max(kv, 4) - self._x[i])
+
+    def line(self, batch: int, kv: int) -> tuple[float, float, float, float]:
+        """What `time` goes by here, as `Line` has it."""
+        at_least = self.time(batch, kv)
+        if kv < 4:
+            return at_least, 0.0, 4.0, 4.0
+        row = self._rows[batch]
+        i = self._piece(row, kv)
+        last = i == len(row[1]) - 1
+        return row[0][i], row[1][i], self._x[i], float("inf") if last else self._x[i + 1]
+
+    def _piece(self, row: tuple[list[float], list[float]], kv: int) -> int:
+        """Which straight line holds."""
         if kv < 4:
             kv = 4
         octave = kv.bit_length() - 3
         i = 4 * octave + (kv >> octave & 3)
-        if i >= len(row[1]):
-            i = len(row[1]) - 1
-        return row[0][i] + row[1][i] * (kv - self._x[i])
+        return i if i < len(row[1]) else len(row[1]) - 1
 
     def _row(self, batch: int) -> tuple[list[float], list[float]]:
         """(seconds at each knot, seconds per token after it)."""

@@ -44,21 +44,21 @@ def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tupl
     for part in run.chunks:
         if part.tokens == 1:
             single = single.plus(1, part.start + i)
-    part = next((p for p in run.chunks if p.seq is seq), None)
-    if part is None and not decodes:
+    mine = [p for p in run.chunks if p.seq is seq]
+    if not mine and not decodes:
         return ((_idle(whole, single), seconds),)
     predicted = model(whole)
     scale = seconds / predicted if predicted > 0.0 else 0.0
-    if part is None or part.tokens == 1:
+    if not mine or mine[0].tokens == 1:
         with_decodes = model(single)
         alone = model(Shape().plus(1, single.kv // single.seqs))
         return (
             ("prefill interference", (predicted - with_decodes) * scale),
             ("decode interference", (with_decodes - alone) * scale),
         )
-    start = part.start + i * part.tokens
-    beside = model(single.plus(part.tokens, start))
-    alone = model(Shape().plus(part.tokens, start))
+    tokens, start = mine[0].tokens, mine[0].start + i * mine[0].tokens
+    beside = model(single.plus(tokens, start))
+    alone = model(Shape().plus(tokens, start))
     again = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
     return (
         *((("preemption", alone * scale),) if again else ()),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rubato.check import check
 from rubato.clock import COMPLETION, PLAN, HandClock
-from rubato.interfaces import LatencyModel, LengthPredictor, Scheduler, View
+from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
 from rubato.lean.blame import blame
 from rubato.lean.run import Part, Run, Steps
@@ -35,16 +35,19 @@ from rubato.types import (
     Preempted,
     Promoted,
     Request,
+    Role,
     Started,
 )
 
-LONGEST = 64  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
+LONGEST = 32  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 
 
 class LeanHost:
     """truth: the time steps take; latency: what the scheduler believes, which does not learn here. targets: request id
-    -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each run
-    when it is over, and each request's token times with its end. at: has the host called (`complete`, `plan`) at a time, in the order of ranks.
+    -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each
+    run when it is over, `ended` each request's token times with its end. at: has the host called (`complete`, `plan`)
+    at a time, in the order of ranks.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LeanHost:
         self.known: dict[str, LeanSeq] = {}
         self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
         self.kv_free = limits.kv_blocks
+        self.pending = 0  # tokens, of the waiting and the prefilling
         self.decoding = 0  # sequences that the next step of all decodes advances
         self.decoding_kv = 0  # tokens they have in KV
         self.run: Run | None = None
@@ -112,9 +116,23 @@ class LeanHost:
 
     async def close(self) -> None: ...
 
+    def assign(self, role: Role) -> None:
+        raise ValueError(NO_HANDOFF)
+
+    def reserve(self, request: Request) -> bool:
+        raise ValueError(NO_HANDOFF)
+
+    async def transfer(self, id: str, to: Host) -> None:
+        raise ValueError(NO_HANDOFF)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        raise ValueError(NO_HANDOFF)
+
+    def release(self, id: str) -> None:
+        raise ValueError(NO_HANDOFF)
+
     def view(self) -> View:
-        self._view.now = self.clock.time
-        return self._view
+        return self._view.at(self.clock.time)
 
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
@@ -129,6 +147,7 @@ class LeanHost:
             self._tell([self._finished(seq, now, "refused", reason)])
             return
         self.known[seq.id] = seq
+        self.pending += seq.pending
         insort(self.waiting, seq, key=_key)
         self._changed(now)
 
@@ -181,10 +200,10 @@ class LeanHost:
         if not self.known:
             self._flush()
             return
-        view = self._view
-        view.now = now
+        view = self._view.at(now)
         plan = self.scheduler.plan(view)
-        check(plan, view, self._policy)
+        if not self._plainly_possible(plan):
+            check(plan, view, self._policy)
         events = self._carry_out(plan, now)
         self._outbox += events
         self._flush()
@@ -239,6 +258,7 @@ class LeanHost:
         if seq.pending > 1:
             self.prefilling[seq.id] = seq
         else:
+            self.pending -= 1
             self._join(seq)
 
     def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
@@ -260,7 +280,7 @@ class LeanHost:
 
     def _count_blocks(self, run: Run, most: int) -> None:
         """KV blocks taken when each step begins, cumulated; fewer steps than `most` when they would run short."""
-        block, phases, need = self.limits.block, self._phases, 0
+        block, phases, needs, need = self.limits.block, self._phases, run.needs, 0
         for i in range(most):
             need += phases[-(run.tick + i) % block]
             for part in run.chunks:
@@ -268,7 +288,7 @@ class LeanHost:
                 need += blocks_for(before + part.tokens, block) - blocks_for(before, block)
             if i and need > run.free:
                 break
-            run.needs.append(need)
+            needs.append(need)
 
     def _keep(self, run: Run) -> None:
         last = run.tick + len(run.ends)
@@ -284,6 +304,7 @@ class LeanHost:
         self.decoding_kv += steps * run.seqs
         for part in run.chunks:
             part.seq._cached += steps * part.tokens
+            self.pending -= steps * part.tokens
         self.kv_free = run.free - run.needs[min(done, len(run.needs) - 1)]
 
     def _book(self, run: Run) -> list[LeanSeq]:
@@ -297,13 +318,16 @@ class LeanHost:
             seq = part.seq
             if seq.ended:
                 continue
-            if seq.pending == 0:
+            left = seq.pending
+            if left > 1:
+                continue
+            if left == 0:
                 seq._output += 1
                 seq.spans[-1].append((self.tick - 1, self.tick))
                 came.append(seq)
-            if seq.pending == 1:
-                self.prefilling.pop(seq.id, None)
-                self._join(seq)
+            self.pending -= left
+            del self.prefilling[seq.id]
+            self._join(seq)
         for seq in self._resting:
             if not seq.ended and seq.id in self.running:
                 self._join(seq)
@@ -332,6 +356,7 @@ class LeanHost:
         self._leave(seq, PREFILLING)
         seq.next_stage(now)
         if seq.pending > 1:
+            self.pending += seq.pending
             self.prefilling[seq.id] = seq
             if next(reversed(self.running)) != seq.id:  # in order of start
                 self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
@@ -362,6 +387,20 @@ class LeanHost:
     def _due(self, tick: int, order: int, seq: LeanSeq) -> bool:
         return seq.state == DECODING and seq.due_tick == tick and not seq.ended
 
+    def _plainly_possible(self, plan: Plan) -> bool:
+        """Whether `check` would find nothing, for the plans that most steps have; False is no verdict."""
+        if not plan.decode or len(plan.work) > 1 or plan.preempt or plan.drop or plan.demote or plan.promote:
+            return False
+        limits, tokens, seqs, need = self.limits, self.decoding, self.decoding, self.blocks_due()
+        for work in plan.work:
+            seq = self.known.get(work.seq)
+            if seq is None or seq.state == DECODING or not 1 <= work.tokens <= seq.pending or limits.max_running:
+                return False
+            tokens += work.tokens
+            seqs += 1
+            need += blocks_for(seq._cached + work.tokens, limits.block) - blocks_for(seq._cached, limits.block)
+        return 0 < seqs <= limits.max_seqs and tokens <= limits.max_tokens and need <= self.kv_free
+
     def blocks_due(self) -> int:
         """KV blocks that the next step of all decodes needs."""
         return self._phases[-self.tick % self.limits.block]
@@ -370,11 +409,13 @@ class LeanHost:
 
     def _preempt(self, seq: LeanSeq, now: float) -> Event:
         self.kv_free += seq.blocks
+        if self.prefilling.pop(seq.id, None) is not None:
+            self.pending -= seq.pending
         self._leave(seq, WAITING)
         del self.running[seq.id]
-        self.prefilling.pop(seq.id, None)
         seq.begun[-1] = (seq.begun[-1][0], self.tick)
         seq._cached = 0
+        self.pending += seq.pending
         seq.since = now
         insort(self.waiting, seq, key=_key)
         return Preempted(now, seq.id)
@@ -395,11 +436,12 @@ class LeanHost:
         return event
 
     def _release(self, seq: LeanSeq) -> None:
+        if seq.state == WAITING or self.prefilling.pop(seq.id, None) is not None:
+            self.pending -= seq.pending
         if seq.state != WAITING:
             self.kv_free += seq.blocks
             self._leave(seq, WAITING)
             del self.running[seq.id]
-            self.prefilling.pop(seq.id, None)
         del self.known[seq.id]
         if len(self.log) > self._log_most:
             since = min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick)
@@ -414,7 +456,7 @@ class LeanHost:
         if outcome == "completed" and not verdict.met:
             lost = blame(seq, self)
             if lost:
-                verdict = replace(verdict, cause=max(lost, key=lambda cause: lost[cause]))
+                verdict = replace(verdict, cause=max(lost.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
         if self._ended is not None:
             self._ended(event, stages)
@@ -461,6 +503,7 @@ class LeanHost:
         """Raise AssertionError unless the counts are what looking at every sequence gives."""
         assert sorted(self.known) == sorted([*self.running, *(s.id for s in self.waiting)])
         decodes = [s for s in self.running.values() if s.state == DECODING]
+        assert self.pending == sum(s.pending for s in [*self.waiting, *self.prefilling.values()])
         assert self.decoding == len(decodes)
         assert self.decoding_kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())

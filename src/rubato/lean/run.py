@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rubato.interfaces import LatencyModel
+from rubato.interfaces import LatencyModel, Line
 from rubato.types import Shape
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Steps:
             raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
         self._truth = truth
         self._seconds: Callable[[int, int, int, int, int, int, int], float] | None = getattr(truth, "seconds", None)
+        self._line: Callable[[int, int], Line] | None = getattr(truth, "line", None)
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._factors: list[float] = []
@@ -82,6 +83,9 @@ class Steps:
                 at += seconds * self._factor(run.tick + i) if noise else seconds
                 ends.append(at)
             return
+        if self._line is not None and not run.chunks:
+            self._decodes(run)
+            return
         # From one step to the next only three sums of a shape change, each by the same.
         shape = run.shape(0) if run.chunks else run.decodes(0)
         tokens, seqs, square, chunks = shape.tokens, shape.seqs, shape.chunk_sq, shape.chunks
@@ -94,6 +98,19 @@ class Steps:
             kv += tokens
             context += square
             chunk_kv += in_chunks
+
+    def _decodes(self, run: Run) -> None:
+        """Steps of decodes alone: along a line."""
+        assert self._line is not None
+        at, ends, noise, n, kv = run.begin, run.ends, self._noise, run.seqs, run.kv
+        until = -1.0
+        for i in range(len(run.needs)):
+            kv += n
+            if kv >= until:
+                fixed, y, slope, x, until = self._line(n, kv)
+            seconds = fixed + (y + slope * (kv - x))
+            at += seconds * self._factor(run.tick + i) if noise else seconds
+            ends.append(at)
 
     def _factor(self, tick: int) -> float:
         at = tick - self._first

@@ -21,9 +21,9 @@ class LeanSeq:
     tick was 0, plus the tick; `_output` and `_cached` then hold that offset, else the numbers themselves."""
 
     __slots__ = (
-        "_cached", "_checked", "_missed", "_output", "arrival", "begun", "continues", "deadlines", "demoted", "due_tick",
-        "ended", "first_token_at", "host", "id", "key", "longest", "most", "order", "prompt", "request", "since", "spans",
-        "stage", "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
+        "_cached", "_checked", "_missed", "_output", "begun", "continues", "deadlines", "demoted", "due_tick", "ended",
+        "first_token_at", "host", "id", "key", "most", "order", "prompt", "request", "since", "spans", "stage",
+        "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, now: float, host: LeanHost, targets: Sequence[int] | None) -> None:
@@ -89,6 +89,18 @@ class LeanSeq:
     @property
     def in_flight(self) -> int:
         return 0
+
+    @property
+    def draft(self) -> None:
+        return None
+
+    @property
+    def tried(self) -> int:
+        return 0
+
+    @property
+    def acceptance(self) -> None:
+        return None
 
     @property
     def best_effort(self) -> bool:

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from rubato.interfaces import SeqView, View
-from rubato.types import Shape
+from rubato.types import ANY, Shape
 
 if TYPE_CHECKING:
     from rubato.lean.host import LeanHost
@@ -19,34 +19,36 @@ class LeanView(View):
     """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
 
     __slots__ = ("_host",)
-    __setattr__ = object.__setattr__  # type: ignore[assignment]  # its numbers change, unlike a View's
 
     def __init__(self, host: LeanHost) -> None:
-        self._host = host
-        self.id = host.id
-        self.kv_total = host.limits.kv_blocks
-        self.limits = host.limits
-        self.latency = host.latency
-        self.supports = SUPPORTS
-        self.as_of = inf
-        self.now = 0.0
+        put = object.__setattr__  # a View is frozen for those who read it
+        for name, value in (
+            ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
+            ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
+            ("now", 0.0),
+        ):  # fmt: skip
+            put(self, name, value)
+
+    def at(self, now: float) -> LeanView:
+        object.__setattr__(self, "now", now)
+        return self
 
     @property
-    def waiting(self) -> Sequence[SeqView]:  # type: ignore[override]
+    def waiting(self) -> Sequence[SeqView]:
         return self._host.waiting
 
     @property
-    def running(self) -> Sequence[SeqView]:  # type: ignore[override]
+    def running(self) -> Sequence[SeqView]:
         self._host.sync()
         return [seq for seq in self._host.running.values() if not seq.ended]
 
     @property
-    def kv_free(self) -> int:  # type: ignore[override]
+    def kv_free(self) -> int:
         self._host.sync()
         return self._host.kv_free
 
     @property
-    def busy_until(self) -> float:  # type: ignore[override]
+    def busy_until(self) -> float:
         """By what the scheduler believes; the step under way when one is."""
         run = self._host.run
         if run is None:
@@ -87,10 +89,9 @@ class LeanView(View):
 
     @property
     def pending(self) -> int:
-        self._host.sync()
         host = self._host
-        whole = sum(seq.pending for seq in host.waiting) + sum(seq.pending for seq in host.prefilling.values())
-        return whole + len(host.running) - len(host.prefilling)
+        host.sync()
+        return host.pending + len(host.running) - len(host.prefilling)
 
     @property
     def count(self) -> int:

@@ -37,6 +37,11 @@ def load_router(name: str, settings: Mapping[str, object] | None = None) -> Rout
     return cast(Router, _build(name, "Router", settings or {}))
 
 
+def router_of(policy: str) -> str:
+    """The module whose Router goes with this policy: its own, or `least_loaded`. Raises PolicyError."""
+    return policy if hasattr(_module(policy), "Router") else "least_loaded"
+
+
 def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
     """(name, "scheduler" | "router", first line of its docstring, source, settings with defaults) of each policy."""
     for name in names():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.types import Plan, Shape, Work
+from rubato.types import HandoffReason, Plan, Shape, Work
 
 FOR_EVER = 1 << 30
 
@@ -100,8 +100,10 @@ class Packing:
         self.slots_left += 1
         self.preempted.append(seq)
 
-    def plan(self, *, steady: int = 0, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
-             wake_at: float | None = None) -> Plan:  # fmt: skip
+    def plan(
+        self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
+        wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
+    ) -> Plan:  # fmt: skip
         return Plan(
             work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
             decode=self.decode,
@@ -111,6 +113,7 @@ class Packing:
             promote=tuple(promote),
             drop=drop or {},
             wake_at=wake_at,
+            handoff=handoff or {},
         )
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
@@ -140,14 +143,15 @@ def run_chunks(packing: Packing) -> bool:
     return True
 
 
-def run_in_order(packing: Packing, running: Iterable[SeqView]) -> None:
-    """vLLM's rule for the running: each gets its pending tokens in order of start; who lacks KV takes it from the one
-    started last (itself in the end)."""
+def run_in_order(packing: Packing, running: Iterable[SeqView], drafted: Callable[[SeqView], int] | None = None) -> None:
+    """vLLM's rule for the running: each gets its pending tokens, and as many `drafted` ones to verify, in order of
+    start; who lacks KV takes it from the one started last (itself in the end)."""
     order = list(running)
     at = 0
     while at < len(order):
         seq = order[at]
-        tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
+        wanted = seq.pending + drafted(seq) if drafted is not None else seq.pending
+        tokens = min(wanted, packing.tokens_left) if packing.seqs_left else 0
         if tokens == 0:
             at += 1
             continue

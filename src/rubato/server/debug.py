@@ -17,6 +17,7 @@ from rubato.types import (
     Demoted,
     Event,
     Finished,
+    HandedOff,
     Lost,
     Offered,
     Placed,
@@ -26,12 +27,14 @@ from rubato.types import (
     Started,
     Stepped,
     Tokens,
+    Transferred,
 )
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
 # What a request waits for from the event on; what ends it is its first work.
 HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
+TRANSFER = "KV on its way to another replica"
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Record:
     best_effort: float = 0.0  # seconds, until it ended or was promoted again
     replicas: list[str] = field(default_factory=list)
     preemptions: int = 0
+    brings_kv: bool = False  # where it goes next
     cached: int = 0  # prompt tokens whose KV was there when it first started
     started: bool = False
     output: int = 0
@@ -127,7 +131,16 @@ def _fold(record: Record, event: Event) -> None:
     elif isinstance(event, Placed):
         about["replica"] = event.replica
         record.replicas.append(event.replica)
-        _wait(record, event.at, QUEUE)
+        _wait(record, event.at, TRANSFER if record.brings_kv else QUEUE)
+    elif isinstance(event, HandedOff):
+        handoff = event.request.handoff
+        assert handoff is not None
+        about = {"replica": handoff.source, "why": handoff.reason, "cached_tokens": handoff.cached}
+        record.brings_kv = handoff.cached > 0
+        _wait(record, event.at, HELD)
+    elif isinstance(event, Transferred):
+        about = {"replica": event.replica, "from": event.source, "tokens": event.tokens, "bytes": event.size}
+        _wait(record, event.at, None)
     elif isinstance(event, Started):
         about = {"resumed": event.resumed, "cached_tokens": event.cached}
         if not record.started:
@@ -138,6 +151,7 @@ def _fold(record: Record, event: Event) -> None:
         _wait(record, event.at, PREEMPTED)
     elif isinstance(event, Lost):
         about["replica"] = event.replica
+        record.brings_kv = False
         _wait(record, event.at, LOST)
     elif isinstance(event, Demoted):
         record.best_effort_since = event.at

@@ -162,6 +162,18 @@ class Seq:
     def predicted(self) -> float | None:
         return self.lengths.remaining(self.request, self.output) if self.lengths else None
 
+    @property
+    def draft(self) -> None:
+        return None
+
+    @property
+    def tried(self) -> int:
+        return 0
+
+    @property
+    def acceptance(self) -> None:
+        return None
+
     # ----------------------------------------------------------------- for the plug-in
 
     @property

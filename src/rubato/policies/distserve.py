@@ -1,0 +1,155 @@
+"""DistServe: prefill and decode on replicas of their own, KV moved between them.
+
+Reproduced: a prompt goes to the prefill replica with the least to do, which runs whole prompts first come first served,
+as many together as a batch takes; its KV then waits there until a decode replica has the memory (the paper's pull), and
+the decode replica with the most of it free takes it. Decode replicas run decodes alone, all of them in each step.
+Not reproduced: the search for parallelism and placement; replicas are given. Where KV lacks, the paper swaps; here the
+decode started last gives its KV up and goes back to a prefill replica with what it has, as does a request whose next
+stage brings a new prompt: one prefill more, but KV moves one way only, so that the pools never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rubato.interfaces import Dispatch, View
+from rubato.kv import blocks_for
+from rubato.policies._packing import Packing, run_in_order
+from rubato.types import Event, HandoffReason, Plan, Request, Role
+
+SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
+
+
+def ideal_ratio(prompt: float, output: float, tpot: float, overhead: float) -> float:
+    """Prefill replicas to one decode replica: (1 - C/TPOT)·E[prompt]/E[output] (SYSTEMS §1, from SLOs-Serve).
+
+    prompt, output: mean tokens of a request; tpot: seconds promised; overhead: C, the fixed seconds of a batch. Raises
+    ValueError when no batch ends within the TPOT.
+    """
+    if not 0.0 <= overhead < tpot or prompt <= 0.0 or output <= 0.0:
+        raise ValueError(
+            f"prompt {prompt}, output {output}, tpot {tpot} s, overhead {overhead} s: tokens must be above 0 and the "
+            "overhead in [0, tpot)"
+        )
+    return (1.0 - overhead / tpot) * prompt / output
+
+
+@dataclass
+class Scheduler:
+    """budget: tokens of a prefill batch (0 = what the engine takes)."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"preempt", "handoff", "kv_transfer"})
+    budget: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget < 0:
+            raise ValueError(
+                f"budget is {self.budget}: give the tokens of a prefill batch, or 0 for the engine's limit"
+            )
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        if view.role.phase == "prefill":
+            return self._prefill(view)
+        if view.role.phase == "decode":
+            return _decode(view)
+        raise ValueError(f"replica {view.id!r} has no phase: distserve's scheduler works under distserve's router only")
+
+    def _prefill(self, view: View) -> Plan:
+        packing = Packing(view, self.budget or None)
+        begun = [s for s in view.running if s.pending > 1]
+        for seq in begun:  # a prompt longer than a batch, part of the way; all of its KV was there when it began
+            if tokens := packing.room(seq):
+                packing.add(seq, tokens)
+        for seq in view.waiting if not begun else ():
+            fits = seq.pending <= packing.tokens_left or not packing.work  # longer than a batch it has one for itself
+            if not fits or packing.tokens_left == 0 or packing.seqs_left == 0 or packing.lacks(seq, seq.pending):
+                break
+            packing.add(seq, min(seq.pending, packing.tokens_left))
+        return packing.plan(handoff={s.id: "prefilled" for s in view.running if s.pending == 1})
+
+
+def _decode(view: View) -> Plan:
+    """Who needs a prefill gives up its KV and, holding none, goes."""
+    packing = Packing(view)
+    for seq in view.running:
+        if seq.pending > 1:
+            packing.preempt(seq)
+    run_in_order(packing, [s for s in view.running if s.pending == 1])
+    back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
+    return packing.plan(handoff=back)
+
+
+@dataclass
+class Router:
+    """prefill, decode: the ratio of the two pools, at least one replica each. watermark: share of a decode replica's KV
+    kept free when it takes a request beside others."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    prefill: int = 1
+    decode: int = 1
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.prefill < 1 or self.decode < 1 or not 0.0 <= self.watermark < 1.0:
+            raise ValueError(
+                f"prefill {self.prefill}, decode {self.decode}, watermark {self.watermark}: give at least 1 of both "
+                "and a share in [0, 1)"
+            )
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        """The first ones prefill, as many as the ratio says, to the nearest."""
+        if len(replicas) < 2:
+            raise ValueError("distserve needs at least 2 replicas, one to prefill and one to decode: there is 1")
+        share = len(replicas) * self.prefill / (self.prefill + self.decode)
+        first = min(max(1, round(share)), len(replicas) - 1)
+        return {id: Role("prefill" if i < first else "decode") for i, id in enumerate(replicas)}
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+        prefills = [v for v in fleet if v.role.phase == "prefill"]
+        decodes = [v for v in fleet if v.role.phase == "decode"]
+        place: dict[str, str] = {}
+        reject: dict[str, str] = {}
+        load = {v.id: sum(s.pending for s in [*v.waiting, *v.running]) for v in prefills}
+        free = {v.id: v.kv_free for v in decodes}
+        full = False
+        for request in held:
+            if not prefills or not decodes:
+                reject[request.id] = f"rejected-no-replica: none is left to {'decode' if prefills else 'prefill'}"
+            elif not any(_could_hold(v, request) for v in decodes):
+                reject[request.id] = "rejected-exceeds-kv"
+            elif request.handoff is None or not request.handoff.cached:
+                to = min(load, key=lambda id: load[id])
+                place[request.id] = to
+                load[to] += request.prompt + (sum(map(len, request.progress.times)) if request.progress else 0)
+            elif not full:  # first come, first served: who is small does not pass who waits for memory
+                taker = self._taker(decodes, free, request, request.handoff.cached)
+                if taker is None:
+                    full = True
+                else:
+                    place[request.id] = taker.id
+                    free[taker.id] -= blocks_for(request.handoff.cached, taker.limits.block)
+        return Dispatch(place, reject)
+
+    def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:
+        """The decode replica with the largest share of its KV free, if that is enough."""
+        able = []
+        for view in decodes:
+            alone = free[view.id] == view.kv_total
+            spare = 0 if alone else int(self.watermark * view.kv_total)
+            slot = view.limits.max_running is None or len(view.running) < view.limits.max_running
+            if slot and _could_hold(view, request) and blocks_for(tokens, view.limits.block) + spare <= free[view.id]:
+                able.append(view)
+        return max(able, key=lambda v: free[v.id] / v.kv_total, default=None)
+
+
+def _could_hold(view: View, request: Request) -> bool:
+    most = request.prompt + request.sampling.max_tokens
+    return most <= view.limits.max_length and blocks_for(most, view.limits.block) <= view.kv_total

@@ -1,0 +1,51 @@
+"""vLLM with speculative decoding: the `vllm` policy, and a chain of n drafted tokens for every request that decodes.
+
+Reproduced: each sequence that samples has n tokens drafted, whatever the load; its next step verifies as many of them
+as the budget leaves room for. They count in the budget and take KV, for which others are preempted, as pending tokens
+do. Not reproduced: what `vllm` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rubato.interfaces import SeqView, View
+from rubato.policies import vllm
+from rubato.policies._packing import Packing, admit_in_order, run_in_order
+from rubato.types import Event, Plan, Work
+
+SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
+
+
+@dataclass
+class Scheduler:
+    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8)."""
+
+    needs: ClassVar[frozenset[str]] = vllm.Scheduler.needs | {"draft"}
+    budget: int = 2048
+    n: int = 4
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.n < 1:
+            raise ValueError(f"budget {self.budget}, n {self.n}: give at least 1 token per step, and 1 to draft")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        packing = Packing(view, self.budget)
+        run_in_order(packing, view.running, drafted=_drafted)
+        admit_in_order(packing, view.waiting)
+        plan = packing.plan()
+        seqs = {s.id: s for s in [*view.running, *view.waiting]}
+        return replace(plan, work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))
+
+    def _speculative(self, seq: SeqView, tokens: int) -> Work:
+        verify = tuple(range(tokens - seq.pending))
+        return Work(seq.id, tokens - len(verify), verify, (self.n, 1) if tokens >= seq.pending else None)
+
+
+def _drafted(seq: SeqView) -> int:
+    return len(seq.draft.parents) if seq.draft is not None else 0

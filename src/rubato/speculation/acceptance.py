@@ -1,0 +1,123 @@
+"""Which drafted tokens turn out right, where there is neither drafter nor model: one random process a request.
+
+For every output token of a request it is drawn how sure the drafter is of its first choice (c) and which of its choices
+is the target's: choice j (from 0) with probability c·(1-c)^j. A chain's tokens are right one by one with probability
+alpha, so that sl tokens verified bring Acc(sl) = (1-alpha^sl)/(1-alpha) (SYSTEMS §1, PB* speculative); a tree's path
+probabilities are what really happens. Draws depend on seed, request and position alone: no policy can shift them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from zlib import crc32
+
+import numpy as np
+
+from rubato.types import Request, Tree
+
+STREAM = 0xACC  # apart from arrivals, lengths and noise
+BLOCK = 64  # tokens drawn at once
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How good a drafter is. alpha: chance that its first choice is right, mean over requests; apps: app -> that mean
+    where it differs. spread: standard deviation of alpha between requests (Beta). certainty: concentration of a token's
+    c about its request's alpha (Beta; inf: the same for every token)."""
+
+    alpha: float = 0.7
+    apps: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+    certainty: float = inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for alpha in (self.alpha, *self.apps.values()):
+            if not 0.0 <= alpha <= 1.0 or (self.spread and self.spread**2 >= alpha * (1.0 - alpha)):
+                raise ValueError(
+                    f"acceptance {alpha} with spread {self.spread}: give a probability, and a spread that it allows, "
+                    "below sqrt(alpha·(1-alpha))"
+                )
+        if self.spread < 0.0 or not self.certainty > 0.0:
+            raise ValueError(f"spread {self.spread}, certainty {self.certainty}: give 0 or more, and above 0")
+
+    def of(self, request: Request) -> Process:
+        """The process of one request."""
+        rng = np.random.default_rng([self.seed, STREAM, crc32(request.id.encode())])
+        alpha = self.apps.get(request.app, self.alpha)
+        if self.spread:
+            alpha = _beta(rng, alpha, alpha * (1.0 - alpha) / self.spread**2 - 1.0, 1)[0]
+        return Process(rng, alpha, self.certainty)
+
+
+class Process:
+    """What happens to the drafts of one request. alpha: its own."""
+
+    def __init__(self, rng: np.random.Generator, alpha: float, certainty: float) -> None:
+        self.alpha = alpha
+        self._rng = rng
+        self._certainty = certainty
+        self._drawn: list[tuple[float, int]] = []
+
+    def at(self, position: int) -> tuple[float, int]:
+        """Of output token `position` (from 0): how sure the drafter is of its first choice, and which is right."""
+        while len(self._drawn) <= position:
+            fixed = self._certainty == inf or self.alpha in (0.0, 1.0)
+            sure = [self.alpha] * BLOCK if fixed else _beta(self._rng, self.alpha, self._certainty, BLOCK)
+            self._drawn += [(c, _choice(c, u)) for c, u in zip(sure, self._rng.random(BLOCK).tolist(), strict=True)]
+        return self._drawn[position]
+
+    def draft(self, position: int, depth: int, width: int) -> Draft:
+        """Beam search (AdaServe): the `width` best children of the last layer's nodes, by path probability, `depth`
+        times. Ties go to the parent found first."""
+        parents: list[int] = []
+        paths: list[float] = []
+        choices: list[int] = []
+        layer = [(1.0, -1)]
+        for step in range(depth):
+            c, _ = self.at(position + step)
+            children = [(path * c * (1.0 - c) ** j, node, j) for path, node in layer for j in range(width)]
+            layer = []
+            for path, node, j in sorted(children, key=lambda child: -child[0])[:width]:
+                if path > 0.0:
+                    layer.append((path, len(parents)))
+                    parents.append(node)
+                    paths.append(path)
+                    choices.append(j)
+        return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices))
+
+    def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[int, int]:
+        """Of the verified nodes, those that agree with the target from output token `position` on: (accepted, tried);
+        tried counts also the place where all that was offered was wrong."""
+        node, accepted = -1, 0
+        while True:
+            offered = [n for n in verify if draft.tree.parents[n] == node]
+            if not offered:
+                return accepted, accepted
+            _, right = self.at(position + accepted)
+            hit = next((n for n in offered if draft.choices[n] == right), None)
+            if hit is None:
+                return accepted, accepted + 1
+            node, accepted = hit, accepted + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree, and which of its parent's choices each node is (from 0)."""
+
+    tree: Tree
+    choices: tuple[int, ...]
+
+
+def _beta(rng: np.random.Generator, mean: float, concentration: float, size: int) -> list[float]:
+    found: list[float] = rng.beta(mean * concentration, (1.0 - mean) * concentration, size).tolist()
+    return found
+
+
+def _choice(c: float, u: float) -> int:
+    """The j with (1-c)^(j+1) <= 1-u < (1-c)^j: which choice is right, for u uniform in [0, 1)."""
+    if u < c:
+        return 0
+    return int(np.log1p(-u) / np.log1p(-c)) if c > 0.0 else -1

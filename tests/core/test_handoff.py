@@ -1,0 +1,423 @@
+"""Requests that replicas hand to each other, with KV or without: books, memory, and whatever may happen on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from rubato.check import PlanError
+from rubato.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.cluster import Cluster, local_cluster
+from rubato.engines.simulated import Engine, Link
+from rubato.fairness import FairShare
+from rubato.replica import Replica
+from rubato.simulate import Setup, simulate
+from rubato.trace import decode, encode, without_content
+from rubato.types import (
+    SLO,
+    Batch,
+    Emitted,
+    Event,
+    Finished,
+    HandedOff,
+    Handoff,
+    Limits,
+    Lost,
+    Placed,
+    Plan,
+    Progress,
+    Request,
+    Sampling,
+    Stage,
+    Started,
+    Stepped,
+    StepResult,
+    Tokens,
+    Transferred,
+    Work,
+)
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=25, block=8)
+LINK = Link(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1 s
+
+
+# --------------------------------------------------------------------------- the books of one replica
+
+
+def replica(**changes: object) -> Replica:
+    supports = frozenset({"handoff", "kv_transfer"})
+    return Replica("r0", replace(LIMITS, **changes), Linear(), supports=supports, keep_ids=True)  # type: ignore[arg-type]
+
+
+def step(r: Replica, plan: Plan, at: float, until: float) -> list[Event]:
+    batch, events = r.apply(plan, at, "test")
+    if not batch.entries:
+        return events
+    emitted = {e.seq: Emitted(1, "x", (7,)) for e in batch.entries if e.sample}
+    events += r.commit(batch, StepResult(emitted, until - at), until)
+    r.check_integrity()
+    return events
+
+
+def test_kv_stays_until_it_has_left() -> None:
+    r = replica()
+    r.submit(request("a", 20, ttft=1.0), 0.0)
+    step(r, Plan((Work("a", 20),)), 0.0, 0.1)
+    (event,) = step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
+    assert isinstance(event, HandedOff)
+    assert event.request.handoff == Handoff("r0", "prefilled", 0.1, cached=20)
+    assert event.request.progress == Progress((0.0,), ((0.1,),), (7,))
+    here = r.view(0.1)
+    assert (list(here.running), [s.id for s in here.moving], here.kv_free, r.empty, r.idle) == (
+        [],
+        ["a"],
+        22,
+        False,
+        True,
+    )
+    assert r.cancel("a", 0.2, "not its any more") == []
+    assert r.release("a")
+    assert not r.release("a")
+    assert (r.kv.free, r.empty, r.gone()) == (25, True, ["a"])
+    r.check_integrity()
+
+
+def test_kv_is_held_before_it_comes() -> None:
+    r = replica(kv_blocks=4)
+    progress = Progress((0.0,), ((0.1,),), (7,), lost={"queue": 0.05})
+    moved = replace(request("a", 20, ttft=1.0, most=10), progress=progress, handoff=Handoff("r9", "prefilled", 0.1, 20))
+    assert r.reserve(moved, 0.2) == []
+    here = r.view(0.2)
+    assert (len(here.waiting), len(here.running), len(here.moving), here.kv_free) == (0, 0, 1, 1)
+    assert r.reserve(replace(moved, id="b"), 0.2) is None  # the memory lacks
+    r.check_integrity()
+    assert r.arrive("a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
+    (seq,) = r.view(0.6).running
+    assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
+    assert r.running["a"].lost == {"queue": 0.05, "transfer": pytest.approx(0.5)}
+    assert step(r, Plan((Work("a", 1),)), 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
+
+
+def test_what_could_never_run_is_refused_also_when_it_brings_its_kv() -> None:
+    r = replica(kv_blocks=3)
+    moved = replace(request("a", 20, most=10), handoff=Handoff("r9", "prefilled", 0.1, 20))
+    events = r.reserve(moved, 0.2)
+    assert events is not None
+    assert [(e.outcome, e.reason) for e in events if isinstance(e, Finished)] == [("refused", "rejected-exceeds-kv")]
+    assert r.empty
+
+
+def test_one_that_waits_goes_without_kv_and_leaves_its_group() -> None:
+    r = replica()
+    ids = tuple(range(20))
+    for id in ("a", "b"):
+        asked = Request(id, (Stage(20, SLO(ttft=1.0), token_ids=ids),), 0.0, group="g", sampling=Sampling(10))
+        r.submit(asked, 0.0)
+    (event,) = step(r, Plan(handoff={"a": "declined"}), 0.5, 0.5)
+    assert isinstance(event, HandedOff)
+    assert event.request.handoff == Handoff("r0", "declined", 0.5)
+    assert event.request.group == ""
+    assert event.request.progress == Progress((0.0,), ((),), lost={"queue": 0.5})
+    assert [s.id for s in r.view(0.5).waiting] == ["b"]  # no longer held behind the first
+    r.submit(event.request, 0.6)
+    (again,) = step(r, Plan(handoff={"a": "offloaded"}), 0.6, 0.6)
+    assert isinstance(again, HandedOff)
+    assert again.request.handoff == Handoff("r0", "offloaded", 0.6, hops=2)
+
+
+def test_slots_of_what_moves_are_taken() -> None:
+    r = replica(max_running=2)
+    for id in "abc":
+        r.submit(request(id, 8), 0.0)
+    step(r, Plan((Work("a", 8), Work("b", 8))), 0.0, 0.1)
+    step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
+    with pytest.raises(PlanError, match="1 started beside 1 that run on, the engine holds 1 at once"):
+        r.apply(Plan((Work("c", 8),)), 0.1, "test")
+    assert r.reserve(replace(request("d"), handoff=Handoff("r9", "prefilled", 0.1, 8)), 0.1) is None
+    r.release("a")
+    step(r, Plan((Work("c", 8),)), 0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "supports", "says"),
+    [
+        (
+            Plan(handoff={"a": "prefilled"}),
+            {"handoff", "kv_transfer"},
+            "calls 'a' prefilled, and it has 12 tokens pend",
+        ),
+        (Plan(handoff={"w": "prefilled"}), {"handoff", "kv_transfer"}, "calls 'w' prefilled"),
+        (Plan(handoff={"w": "declined"}), set(), "this replica has nobody to hand it to"),
+        (Plan(handoff={"a": "offloaded"}), {"handoff"}, "whose KV this engine cannot export: preempt it first"),
+        (Plan((Work("w", 1),), handoff={"w": "declined"}), {"handoff"}, "the same plan preempts, drops or hands off"),
+        (
+            Plan(preempt=("a",), handoff={"a": "declined"}),
+            {"handoff", "kv_transfer"},
+            "the same plan preempts or drops",
+        ),
+        (Plan(handoff={"x": "declined"}), {"handoff"}, "handoff names 'x', which is neither waiting nor running"),
+    ],
+)
+def test_impossible_hand_offs(plan: Plan, supports: set[str], says: str) -> None:
+    r = Replica("r0", LIMITS, Linear(), supports=frozenset(supports))
+    for id in "aw":
+        r.submit(request(id, 20), 0.0)
+    step(r, Plan((Work("a", 8),)), 0.0, 0.1)
+    with pytest.raises(PlanError, match=says):
+        r.apply(plan, 0.1, "test")
+
+
+# --------------------------------------------------------------------------- between the replicas of a cluster
+
+
+class Breaks(Engine):
+    """Fails its next step once `fails` is set; `dead`: and cannot begin afresh."""
+
+    fails = dead = False
+
+    async def start(self) -> None:
+        if self.dead:
+            raise RuntimeError("the device fell off")
+        await super().start()
+
+    async def execute(self, batch: Batch) -> StepResult:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("a cosmic ray")
+        return await super().execute(batch)
+
+
+Act = Callable[[Cluster, Sequence[Breaks]], None]
+
+
+def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Sequence[Link] | None = None,
+             **given: object) -> list[Event]:  # fmt: skip
+    """Under distserve; the events, after every request has ended once and all KV is free."""
+    events: list[Event] = []
+
+    async def main() -> None:
+        clock = VirtualClock()
+        engines = [Breaks(Linear(), LIMITS, clock, link=link) for link in links or [LINK] * sum(ratio)]
+        settings = {"prefill": ratio[0], "decode": ratio[1]}
+        models = [Linear() for _ in engines]
+        cluster = local_cluster(engines, models, clock, policy="distserve", router_settings=settings, **given)
+        cluster.listen(events.append)
+        cluster.listen(lambda _: check(cluster))
+        await cluster.start()
+        for at, act in acts:
+            clock.call_at(at, ARRIVAL, lambda act=act: act(cluster, engines))
+        await clock.sleep_until(max(at for at, _ in acts), ARRIVAL)
+        await cluster.drain()
+        for host in cluster.hosts.values():
+            await host.drain()
+            assert host.view().kv_free == LIMITS.kv_blocks
+        await cluster.close()
+
+    def check(cluster: Cluster) -> None:
+        assert cluster.offered == cluster.finished + cluster.in_flight
+        for host in cluster.hosts.values():
+            host.replica.check_integrity()  # type: ignore[attr-defined]
+
+    run_virtual(main())
+    assert set(Counter(e.id for e in events if isinstance(e, Finished)).values()) == {1}
+    return events
+
+
+def offer(*requests: Request) -> Act:
+    def act(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+        for each in requests:
+            cluster.offer(each)
+
+    return act
+
+
+def breaks(engine: int, *, dead: bool = False) -> Act:
+    def act(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+        engines[engine].fails, engines[engine].dead = True, dead
+
+    return act
+
+
+def of(events: Sequence[Event], kind: type[Event], id: str) -> list[Event]:
+    return [e for e in events if isinstance(e, kind) and e.id == id]
+
+
+def end(events: Sequence[Event], id: str) -> Finished:
+    (last,) = of(events, Finished, id)
+    assert isinstance(last, Finished)
+    return last
+
+
+def path(events: Sequence[Event], id: str) -> list[str]:
+    return [e.replica for e in events if isinstance(e, Placed) and e.id == id]
+
+
+def test_prefilled_here_decoded_there() -> None:
+    """Prefill 0.03 s, transfer 0.5, then 15 decodes of 0.011."""
+    events = scenario([(0.0, offer(request("a", 20, ttft=0.1, tpot=0.02)))], (1, 1))
+    assert path(events, "a") == ["r0", "r1"]
+    assert of(events, Transferred, "a") == [Transferred(0.53, "a", "r1", "r0", 20, 2000)]
+    assert sum(e.tokens for e in of(events, Tokens, "a")) == 16  # type: ignore[attr-defined]
+    last = end(events, "a")
+    assert (last.outcome, last.output, last.verdict.cause) == ("completed", 16, "transfer")
+    assert last.at == pytest.approx(0.53 + 15 * 0.011)
+    assert [e.id for e in events if isinstance(e, Stepped)] == ["r0"] + ["r1"] * 15
+    for event in events:
+        assert decode(encode(event)) == event
+        encode(without_content(event))
+
+
+def test_one_token_needs_no_second_replica() -> None:
+    events = scenario([(0.0, offer(request("a", 20, most=1)))], (1, 1))
+    assert path(events, "a") == ["r0"]
+    assert end(events, "a").outcome == "completed"
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_both_ends() -> None:
+    free: list[int] = []
+
+    def look(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+        free.extend(host.view().kv_free for host in cluster.hosts.values())
+
+    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
+    events = scenario([(0.0, offer(request("a", 20))), (0.2, look), (0.3, leaves), (0.3, look), (0.9, look)], (1, 1))
+    assert free == [22, 22, 25, 25, 25, 25]
+    last = end(events, "a")
+    assert (last.outcome, last.at, last.output) == ("cancelled", 0.3, 1)
+    assert not of(events, Transferred, "a")
+
+
+def test_closing_in_the_middle_of_a_transfer_ends_it_once() -> None:
+    closing: list[asyncio.Task[None]] = []
+
+    def close(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+        closing.append(asyncio.ensure_future(cluster.close()))
+
+    events = scenario([(0.0, offer(request("a", 20))), (0.2, close)], (1, 1))
+    assert end(events, "a").at == 0.2
+    assert closing[0].done()
+
+
+FULL = request("full", 100, most=90)  # with 190 tokens, 24 of 25 blocks
+
+
+def test_who_finds_no_memory_waits_for_it_where_it_was_prefilled() -> None:
+    events = scenario([(0.0, offer(FULL)), (1.2, offer(request("a", 90)))], (1, 1))
+    (start,) = of(events, Transferred, "a")
+    assert isinstance(start, Transferred)
+    assert start.at > end(events, "full").at  # 13 + 12 blocks, and watermark or growth: not beside it
+    assert {end(events, id).outcome for id in ("full", "a")} == {"completed"}
+
+
+def test_a_client_that_leaves_while_its_kv_waits_for_memory() -> None:
+    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
+    events = scenario([(0.0, offer(FULL)), (1.2, offer(request("a", 98))), (1.4, leaves)], (1, 1))
+    last = end(events, "a")
+    assert (last.outcome, last.at, last.output) == ("cancelled", 1.4, 1)
+    assert last.verdict.ttft == pytest.approx(1.2 + 0.118)
+    assert end(events, "full").outcome == "completed"
+
+
+def test_when_the_source_is_lost_the_request_is_prefilled_elsewhere() -> None:
+    acts = [(0.0, offer(request("a", 20))), (0.1, breaks(0, dead=True)), (0.1, offer(request("b", 20)))]
+    events = scenario(acts, (2, 1))
+    assert path(events, "a") == ["r0", "r2", "r1", "r2"]
+    assert of(events, Lost, "a") == [Lost(0.1, "a", "r0")]
+    assert [e.resumed for e in of(events, Started, "a")] == [False, True]  # type: ignore[attr-defined]
+    assert (end(events, "a").outcome, end(events, "a").output) == ("completed", 16)
+    assert end(events, "b").outcome == "failed"
+
+
+def test_when_the_target_is_lost_the_kv_goes_to_another() -> None:
+    x, y = request("x", 20, most=150), request("y", 40, most=150)
+    acts = [(0.0, offer(x)), (0.1, offer(y)), (0.8, offer(request("a", 20))), (1.0, breaks(1, dead=True))]
+    events = scenario(acts, (1, 2))
+    assert path(events, "x") == ["r0", "r1"]
+    assert path(events, "a") == ["r0", "r1", "r2"]
+    assert len(of(events, Lost, "a")) == 1
+    assert len(of(events, Started, "a")) == 1  # prefilled once
+    assert [end(events, id).outcome for id in "xya"] == ["failed", "completed", "completed"]
+
+
+def test_with_nobody_left_to_decode_it_ends() -> None:
+    x = request("x", 20, most=150)
+    acts = [(0.0, offer(x)), (0.8, offer(request("a", 20))), (1.0, breaks(1, dead=True)), (3.0, offer(request("late")))]
+    events = scenario(acts, (1, 1))
+    assert (end(events, "a").outcome, end(events, "a").output) == ("refused", 1)
+    assert end(events, "late").reason == "rejected-no-replica: none is left to decode"
+
+
+def test_a_target_that_begins_afresh_is_sent_the_kv_again() -> None:
+    x = request("x", 20, most=150)
+    events = scenario([(0.0, offer(x)), (0.8, offer(request("a", 20))), (1.0, breaks(1))], (1, 1))
+    assert path(events, "a") == ["r0", "r1", "r1"]
+    assert len(of(events, Started, "a")) == 1
+    assert [end(events, id).outcome for id in "xa"] == ["failed", "completed"]
+
+
+def test_kv_that_its_replica_lost_while_it_waited_is_computed_again() -> None:
+    acts = [(0.0, offer(FULL)), (1.2, offer(request("a", 98))), (1.4, breaks(0)), (1.4, offer(request("b", 20)))]
+    events = scenario(acts, (1, 1))
+    assert [e.resumed for e in of(events, Started, "a")] == [False, True]  # type: ignore[attr-defined]
+    assert [end(events, id).outcome for id in ("full", "a", "b")] == ["completed", "completed", "failed"]
+    assert end(events, "a").output == 16
+
+
+def test_kv_that_the_target_cannot_take_is_an_error_of_the_request() -> None:
+    links = [LINK, replace(LINK, kv_bytes=99)]
+    events = scenario([(0.0, offer(request("a", 20)))], (1, 1), links)
+    last = end(events, "a")
+    assert last.outcome == "failed"
+    assert "its KV could not be moved from r0 to r1: KV of 20 tokens, simulated (100,)" in last.reason
+
+
+def test_fair_shares_are_not_asked_twice() -> None:
+    requests = [request(f"q{i}", 20) for i in range(12)]
+    events = scenario([(0.0, offer(*requests))], (1, 1), fair=FairShare(window=2))
+    assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
+
+
+def test_what_is_placed_back_where_its_kv_is_ends() -> None:
+    class Back:
+        needs = frozenset[str]()
+
+        def observe(self, events: object) -> None: ...
+        def place(self, held: Sequence[Request], fleet: object, now: float) -> object:
+            from rubato.interfaces import Dispatch
+
+            return Dispatch({r.id: "r0" for r in held}, {})
+
+        def roles(self, replicas: Sequence[str]) -> object:
+            from rubato.policies.distserve import Router
+
+            return Router().roles(replicas)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.cluster.load_router", lambda name, settings: Back())
+        events = scenario([(0.0, offer(request("a", 20)))], (1, 1))
+    assert "placed it on 'r0', which had handed it off with its KV" in end(events, "a").reason
+
+
+def test_transfer_time_is_latency_and_bytes_over_bandwidth() -> None:
+    for link, seconds in ((Link(), 0.0), (Link(10, 1000.0), 0.2), (Link(10, 1000.0, 0.05), 0.25)):
+        limits = replace(LIMITS, kv_blocks=100)
+        setup = Setup(Linear, limits, "distserve", replicas=2, link=link)
+        (moved,) = [e for e in simulate([request("a", 20)], {}, setup) if isinstance(e, Transferred)]
+        assert moved.at == pytest.approx(0.03 + seconds)
+    with pytest.raises(ValueError, match="above 0"):
+        Link(bandwidth=0.0)
+
+
+def test_stages_move_too() -> None:
+    """The second stage's prompt is prefilled where prefills are."""
+    stages = (Stage(20, SLO(ttft=1.0), "tool"), Stage(10, SLO(ttft=1.0)))
+    tool = Request("t", stages, 0.0, sampling=Sampling(max_tokens=20))
+    events = simulate([tool], {"t": (5, 5)}, Setup(Linear, LIMITS, "distserve", replicas=2, link=LINK))
+    assert path(events, "t") == ["r0", "r1", "r0", "r1"]
+    assert end(events, "t").output == 10
+    assert [e.tokens for e in of(events, Transferred, "t")] == [20, 35]  # type: ignore[attr-defined]

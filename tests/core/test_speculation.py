@@ -1,0 +1,282 @@
+"""Drafted tokens: what a plan may verify, what comes of it, and a random process that no policy can shift."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.check import PlanError
+from rubato.engines.simulated import Drafter
+from rubato.interfaces import View
+from rubato.replica import Replica
+from rubato.simulate import Setup, simulate
+from rubato.speculation.acceptance import Acceptance
+from rubato.types import (
+    Emitted,
+    Event,
+    Finished,
+    Limits,
+    Plan,
+    Request,
+    Sampling,
+    Shape,
+    Stage,
+    Stepped,
+    StepResult,
+    Tokens,
+    Tree,
+    Work,
+)
+from tests.doubles import Linear, request
+
+LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=200, kv_blocks=8, block=4)
+BOTH = frozenset({"draft", "tree"})
+FORK = Tree((-1, -1, 0, 0, 1), (0.6, 0.3, 0.4, 0.2, 0.2))
+
+
+def expected(alpha: float, verified: int) -> float:
+    """Acc(sl) = (1 - alpha^sl)/(1 - alpha), sl tokens verified: one pending, the others drafted."""
+    return (1.0 - alpha**verified) / (1.0 - alpha)
+
+
+# --------------------------------------------------------------------------- the books of one replica
+
+
+def drafted(supports: frozenset[str] = BOTH, tree: Tree = FORK) -> Replica:
+    """A replica whose sequence `a` has 6 tokens in KV, one pending, and `tree`."""
+    r = Replica("r0", LIMITS, Linear(), supports=supports)
+    r.submit(request("a", 6), 0.0)
+    batch, _ = r.apply(Plan((Work("a", 6),)), 0.0, "test")
+    r.commit(batch, StepResult({"a": Emitted(1, "x", (7,), draft=tree)}, 0.1), 0.1)
+    return r
+
+
+def test_verified_nodes_take_kv_and_the_rejected_give_it_back() -> None:
+    r = drafted()
+    (seq,) = r.view(0.1).running
+    assert (seq.draft, seq.acceptance, seq.cached, r.kv.free) == (FORK, None, 6, 6)
+    batch, _ = r.apply(Plan((Work("a", 1, (0, 1, 2, 3, 4), (2, 1)),)), 0.1, "test")
+    (entry,) = batch.entries
+    assert (entry.start, entry.count, entry.verify, entry.draft, len(entry.blocks)) == (
+        6,
+        6,
+        (0, 1, 2, 3, 4),
+        (2, 1),
+        3,
+    )
+    assert (batch.shape.tokens, batch.shape.kv, batch.shape.spec_steps, r.kv.free) == (6, 12, 2, 5)
+    (out,) = r.commit(batch, StepResult({"a": Emitted(2, "yz", (8, 9), tried=2)}, 0.1), 0.2)
+    assert out == Tokens(0.2, "a", 2, "yz", (8, 9), tried=2)
+    assert (seq.length, seq.cached, seq.pending, seq.draft, r.kv.free) == (9, 8, 1, None, 6)
+    assert (seq.tried, seq.acceptance, seq.output) == (2, 0.5, 3)
+    r.check_integrity()
+
+
+def test_a_tree_is_for_the_next_step_or_never() -> None:
+    r = drafted()
+    batch, _ = r.apply(Plan((Work("a", 1),)), 0.1, "test")
+    r.commit(batch, StepResult({"a": Emitted(1)}, 0.1), 0.2)
+    assert r.running["a"].draft is None
+    r = drafted()
+    r.apply(Plan(preempt=("a",)), 0.1, "test")
+    assert r.waiting[0].draft is None
+
+
+@pytest.mark.parametrize(
+    ("work", "supports", "says"),
+    [
+        (Work("a", 1, (5,)), BOTH, r"verifies nodes \(5,\) of 'a', whose tree has 5"),
+        (Work("a", 1, (0, 0)), BOTH, "name each once"),
+        (Work("a", 1, (2,)), BOTH, "without their parents"),
+        (Work("a", 1, (0, 1)), frozenset({"draft"}), "has a tree that branches"),
+        (Work("a", 1, (), (2, 2)), frozenset({"draft"}), "has a tree that branches"),
+        (Work("a", 1, (0,)), frozenset[str](), "drafts or verifies, which this engine cannot"),
+        (Work("a", 1, (), (0, 1)), BOTH, "give a depth and a width of 1 or more"),
+        (Work("b", 2, (), (1, 1)), BOTH, "beside 2 of 4 pending tokens"),
+    ],
+)
+def test_impossible(work: Work, supports: frozenset[str], says: str) -> None:
+    r = drafted(supports)
+    r.submit(request("b", 4), 0.1)
+    with pytest.raises(PlanError, match=says):
+        r.apply(Plan((work,)), 0.1, "test")
+
+
+def test_verified_nodes_count_against_every_limit() -> None:
+    chain = Tree(tuple(range(-1, 62)), (0.5,) * 63)
+    r = drafted(tree=chain)
+    with pytest.raises(PlanError, match="65 tokens in a batch, the engine takes 64"):
+        drafted(tree=Tree(tuple(range(-1, 63)), (0.5,) * 64)).apply(Plan((Work("a", 1, tuple(range(64))),)), 0.1, "t")
+    with pytest.raises(PlanError, match="7 new KV blocks needed, 6 of 8 free"):
+        r.apply(Plan((Work("a", 1, tuple(range(29))),)), 0.1, "test")
+
+
+# --------------------------------------------------------------------------- the process
+
+
+@pytest.mark.parametrize("certainty", [inf, 3.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_a_chain_accepts_what_the_paper_says(alpha: float, certainty: float) -> None:
+    """Mean tokens a verification within four standard errors, over 4000 of them."""
+    process = Acceptance(alpha, certainty=certainty, seed=1).of(request())
+    at, counts = 0, []
+    for _ in range(4000):
+        draft = process.draft(at, 4, 1)
+        accepted, tried = process.accept(at, draft, range(len(draft.tree.parents)))
+        assert accepted <= tried <= min(4, accepted + 1)
+        counts.append(accepted + 1)
+        at += accepted + 1
+    mean = sum(counts) / len(counts)
+    spread = sqrt(sum((c - mean) ** 2 for c in counts) / len(counts))
+    want = 5.0 if alpha == 1.0 else expected(alpha, 5)
+    assert mean == pytest.approx(want, abs=4 * spread / sqrt(len(counts)) + 1e-9)
+
+
+@pytest.mark.parametrize("certainty", [inf, 3.0])
+def test_path_probabilities_are_what_happens(certainty: float) -> None:
+    """Σ f over all nodes is the mean number accepted: each node is right as often as its path says."""
+    process = Acceptance(0.6, certainty=certainty, seed=2).of(request())
+    promised = got = 0.0
+    n = 3000
+    for i in range(n):
+        draft = process.draft(3 * i, 3, 3)
+        tree = draft.tree
+        assert len(tree.parents) == 9
+        assert all(-1 <= p < i for i, p in enumerate(tree.parents))
+        assert all(p < 0 or tree.paths[p] >= f for p, f in zip(tree.parents, tree.paths, strict=True))
+        promised += sum(tree.paths)
+        got += process.accept(3 * i, draft, range(9))[0]
+    assert got / n == pytest.approx(promised / n, abs=4 * 1.1 / sqrt(n))
+    assert got / n > expected(0.6, 4) - 1.0  # more than a chain of three
+
+
+def test_requests_differ_by_app_and_by_chance() -> None:
+    drawn = Acceptance(0.7, {"code": 0.9}, spread=0.05, seed=3)
+    chat = [drawn.of(Request(f"q{i}", (Stage(1),), 0.0)).alpha for i in range(300)]
+    code = [drawn.of(Request(f"q{i}", (Stage(1),), 0.0, app="code")).alpha for i in range(300)]
+    for alphas, mean in ((chat, 0.7), (code, 0.9)):
+        average = sum(alphas) / 300
+        assert average == pytest.approx(mean, abs=0.012)
+        assert sqrt(sum((a - average) ** 2 for a in alphas) / 300) == pytest.approx(0.05, rel=0.25)
+    with pytest.raises(ValueError, match="give a probability, and a spread that it allows"):
+        Acceptance(0.95, spread=0.3)
+
+
+# --------------------------------------------------------------------------- simulated
+
+
+@dataclass
+class Drafting:
+    """Drafts trees of (depth, width) for all, and verifies the first `most` nodes of each, one request at a time."""
+
+    depth: int
+    width: int
+    most: int
+    needs = frozenset({"draft", "tree"})
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+
+    def plan(self, view: View) -> Plan:
+        for seq in sorted([*view.running, *view.waiting], key=lambda s: s.id)[:1]:
+            room = view.kv_free * view.limits.block + seq.blocks * view.limits.block - seq.cached
+            if room < seq.pending:
+                return Plan(preempt=tuple(s.id for s in view.running if s is not seq))
+            tokens = min(seq.pending, view.limits.max_tokens)
+            nodes = len(seq.draft.parents) if seq.draft else 0
+            verify = range(min(self.most, nodes, room - tokens, view.limits.max_tokens - tokens))
+            draft = (self.depth, self.width) if tokens == seq.pending else None
+            return Plan((Work(seq.id, tokens, tuple(verify), draft),))
+        return Plan()
+
+
+def run(policy: object, requests: Sequence[Request], truth: dict[str, tuple[int, ...]], **given: object) -> list[Event]:
+    setup = replace(Setup(Linear, LIMITS, "vllm", drafter=Drafter(Acceptance(0.6, spread=0.1))), **given)  # type: ignore[arg-type]
+
+    def watch(cluster: object, event: Event) -> None:
+        if isinstance(event, Stepped):
+            for host in cluster.hosts.values():  # type: ignore[attr-defined]
+                host.replica.check_integrity()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not isinstance(policy, str):
+            patch.setattr("rubato.cluster.load", lambda name, settings: policy)
+        else:
+            setup = replace(setup, policy=policy)
+        return simulate(requests, truth, setup, watch=watch)
+
+
+@given(
+    outputs=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 9)),
+    alpha=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)
+def test_never_too_many_tokens(outputs: list[tuple[int, int]], shape: tuple[int, int, int], alpha: float) -> None:
+    """Every token of every stage once, whatever is drafted; tokens = accepted + 1; KV conserved (watched)."""
+    requests = [
+        Request(f"q{i}", (Stage(3, ends="</think>"), Stage(0)), 0.0, sampling=Sampling(max_tokens=first + rest))
+        for i, (first, rest) in enumerate(outputs)
+    ]
+    truth = {f"q{i}": pair for i, pair in enumerate(outputs)}
+    events = run(Drafting(*shape), requests, truth, drafter=Drafter(Acceptance(alpha)))
+    got: dict[str, Counter[int]] = defaultdict(Counter)
+    for event in events:
+        if isinstance(event, Tokens):
+            got[event.id][event.stage] += event.tokens
+            assert event.tokens - 1 <= event.tried <= event.tokens
+            assert len(event.token_ids) == event.tokens
+    assert {id: (c[0], c[1]) for id, c in got.items()} == truth
+    assert {e.output for e in events if isinstance(e, Finished)} == {sum(pair) for pair in outputs}
+
+
+def right(events: Sequence[Event]) -> dict[str, dict[int, bool]]:
+    """Per request, by output position: whether the drafter was right there, where a chain put it to the test."""
+    found: dict[str, dict[int, bool]] = defaultdict(dict)
+    at: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, Tokens):
+            for i in range(event.tried):
+                found[event.id][at[event.id] + i] = i < event.tokens - 1
+            at[event.id] += event.tokens
+    return found
+
+
+def test_no_policy_shifts_what_is_right() -> None:
+    """Chains of 2, 4 and 6, on other replicas, in another order: wherever two of them test a position, they agree."""
+    requests = [request(f"q{i}", 5, arrival=0.05 * i, most=25) for i in range(6)]
+    truth = {r.id: (20,) for r in requests}
+    limits = replace(LIMITS, kv_blocks=30)
+    runs = [
+        right(run("vllm_spec", requests, truth, limits=limits, settings={"n": n}, replicas=replicas, seed=0))
+        for n, replicas in ((2, 1), (4, 2), (6, 1))
+    ]
+    for one in runs:
+        for other in runs:
+            for id in truth:
+                shared = one[id].keys() & other[id].keys()
+                assert len(shared) >= 5
+                assert all(one[id][p] == other[id][p] for p in shared)
+
+
+def test_drafting_takes_the_drafters_time() -> None:
+    """One prompt of 5, chain of 3, all right: prefill and first draft, then a verification of 4 with its drafts."""
+    drafter = Drafter(Acceptance(1.0), Linear(0.002, 0.0001))
+    events = run("vllm_spec", [request("a", 5, most=9)], {}, drafter=drafter, settings={"n": 3})
+    steps = [e for e in events if isinstance(e, Stepped)]
+    assert [s.shape for s in steps] == [
+        Shape(5, 1, 5, 0, 25, 3), Shape(4, 1, 9, 20, 16, 3), Shape(4, 1, 13, 36, 16, 3),
+    ]  # fmt: skip
+    assert steps[0].seconds == pytest.approx(0.015 + 3 * 0.002 + (6 + 1 + 1) * 0.0001)
+    assert steps[1].seconds == pytest.approx(0.014 + 3 * 0.002 + (4 + 1 + 1) * 0.0001)
+    free = run("vllm_spec", [request("a", 5, most=9)], {}, drafter=Drafter(Acceptance(1.0)), settings={"n": 3})
+    assert [s.seconds for s in free if isinstance(s, Stepped)] == pytest.approx([0.015, 0.014, 0.014])
+
+
+def test_an_engine_that_does_not_speculate_refuses_the_policy() -> None:
+    with pytest.raises(ValueError, match="policy 'vllm_spec' needs draft"):
+        simulate([request()], {}, Setup(Linear, LIMITS, "vllm_spec"))

@@ -1,0 +1,66 @@
+"""Prefill on one torch engine, decode on another: hand-off, KV and all, through the cluster on the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rubato.clock import WallClock  # noqa: E402
+from rubato.cluster import local_cluster  # noqa: E402
+from rubato.engines.torch import Engine  # noqa: E402
+from rubato.latency import affine  # noqa: E402
+from rubato.types import Event, Finished, Request, Sampling, Stage, Stepped, Tokens, Transferred  # noqa: E402
+
+PROMPTS = {"a": 45, "b": 7, "c": 33}
+
+
+def serve(model: Path, policy: str, blocks: Sequence[int]) -> list[Event]:
+    """All events of serving the prompts, greedily, on engines of these block sizes."""
+    events: list[Event] = []
+
+    async def main() -> None:
+        clock = WallClock()
+        engines = [Engine(model, dtype="float32", device="cpu", kv_gib=0.002, block=block) for block in blocks]
+        cluster = local_cluster(engines, [affine.Model() for _ in engines], clock, policy=policy)
+        cluster.listen(events.append)
+        await cluster.start()
+        for id, length in PROMPTS.items():
+            ids = tuple((7 * i * i + 3 * length) % 256 for i in range(length))
+            sampling = Sampling(max_tokens=12, ignore_eos=True)
+            cluster.offer(Request(id, (Stage(length, token_ids=ids),), clock.now(), sampling=sampling))
+        await asyncio.wait_for(cluster.drain(), 60)
+        for host in cluster.hosts.values():
+            await host.drain()
+            assert host.view().kv_free == host.view().kv_total
+        await cluster.close()
+
+    asyncio.run(main())
+    return events
+
+
+def tokens(events: Sequence[Event]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {id: [] for id in PROMPTS}
+    for event in events:
+        if isinstance(event, Tokens):
+            found[event.id] += event.token_ids
+    return found
+
+
+def test_a_sequence_prefilled_here_goes_on_there(twin: Callable[[str], Path]) -> None:
+    alone = serve(twin("llama"), "vllm", [16])
+    moved = serve(twin("llama"), "distserve", [4, 16])
+    assert tokens(moved) == tokens(alone)
+    assert {len(ids) for ids in tokens(moved).values()} == {12}
+    transfers = {e.id: (e.source, e.replica, e.tokens) for e in moved if isinstance(e, Transferred)}
+    assert transfers == {id: ("r0", "r1", length) for id, length in PROMPTS.items()}
+    assert all(e.size > 0 for e in moved if isinstance(e, Transferred))
+    assert {e.outcome for e in moved if isinstance(e, Finished)} == {"completed"}
+    prefilled = sum(e.shape.tokens for e in moved if isinstance(e, Stepped) and e.id == "r0")
+    decoded = sum(e.shape.tokens for e in moved if isinstance(e, Stepped) and e.id == "r1")
+    assert (prefilled, decoded) == (sum(PROMPTS.values()), 3 * 11)
