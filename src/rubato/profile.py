@@ -179,8 +179,6 @@ def _write(args: argparse.Namespace, profile: Profile) -> int:
     path = Path(args.out or f"{profile.name}.json")
     path.write_bytes(orjson.dumps(profile.to_json()))
     print(f"{path}: {profile.about}; KV {profile.kv_tokens} tokens; {profile.provenance}")
-    if profile.kv_tokens < 1:
-        print("its weights leave no room for KV: `load` will ask for kv_tokens")
     return 0
 
 
