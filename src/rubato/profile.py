@@ -22,7 +22,7 @@ from rubato.latency import affine
 from rubato.latency.report import error_report
 from rubato.profiles import aiconfigurator, packaged
 from rubato.profiles.file import Profile
-from rubato.types import Batch, Entry, Limits, Request, Sample, Sampling, Shape, Stage
+from rubato.types import Batch, Entry, Limits, Request, Sample, Sampling, Stage
 
 ORDER = 41  # random stream: the order in which points are measured
 DECODES = (1, 2, 4, 8, 16, 32, 64)
@@ -61,7 +61,7 @@ async def measure(engine: Engine, repeats: int, seed: int, clock: Clock, said: C
     taken: dict[Point, list[float]] = {point: [] for point in todo}
     for round_ in range(repeats + 1):
         for i in rng.permutation(len(todo)).tolist():
-            _, seconds = await _step(engine, todo[i], clock)
+            seconds = await _step(engine, _batch(todo[i], engine.limits), clock)
             if round_:
                 taken[todo[i]].append(seconds)
         said(f"round {round_} of {repeats}: {len(todo)} steps")
@@ -95,8 +95,7 @@ async def profile_of(
     return made, samples
 
 
-async def _step(engine: Engine, point: Point, clock: Clock) -> tuple[Shape, float]:
-    batch = _batch(point, engine.limits)
+async def _step(engine: Engine, batch: Batch, clock: Clock) -> float:
     for entry in batch.entries:
         length = entry.start + entry.count
         stage = Stage(length, token_ids=tuple(1 + i % 64 for i in range(length)))
@@ -105,7 +104,7 @@ async def _step(engine: Engine, point: Point, clock: Clock) -> tuple[Shape, floa
     await engine.execute(batch)
     seconds = clock.now() - began
     engine.forget([entry.seq for entry in batch.entries])
-    return batch.shape, seconds
+    return seconds
 
 
 def _batch(point: Point, limits: Limits) -> Batch:
@@ -179,8 +178,6 @@ def _write(args: argparse.Namespace, profile: Profile) -> int:
     path = Path(args.out or f"{profile.name}.json")
     path.write_bytes(orjson.dumps(profile.to_json()))
     print(f"{path}: {profile.about}; KV {profile.kv_tokens} tokens; {profile.provenance}")
-    if profile.kv_tokens < 1:
-        print("its weights leave no room for KV: `load` will ask for kv_tokens")
     return 0
 
 

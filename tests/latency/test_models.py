@@ -245,6 +245,16 @@ def test_beyond_the_tables_the_last_slope_goes_on() -> None:
     assert model.step_time(Shape().plus(1, 1 << 25)) > 33.0
 
 
+def test_batches_that_nothing_is_known_of_are_left_out() -> None:
+    decode = {"batch": [1, 4, 8], "kv": [16, 4096], "time": [[16, 4096], [64, 16384], [128, None]]}
+    less = Model(replace(KERNELS, decode=decode))
+    assert less.step_time(batch([(1, 99)] * 8)) == Model(KERNELS).step_time(batch([(1, 99)] * 8))
+    with pytest.raises(ValueError, match="two lengths measured at two batches"):
+        Model(replace(KERNELS, decode={**decode, "time": [[16, 4096], [64, None], [128, None]]}))
+    with pytest.raises(ValueError, match="tokens must rise"):
+        replace(KERNELS, tokens={**KERNELS.tokens, "tokens": [1, 100, 100, 2000]})
+
+
 def test_a_copy_shares_the_tables() -> None:
     model = COMPONENTS[0]
     assert copy.deepcopy(model).tables is model.tables

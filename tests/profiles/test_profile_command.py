@@ -60,6 +60,16 @@ def test_the_list_and_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) 
     assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err
 
 
+def test_a_model_that_fills_the_gpu_or_cannot_be_split_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu, words in {
+        "a100": "leave no room for KV on 1 x a100",
+        "3xa100": "cannot be split over 3 GPUs",
+        "b300": "no kernel tables",
+    }.items():
+        assert main(["profile", "--aiconfigurator", "llama-3.1-70b", gpu]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator_core", None)
     assert main(["profile", "--aiconfigurator", "llama-3.1-8b", "h200"]) == 2

@@ -101,14 +101,20 @@ class Tables:
     def attention(self, host_per_seq: float) -> tuple[Array, Array]:
         """Of decodes: (batches, seconds [batch][i]) at KV totals `knots()[i]`, never falling in the total, nor, with
         `host_per_seq` added for each sequence, in the batch."""
-        kv, total = np.array(self.decode["kv"], dtype=np.float64), knots()
-        batches = np.array(self.decode["batch"], dtype=np.float64)
-        rows = []
-        for batch, row in zip(batches, self.decode["time"], strict=True):
-            known = np.array([t is not None for t in row])
-            x, y = kv[known], np.array([t for t in row if t is not None], dtype=np.float64)
+        total = knots()
+        used: list[int] = []
+        rows: list[Array] = []
+        for batch, row in zip(self.decode["batch"], self.decode["time"], strict=True):
+            pairs = [(k, t) for k, t in zip(self.decode["kv"], row, strict=True) if t is not None]
+            if len(pairs) < 2:
+                continue  # no line through it
+            used.append(batch)
+            x, y = np.array(pairs, dtype=np.float64).T
             beyond = np.maximum(total / batch - x[-1], 0.0) * ((y[-1] - y[-2]) / (x[-1] - x[-2]))
             rows.append(np.maximum.accumulate(np.interp(total / batch, x, y) + np.maximum(beyond, 0.0)))
+        if len(used) < 2:
+            raise ValueError("table decode needs two lengths measured at two batches or more")
+        batches = np.array(used, dtype=np.float64)
         host = batches * host_per_seq / US
         columns = [isotonic_regression(column + host, weights=batches).x - host for column in np.array(rows).T]
         return batches, np.array(columns).T * US

@@ -59,7 +59,8 @@ GPUS = {
 def tables(dims: Dims, gpu: str, gpus: int = 1) -> dict[str, Any]:
     """The component tables of `dims` split over `gpus` cards, microseconds for all layers, as a profile holds them.
 
-    Raises ImportError without the extra, ValueError for a GPU that is not known or a model that cannot be split so.
+    Raises ImportError without the extra, ValueError for a GPU that is not known or a model that cannot be split so, or
+    that its weights fill.
     """
     if gpu not in GPUS:
         raise ValueError(f"no kernel tables for the GPU {gpu!r}{nearest(gpu, GPUS)}")
@@ -67,7 +68,12 @@ def tables(dims: Dims, gpu: str, gpus: int = 1) -> dict[str, Any]:
         raise ValueError(
             f"{dims.heads} heads ({dims.kv_heads} KV) and {dims.ffn} wide cannot be split over {gpus} GPUs"
         )
-    return _Kernels(dims, GPUS[gpu], gpus, kv_tokens(dims, gpu, gpus)).tables()
+    capacity = kv_tokens(dims, gpu, gpus)
+    if capacity < 1:
+        raise ValueError(
+            f"weights of {dims.weight_bytes / 1e9:.0f} GB leave no room for KV on {gpus} x {gpu}: take more"
+        )
+    return _Kernels(dims, GPUS[gpu], gpus, capacity).tables()
 
 
 def kv_tokens(dims: Dims, gpu: str, gpus: int = 1) -> int:
