@@ -141,6 +141,8 @@ class Cluster:
         """End a request early; an id that is not in flight is ignored (it has just finished)."""
         if id in self._held:
             self._end(self._held[id], "cancelled", reason)
+        elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
+            self._end(self._take_back(id), "cancelled", reason)
         elif id in self._placed:
             self.hosts[self._placed[id][0]].cancel(id, reason)
 

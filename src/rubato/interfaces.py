@@ -229,7 +229,11 @@ class Engine(Protocol):
     @property
     def limits(self) -> Limits: ...
     @property
-    def supports(self) -> frozenset[str]: ...
+    def supports(self) -> frozenset[str]:
+        """What policies may need: chunked (part of a prompt), mixed (prefill beside decodes), preempt, kv_transfer (the
+        two calls below), draft (`Work.draft`, `Work.verify` of chains), tree (of trees). A host that can pass requests
+        on adds handoff."""
+        ...
 
     async def start(self) -> None:
         """Load weights, preallocate KV, warm up. After a failed step it is called again and must begin afresh."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from rubato.check import PlanError
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
@@ -41,6 +42,7 @@ from rubato.types import (
     Work,
 )
 from tests.doubles import Linear, request
+from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=25, block=8)
 LINK = Link(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1 s
@@ -292,6 +294,15 @@ def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_both_ends() -> N
     assert not of(events, Transferred, "a")
 
 
+def test_a_client_that_leaves_after_the_target_began_afresh() -> None:
+    """Its Finished does not depend on whom it is on the way to."""
+    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
+    x = request("x", 20, most=150)
+    acts = [(0.0, offer(x)), (0.8, offer(request("a", 20))), (1.0, breaks(1)), (1.1, leaves)]
+    events = scenario(acts, (1, 1))
+    assert (end(events, "a").outcome, end(events, "a").at) == ("cancelled", 1.1)
+
+
 def test_closing_in_the_middle_of_a_transfer_ends_it_once() -> None:
     closing: list[asyncio.Task[None]] = []
 
@@ -421,3 +432,17 @@ def test_stages_move_too() -> None:
     assert path(events, "t") == ["r0", "r1", "r0", "r1"]
     assert end(events, "t").output == 10
     assert [e.tokens for e in of(events, Transferred, "t")] == [20, 35]  # type: ignore[attr-defined]
+
+
+@given(load=loads())
+def test_each_pool_does_its_part_and_kv_moves_one_way(load: Load) -> None:
+    """Of r0, r1 and r2 the last decodes: no chunk of prefill there, no KV from there, and what leaves is what comes."""
+    left: dict[str, int] = {}
+    for event in run(load, "distserve"):
+        if isinstance(event, Stepped) and event.id == "r2":
+            assert event.shape.chunk_sq == 0
+        elif isinstance(event, HandedOff) and event.request.handoff is not None:
+            left[event.id] = event.request.handoff.cached
+            assert (event.request.handoff.cached > 0) == (event.request.handoff.source != "r2")
+        elif isinstance(event, Transferred):
+            assert (event.replica, event.tokens) == ("r2", left.pop(event.id))

@@ -138,7 +138,7 @@ class Engine:
             shape = replace(shape, spec_steps=0)
         seconds = self._latency.step_time(shape)
         emitted = {e.seq: self._emit(self._seqs[e.seq], e) for e in batch.entries if e.sample}
-        if batch.spec_steps:
+        if self._drafter is not None:
             seconds += self._draft(batch, emitted)
         if self._noise:
             seconds *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
@@ -166,26 +166,18 @@ class Engine:
         self._seqs.clear()
 
     def _emit(self, seq: _Progress, entry: Entry) -> Emitted:
-        """What the step brought: one token, and before it what of the verified ones was right, as far as the stage and
-        the request go."""
+        """What the step brought: one token, and before it what of the verified ones was right."""
         request = seq.request
         lengths = self._lengths.get(request.id)
-        left = request.sampling.max_tokens - seq.total
-        if lengths is not None:
-            left = min(left, lengths[seq.stage] - seq.output)
-        tokens, tried = 1, 0
         if entry.verify:
-            if seq.process is None or seq.draft is None:
-                raise ValueError(
-                    f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there"
-                )
-            accepted, tried = seq.process.accept(seq.total, seq.draft, entry.verify)
-            tokens = min(accepted + 1, left)
-            tried = tried if tokens > accepted else tokens - 1
-        seq.draft = None
-        seq.output += tokens
-        first, seq.total = seq.total + 1, seq.total + tokens
-        out = _words(first, tokens, tried, request.sampling.logprobs)
+            out = self._verified(seq, entry, lengths)
+            seq.draft = None
+        else:
+            token = seq.total + 1
+            ids = (token % 256,)
+            out = Emitted(1, WORDS[token % len(WORDS)], ids, logprobs=_logprobs(ids[0], request.sampling.logprobs))
+        seq.output += out.tokens
+        seq.total += out.tokens
         if seq.total >= request.sampling.max_tokens:
             return out._replace(finish="length")
         if lengths is None or seq.output < lengths[seq.stage]:
@@ -196,15 +188,36 @@ class Engine:
         seq.output = 0
         return out._replace(stage_done=True)
 
+    def _verified(self, seq: _Progress, entry: Entry, lengths: Sequence[int] | None) -> Emitted:
+        """The accepted ones and one more, cut where the stage or the request ends."""
+        if seq.process is None or seq.draft is None:
+            raise ValueError(f"nodes {entry.verify} of sequence {entry.seq!r} are to be verified, and none is there")
+        sampling = seq.request.sampling
+        left = sampling.max_tokens - seq.total
+        if lengths is not None:
+            left = min(left, lengths[seq.stage] - seq.output)
+        accepted, tried = seq.process.accept(seq.total, seq.draft, entry.verify)
+        if accepted >= left:
+            accepted = tried = left - 1
+        numbers = range(seq.total + 1, seq.total + accepted + 2)
+        return Emitted(
+            accepted + 1,
+            "".join(WORDS[n % len(WORDS)] for n in numbers),
+            tuple(n % 256 for n in numbers),
+            logprobs=tuple(lp for n in numbers for lp in _logprobs(n % 256, sampling.logprobs)),
+            tried=tried,
+        )
+
     def _draft(self, batch: Batch, emitted: dict[str, Emitted]) -> float:
         """Draft what the batch asks for, into `emitted`; the seconds it takes. In its first step the drafter runs all
         tokens that it has not seen yet, prompts among them."""
         assert self._drafter is not None
+        for entry in batch.entries:
+            if entry.start + 1 < self._seqs[entry.seq].drafted:  # it was preempted: the drafter begins afresh, too
+                self._seqs[entry.seq].drafted = entry.start
         steps = [Shape() for _ in range(batch.spec_steps)]
         for entry in batch.entries:
             seq, out = self._seqs[entry.seq], emitted.get(entry.seq)
-            if entry.start + 1 < seq.drafted:  # it was preempted: the drafter begins afresh, too
-                seq.drafted = entry.start
             if entry.draft is None or out is None or out.finish:
                 continue
             if out.stage_done and seq.request.stages[seq.stage].prompt:
@@ -224,22 +237,6 @@ class Engine:
         if self._drafter.latency is None:
             return 0.0
         return sum(self._drafter.latency.step_time(shape) for shape in steps if shape.seqs)
-
-
-def _words(first: int, tokens: int, tried: int, logprobs: int | None) -> Emitted:
-    """Output tokens `first` (from 1) and those after it."""
-    if tokens == 1:  # nearly always: in as few words
-        return Emitted(
-            1, WORDS[first % len(WORDS)], (first % 256,), logprobs=_logprobs(first % 256, logprobs), tried=tried
-        )
-    numbers = range(first, first + tokens)
-    return Emitted(
-        tokens,
-        "".join(WORDS[n % len(WORDS)] for n in numbers),
-        tuple(n % 256 for n in numbers),
-        logprobs=tuple(lp for n in numbers for lp in _logprobs(n % 256, logprobs)),
-        tried=tried,
-    )
 
 
 def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:
