@@ -126,3 +126,11 @@ def admit_in_order(packing: Packing, waiting: Iterable[SeqView]) -> None:
         if tokens == 0 or packing.room(seq) < tokens:
             return
         packing.add(seq, tokens)
+
+
+def decodes_first(packing: Packing) -> Plan:
+    """Sarathi's order: decodes, then prompts that have begun, then waiting ones by arrival, within the budget."""
+    running = packing.view.running
+    run_in_order(packing, [*(s for s in running if s.pending == 1), *(s for s in running if s.pending > 1)])
+    admit_in_order(packing, packing.view.waiting)
+    return packing.plan()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import Packing, admit_in_order, run_in_order
+from rubato.policies._packing import Packing, decodes_first
 from rubato.types import Event, Plan, Shape
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
@@ -34,12 +34,7 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = Packing(view, self.budget or self._tuned(view))
-        decodes = [s for s in view.running if s.pending == 1]
-        prefills = [s for s in view.running if s.pending > 1]
-        run_in_order(packing, [*decodes, *prefills])
-        admit_in_order(packing, view.waiting)
-        return packing.plan()
+        return decodes_first(Packing(view, self.budget or self._tuned(view)))
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]
