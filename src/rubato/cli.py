@@ -15,12 +15,13 @@ from typing import Any
 
 import yaml
 
-from rubato import arrivals, bench, compare, fit, goodput, mix, policies, results, trace, workload
+from rubato import arrivals, bench, compare, fit, goodput, policies, results, trace, workload
 from rubato import plot as plotting
+from rubato.commands import capacity, figure, options, plan, sweep
 from rubato.config import Config, load
 from rubato.metrics import steps
 from rubato.slo import RULES
-from rubato.types import SLO, Limits
+from rubato.types import Limits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("output", help="file to write")
     _workload_options(make, file=False)
 
+    for module in (sweep, capacity, plan, figure):
+        module.add(commands)
+
     demo = command("demo", _demo, "measure this machine, then serve three classes of requests, policy against policy")
     demo.add_argument("--out", default="results/demo", help="folder for JSON, PNG and logs")
     demo.add_argument("--policy", default="edf", help="the policy to set against the baselines")
@@ -148,9 +152,11 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
     if file:
         parser.add_argument("--workload", help="workload file (default: one is made)")
         several = parser.add_mutually_exclusive_group()
-        several.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="one run for each, pooled in the table")
+        several.add_argument(
+            "--seeds", type=options.seeds, metavar="0,1,2", help="one run for each, pooled in the table"
+        )
         several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
-    parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
+    options.tiers(parser)
     parser.add_argument("--trace", dest="arrivals_from", metavar="FILE", help="CSV or JSON lines of times and lengths")
     parser.add_argument(
         "--arrivals", choices=("trace", "poisson"), default="trace", help="with --trace: its times, or Poisson's"
@@ -159,11 +165,6 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
     parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
     parser.add_argument("--count", type=int, help="so many requests instead")
     parser.add_argument("--seed", type=int, default=0)
-    for tier, ttft, tpot in (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300)):
-        parser.add_argument(
-            f"--{tier}", type=_slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
-            help=f"SLO of tier {tier} (default {ttft},{tpot}), without --kinds",
-        )  # fmt: skip
     parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     if file:
         parser.add_argument(
@@ -176,21 +177,6 @@ def _result_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG")
     parser.add_argument("--records", metavar="FILE", help="write one JSON line per request")
-
-
-def _slo(text: str) -> SLO:
-    try:
-        ttft, tpot = (float(part) / 1e3 if part.strip() else None for part in text.split(","))
-        return SLO(ttft, tpot)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give TTFT and TPOT in ms, such as 1000,80 ({error})") from error
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 0,1,2") from error
 
 
 # --------------------------------------------------------------------------- what they do
@@ -227,14 +213,7 @@ def _asked(args: argparse.Namespace, seed: int) -> workload.Workload:
             raise ValueError("--workload says everything: leave out --kinds and --trace")
         read = workload.read(path)
         return read if args.rate is None else read.rescaled(args.rate)
-    if args.kinds:
-        kinds = mix.read(args.kinds)
-    else:
-        kinds = [
-            workload.chat(args.chat, share=0.4),
-            workload.code(args.code, share=0.3),
-            workload.summary(args.summary, share=0.3),
-        ]
+    kinds = options.kinds(args)
     name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
     if args.arrivals_from:
         offers = arrivals.read(args.arrivals_from, seconds=args.duration, count=args.count)
@@ -338,27 +317,18 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     report = compare.compare(compare.read(args.a), compare.read(args.b))
-    _write(args.json, report.text(), results.as_json(report.to_json()))
+    options.write(args.json, report.text(), results.as_json(report.to_json()))
     return 0
 
 
 def _fit(args: argparse.Namespace) -> int:
     fitted = fit.fit_log(args.log, args.model)
-    _write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0
 
 
-def _write(to: str | None, text: str, data: bytes) -> None:
-    """The text for a reader, and the JSON where it was asked for."""
-    print(text, file=sys.stderr if to == "-" else sys.stdout)
-    if to == "-":
-        sys.stdout.buffer.write(data)
-    elif to:
-        Path(to).write_bytes(data)
-
-
 def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
-    _write(args.json, results.table(runs), results.dumps(runs))
+    options.write(args.json, results.table(runs), results.dumps(runs))
     if args.records:
         results.write_records(args.records, runs)
     if args.plot:

@@ -20,8 +20,13 @@ LAYERS = [
     ["fleet"],
     ["config", "server", "workload", "prompts", "prompt_parts", "intervals", "goodput"],
     ["results", "records", "serve", "answer", "target", "mix", "arrivals", "fit"],
-    ["bench", "compare", "plot", "simulate", "serverprocess"],
-    ["demo"],
+    ["bench", "compare", "plot", "simulate", "serverprocess", "cells", "resample"],
+    ["setting"],
+    ["alone", "little", "sweep"],
+    ["capacity", "plot_sweep"],
+    ["sizing", "experiments"],
+    ["papers"],
+    ["demo", "commands"],
     ["cli"],
 ]
 ENGINE = dict.fromkeys(["torch", "safetensors", "tokenizers", "gguf", "jinja2", "llvmlite"], "engines/torch")

@@ -1,0 +1,113 @@
+"""Which requests no fleet can attain: their SLOs are beyond a replica that serves nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rubato.setting import Hardware, prefill_time
+from rubato.slo import TOLERANCE, WINDOW
+from rubato.types import Shape, Stage
+from rubato.workload import Arrival, Workload
+
+
+@dataclass(frozen=True)
+class Alone:
+    """How many requests an idle replica cannot attain. hopeless: tier -> how many of it; example: one of them."""
+
+    offered: int
+    hopeless: Mapping[str, int]
+    example: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(self.hopeless.values())
+
+    @property
+    def share(self) -> float:
+        return self.count / self.offered
+
+    @property
+    def text(self) -> str:
+        tiers = ", ".join(f"{count} of {tier}" for tier, count in self.hopeless.items())
+        return f"{self.count} of {self.offered} requests ({tiers}) cannot be attained even alone: {self.example}"
+
+
+def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
+    """Judge each request of a workload as if it had a replica to itself."""
+    hopeless: Counter[str] = Counter()
+    example = ""
+    for one, why in _judged(load, hardware, rule):
+        hopeless[one.tier] += bool(why)
+        example = example or (f"{one.id} (tier {one.tier}) {why}" if why else "")
+    return Alone(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
+
+
+def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
+    """The workload without what no idle replica can attain. Raises ValueError when nothing would be left."""
+    kept = tuple(one for one, why in _judged(load, hardware, rule) if not why)
+    if not kept:
+        raise ValueError(f"workload {load.name!r}: {alone(load, hardware, rule).text}")
+    return replace(load, arrivals=kept, rate=load.rate * len(kept) / len(load.arrivals))
+
+
+def check(load: Workload, hardware: Hardware, target: float, rule: str = "deadline") -> Alone:
+    """Raises ValueError when no fleet of any size can attain `target` (a share) of the workload."""
+    found = alone(load, hardware, rule)
+    if 1.0 - found.share < target:
+        raise ValueError(
+            f"no number of replicas attains {100 * target:g} % on {hardware.name}: {found.text}. Loosen these SLOs, "
+            "take faster hardware, or leave such requests out (--exclude-hopeless)"
+        )
+    return found
+
+
+def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
+    """Each request, and what it lacks; requests that are alike are judged once."""
+    known: dict[tuple[object, ...], str] = {}
+    for one, request in zip(load.arrivals, load.requests(), strict=True):
+        outputs = (one.output_tokens,)
+        key = (tuple((stage.prompt, stage.slo) for stage in request.stages), outputs)
+        if key not in known:
+            known[key] = lacking(request.stages, outputs, hardware, rule)
+        yield one, known[key]
+
+
+def lacking(stages: Sequence[Stage], outputs: Sequence[int], hardware: Hardware, rule: str) -> str:
+    """What a request of these stages and output lengths lacks on an idle replica, in words; "" if it is attained.
+
+    Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in
+    the context between a stage's first decode and its last (exact for a model that is); they grow, so lateness under
+    the deadline rule is convex over tokens and greatest at the first or the last. A decode-only stage is judged from
+    the token before it.
+    """
+    limits, model = hardware.limits, hardware.model
+    fits = min(limits.max_length, limits.kv_blocks * limits.block)
+    length = sum(stage.prompt for stage in stages) + sum(outputs)
+    if length > fits:
+        return f"is {length} tokens long and {fits} fit"
+    cached, elapsed = 0, 0.0
+    for stage, output in zip(stages, outputs, strict=True):
+        slo = stage.slo
+        first = prefill_time(model, limits, stage.prompt, cached) if stage.prompt else 0.0
+        if slo.ttft is not None and first > slo.ttft + TOLERANCE:
+            return f"needs {first:.4g} s for its prompt of {stage.prompt} tokens and has a TTFT of {slo.ttft:g} s"
+        cached += stage.prompt
+        steps = output - 1 if stage.prompt else output
+        begin, end = (model.step_time(Shape().plus(1, cached + i)) for i in (0, max(0, steps - 1)))
+        decode = steps * (begin + end) / 2
+        elapsed += first + decode
+        cached += steps
+        if slo.e2e is not None and elapsed > slo.e2e + TOLERANCE:
+            return f"needs {elapsed:.4g} s and has an e2e of {slo.e2e:g} s"
+        if slo.tpot is None or steps < 1:
+            continue
+        spare = slo.ttft - first if slo.ttft is not None and rule == "deadline" else 0.0
+        pace, counted = decode / steps, steps
+        if rule == "windowed":  # the last window's steps are the longest
+            counted = (steps - 1) % WINDOW + 1
+            pace = end - (end - begin) * (counted - 1) / 2 / max(1, steps - 1)
+        if counted * pace > counted * slo.tpot + spare + TOLERANCE:
+            return f"takes {1e3 * pace:.4g} ms a token alone and has a TPOT of {1e3 * slo.tpot:g} ms"
+    return ""

@@ -1,0 +1,284 @@
+"""What an experiment varies: the hardware of a replica, the policy with its settings, and where its requests come from.
+
+Everything here pickles, so that a cell can run in another process. This is the one place that knows packaged profiles
+and scenarios.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from rubato import arrivals, workload
+from rubato.interfaces import LatencyModel, LengthPredictor
+from rubato.lengths import Oracle
+from rubato.policies import load, load_router
+from rubato.records import Run
+from rubato.resample import bootstrapped, multiplied, tiers_drawn
+from rubato.simulate import Setup, simulated_run
+from rubato.types import Limits, Shape
+from rubato.workload import Kind, Workload
+
+Lengths = Callable[[Mapping[str, int]], LengthPredictor | None]  # request id -> output tokens, the truth
+
+
+def unknown(truth: Mapping[str, int]) -> None:
+    """What a scheduler knows of output lengths by default: nothing."""
+
+
+def oracle(truth: Mapping[str, int]) -> LengthPredictor:
+    """The truth, as SLOs-Serve gives it to every system it compares."""
+    return Oracle(truth)
+
+
+# --------------------------------------------------------------------------- hardware
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One replica: how long a step takes, what fits, and how many GPUs it is."""
+
+    name: str
+    model: LatencyModel
+    limits: Limits
+    gpus: int = 1
+
+    def fresh(self) -> LatencyModel:
+        """A model of its own for each engine and each scheduler, since schedulers' models go on learning."""
+        return copy.deepcopy(self.model)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds until the first token of a prompt that has the replica to itself."""
+        return prefill_time(self.model, self.limits, tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """model: a digest, so that a file of cells is not resumed with other step times."""
+        model = hashlib.blake2b(pickle.dumps(self.model), digest_size=8).hexdigest()
+        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": model}
+
+
+def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
+    """Seconds of a prompt alone, in batches as large as the engine takes, on top of `cached` tokens."""
+    seconds, end = 0.0, cached + tokens
+    while cached < end:
+        chunk = min(limits.max_tokens, end - cached)
+        seconds += model.step_time(Shape().plus(chunk, cached))
+        cached += chunk
+    return seconds
+
+
+def packaged(name: str, kv_tokens: int | None = None, **limits: int) -> Hardware:
+    """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ.
+
+    Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
+    """
+    profile = importlib.import_module("rubato.profiles").load(name, kv_tokens=kv_tokens)
+    if not profile.kv_tokens:
+        raise ValueError(f"profile {name!r} has no KV capacity: no fleet can be sized with it; give --kv-tokens")
+    return Hardware(name, profile.model(), profile.limits(**limits), profile.gpus)
+
+
+# --------------------------------------------------------------------------- policies
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy and a router with their settings, as one writes them: `co_chunk:budget=256@random:seed=3`."""
+
+    policy: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    router: str = "least_loaded"
+    router_settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        own = _words(self.policy, self.settings)
+        router = _words(self.router, self.router_settings)
+        return own if router == "least_loaded" else f"{own}@{router}"
+
+    @classmethod
+    def parse(cls, text: str, router: str = "least_loaded") -> Choice:
+        """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
+        own, _, other = text.partition("@")
+        choice = cls(*_parsed(own), *_parsed(other or router))
+        load(choice.policy, choice.settings)
+        load_router(choice.router, choice.router_settings)
+        return choice
+
+
+def _words(name: str, settings: Mapping[str, object]) -> str:
+    return name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(settings.items()))
+
+
+def _parsed(text: str) -> tuple[str, dict[str, object]]:
+    name, _, rest = text.partition(":")
+    settings: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, found, value = part.partition("=")
+        if not found:
+            raise ValueError(f"policy {text!r}: write its settings as {name}:SETTING=VALUE,SETTING=VALUE")
+        settings[key] = yaml.safe_load(value)
+    return name, settings
+
+
+# --------------------------------------------------------------------------- all of a simulation but its requests
+
+
+@dataclass(frozen=True)
+class Setting:
+    hardware: Hardware
+    choice: Choice
+    replicas: int = 1
+    rule: str = "deadline"
+    noise: float = 0.0
+    lengths: Lengths = unknown
+
+    def run(self, load: Workload, seed: int = 0) -> Run:
+        """The workload, simulated. seed: of the noise in step times."""
+        setup = Setup(
+            latency=self.hardware.fresh,
+            limits=self.hardware.limits,
+            policy=self.choice.policy,
+            settings=self.choice.settings,
+            router=self.choice.router,
+            router_settings=self.choice.router_settings,
+            replicas=self.replicas,
+            noise=self.noise,
+            seed=seed,
+            lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
+            rule=self.rule,
+        )
+        return simulated_run(load, setup, self.choice.label)
+
+    def with_replicas(self, replicas: int) -> Setting:
+        return replace(self, replicas=replicas)
+
+    def describe(self) -> dict[str, Any]:
+        """For the head of a result file."""
+        return {
+            "hardware": self.hardware.describe(),
+            "policy": self.choice.label,
+            "replicas": self.replicas,
+            "judge": self.rule,
+            "noise": self.noise,
+            "lengths": _name(self.lengths),
+        }
+
+
+def _name(function: Lengths) -> str:
+    return repr(function.args) if isinstance(function, partial) else getattr(function, "__name__", repr(function))
+
+
+# --------------------------------------------------------------------------- where requests come from
+
+
+def _digest(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+class Source(Protocol):
+    """Makes workloads by seed; another seed is the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
+
+    def make(self, seed: int) -> Workload: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A packaged scenario: so many requests at a rate (requests/s), or those of so many seconds."""
+
+    name: str
+    hardware: Hardware
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int) -> Workload:
+        scenarios = importlib.import_module("rubato.workloads.scenarios")
+        made: Workload = scenarios.make(
+            self.name, self.rate, count=self.count, duration=self.duration, seed=seed, prefill=self.hardware.prefill
+        )
+        return made
+
+    def describe(self) -> dict[str, Any]:
+        return {"scenario": self.name, "rate": self.rate, "count": self.count, "duration": self.duration}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Poisson arrivals of a mix of kinds."""
+
+    kinds: tuple[Kind, ...]
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int) -> Workload:
+        return _mixed(self, seed)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@lru_cache(maxsize=8)
+def _mixed(mix: Mix, seed: int) -> Workload:
+    made = workload.make("mix", mix.kinds, mix.rate, duration=mix.duration, count=mix.count, seed=seed)
+    return replace(made, arrivals=tuple(replace(a, messages=()) for a in made.arrivals))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
+
+    drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the trace's under every seed.
+    """
+
+    path: str
+    kinds: tuple[Kind, ...]
+    factor: float = 1.0
+    seconds: float | None = None
+    count: int | None = None
+    drawn: bool = True
+
+    def make(self, seed: int) -> Workload:
+        return _traced(self, seed)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"path": Path(self.path).name, "content": _digest(self.path)}
+
+
+@lru_cache(maxsize=8)
+def _traced(trace: Trace, seed: int) -> Workload:
+    offers = arrivals.read(trace.path, seconds=trace.seconds, count=trace.count)
+    name = Path(trace.path).name.partition(".")[0]
+    made = tiers_drawn(name, multiplied(offers, trace.factor, seed), trace.kinds, seed)
+    return bootstrapped(made, seed) if trace.drawn and seed else made
+
+
+@dataclass(frozen=True)
+class File:
+    """A workload file. drawn: as of a trace."""
+
+    path: str
+    drawn: bool = True
+
+    def make(self, seed: int) -> Workload:
+        made = _filed(self.path)
+        return bootstrapped(made, seed) if self.drawn and seed else made
+
+    def describe(self) -> dict[str, Any]:
+        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
+
+
+@lru_cache(maxsize=8)
+def _filed(path: str) -> Workload:
+    return workload.read(path)

@@ -1,0 +1,144 @@
+"""`sweep`, `capacity` and `plan` as a user types them, and what each says when it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rubato.cli import main
+
+REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
+           "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
+QUIET = ["--workers", "1", "--no-progress"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    rows = [f"{i * 0.5},{100 + 7 * (i % 50)},{5 + i % 9}" for i in range(120)]
+    path.write_text("\n".join(["t_s,input_tokens,output_tokens", *rows]) + "\n")
+    return str(path)
+
+
+def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cells, report = (str(tmp_path / name) for name in ("out.json", "cells.jsonl", "report.md"))
+    words = ["sweep", "--trace", trace, "--rates", "2,8", "--seeds", "0,1", *REPLICA, *QUIET]
+    words += ["--policy", "sarathi", "--policy", "co_chunk:budget=64@minimal"]
+    words += ["--json", out, "--cells", cells, "--report", report]
+    assert main(words) == 0
+    data = json.loads(Path(out).read_text())
+    assert len(data["cells"]) == 8
+    assert len(Path(cells).read_text().splitlines()) == 9  # and the head
+    with open(cells, "rb+") as file:
+        file.truncate(Path(cells).stat().st_size - 5)
+    assert main(words) == 0
+    again = json.loads(Path(out).read_text())
+    assert [c["tiers"] for c in again["cells"]] == [c["tiers"] for c in data["cells"]]
+    assert "7 of 8 cells were in the file already" in again["notes"][0]
+    assert "1 half-written line dropped" in again["notes"][1]
+    assert "co_chunk:budget=64@minimal" in Path(report).read_text()
+    assert "1 half-written line dropped" in capsys.readouterr().out
+    assert main([*words, "--noise", "0.1"]) == 2
+    assert "holds the cells of another run: sweep differ" in capsys.readouterr().err
+
+
+def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    words = [
+        "capacity",
+        "--trace",
+        trace,
+        "--seeds",
+        "0,1",
+        "--targets",
+        "0.9",
+        "--tolerance",
+        "0.2",
+        "--replicas",
+        "2",
+    ]
+    assert main([*words, *REPLICA, *QUIET, "--json", "-"]) == 0
+    captured = capsysbinary.readouterr()
+    (found,) = json.loads(captured.out)["capacities"]
+    assert found["fleet"]["value"] == pytest.approx(2 * found["replica"]["value"])
+    assert b"| policy" in captured.err
+
+
+def test_plan_on_a_trace(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    words = ["plan", "--trace", trace, "--scale", "3", "--chat", "300,30", "--least-seeds", "2", "--price", "2"]
+    assert main([*words, *REPLICA, *QUIET, "--json", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["whole"]["offered"] == 360
+    assert data["attainment"][str(data["replicas"])]["low"] >= 0.9
+    assert f"**{data['replicas']} replicas of the configured replica**" in capsys.readouterr().out
+
+
+def test_profiles_and_scenarios_by_their_interfaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stand-ins for both packages: what is asked of them, and that their answers are used."""
+    from types import SimpleNamespace
+
+    from rubato import setting
+    from tests.experiments.machine import LIMITS, MACHINE, mix
+
+    asked: list[object] = []
+
+    def profile(name: str, kv_tokens: int | None = None) -> SimpleNamespace:
+        tokens = kv_tokens if name == "without" else 8192
+        return SimpleNamespace(model=lambda: MACHINE.model, limits=lambda **k: LIMITS, kv_tokens=tokens, gpus=2)
+
+    def scenario(name: str, rate: float, **given: object) -> object:
+        asked.append((name, rate, given["count"], given["seed"]))
+        assert given["prefill"](100) == MACHINE.prefill(100)  # type: ignore[operator]
+        return mix(30).make(given["seed"])  # type: ignore[arg-type]
+
+    packages = {
+        "rubato.profiles": SimpleNamespace(load=profile),
+        "rubato.workloads.scenarios": SimpleNamespace(make=scenario),
+    }
+    monkeypatch.setattr(setting, "importlib", SimpleNamespace(import_module=packages.__getitem__))
+    words = ["sweep", "--scenario", "chatbot", "--rates", "2", "--seeds", "4", "--count", "30", *QUIET]
+    assert main([*words, "--profile", "some"]) == 0
+    assert asked == [("chatbot", 1.0, 30, 4)]
+    assert main([*words, "--profile", "without"]) == 2
+    assert "profile 'without' has no KV capacity" in capsys.readouterr().err
+    assert main([*words, "--profile", "without", "--kv-tokens", "8192"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan"], "what is a replica? give --profile NAME"),
+        (["plan", "--set", "latency.kind=affine"], "a replica without KV capacity"),
+        (["plan", *REPLICA, "--rate", "0"], "rate is 0.0 requests/s: give a positive number"),
+        (["sweep", *REPLICA, "--rates", "1,0"], "rate is 0.0 requests/s: give a positive number"),
+        (["capacity", *REPLICA, "--start", "0"], "rate is 0.0 requests/s: give a positive number"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--scale", "0"], "scale is 0.0: give how many times"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--rate", "1"], "a trace has its own, times --scale"),
+        (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
+        (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
+        (["plan", *REPLICA, "--policy", "vllm", "--policy", "edf"], "a plan is for one --policy"),
+        (["plan", *REPLICA, "--policy", "vlm"], "did you mean 'vllm'"),
+        (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
+        (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
+        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
+        (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
+        (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "--noise 2.0: give a relative spread"),
+        (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
+        (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
+    ],
+)
+def test_what_is_impossible_is_one_sentence_and_status_2(
+    words: list[str], says: str, tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("t_s,input_tokens,output_tokens\n0,10,5\n1,ten,5\n")
+    quiet = [] if words[0] == "figure" else QUIET
+    assert main([{"TRACE": trace, "BAD": str(bad)}.get(word, word) for word in words] + quiet) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
