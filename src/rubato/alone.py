@@ -33,6 +33,14 @@ class Alone:
         tiers = ", ".join(f"{count} of {tier}" for tier, count in self.hopeless.items())
         return f"{self.count} of {self.offered} requests ({tiers}) cannot be attained even alone: {self.example}"
 
+    def check(self, target: float) -> None:
+        """Raises ValueError when no fleet of any size can attain `target`, a share."""
+        if 1.0 - self.share < target:
+            raise ValueError(
+                f"no number of replicas attains {100 * target:g} %: {self.text}. Loosen these SLOs, take faster "
+                "hardware, or leave such requests out (`rubato plan --exclude-hopeless`)"
+            )
+
 
 def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
     """Judge each request of a workload as if it had a replica to itself."""
@@ -52,25 +60,14 @@ def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline")
     return replace(load, arrivals=kept, rate=load.rate * len(kept) / len(load.arrivals))
 
 
-def check(load: Workload, hardware: Hardware, target: float, rule: str = "deadline") -> Alone:
-    """Raises ValueError when no fleet of any size can attain `target` (a share) of the workload."""
-    found = alone(load, hardware, rule)
-    if 1.0 - found.share < target:
-        raise ValueError(
-            f"no number of replicas attains {100 * target:g} % on {hardware.name}: {found.text}. Loosen these SLOs, "
-            "take faster hardware, or leave such requests out (--exclude-hopeless)"
-        )
-    return found
-
-
 def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
     """Each request, and what it lacks; requests that are alike are judged once."""
     known: dict[tuple[object, ...], str] = {}
-    for one, request in zip(load.arrivals, load.requests(), strict=True):
-        outputs = (one.output_tokens,)
-        key = (tuple((stage.prompt, stage.slo) for stage in request.stages), outputs)
+    for one in load.arrivals:
+        key = (one.prompt_tokens, one.output_tokens, one.tier)
         if key not in known:
-            known[key] = lacking(request.stages, outputs, hardware, rule)
+            stages = (Stage(one.prompt_tokens, load.tiers[one.tier]),)
+            known[key] = lacking(stages, (one.output_tokens,), hardware, rule)
         yield one, known[key]
 
 

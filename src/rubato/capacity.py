@@ -88,7 +88,7 @@ def search(
     load = source.make(seed)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
-    alone.check(load, setting.hardware, max(targets), setting.rule)
+    alone.alone(load, setting.hardware, setting.rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 

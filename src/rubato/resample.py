@@ -16,6 +16,7 @@ from rubato.arrivals import Offer
 from rubato.policies import nearest
 from rubato.workload import Arrival, Kind, Workload, tiers_of
 
+Stretch = tuple[float, float]  # seconds from a workload's start: when it begins and ends
 BLOCK = 60.0  # seconds
 _COPIES, _TIERS, _BLOCKS = range(20, 23)  # one random stream for each purpose, none of a workload's own
 
@@ -88,7 +89,7 @@ def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
     return replace(load, seed=seed, rate=rate, arrivals=tuple(made), notes={**load.notes, "blocks": block})
 
 
-def busiest(load: Workload, seconds: float, step: float = BLOCK) -> tuple[float, float]:
+def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
     """Where the stretch of `seconds` with the most tokens (prompt + output) begins and ends; starts are multiples of
     `step`. All of a workload that is no longer."""
     if load.duration <= seconds:
@@ -101,8 +102,11 @@ def busiest(load: Workload, seconds: float, step: float = BLOCK) -> tuple[float,
     return start, start + seconds
 
 
-def window(load: Workload, start: float, end: float) -> Workload:
-    """What arrives in [start, end), times from its beginning. Raises ValueError when nothing does."""
+def window(load: Workload, stretch: Stretch | None) -> Workload:
+    """What arrives in a stretch, times from its beginning; None: all. Raises ValueError when nothing does."""
+    if stretch is None:
+        return load
+    start, end = stretch
     kept = tuple(
         replace(a, at=a.at - start) for a in load.arrivals if start <= a.at < end or a.at == end == load.duration
     )

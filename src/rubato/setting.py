@@ -23,7 +23,7 @@ from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lengths import Oracle
 from rubato.policies import load, load_router
 from rubato.records import Run
-from rubato.resample import bootstrapped, multiplied, tiers_drawn
+from rubato.resample import Stretch, bootstrapped, busiest, multiplied, tiers_drawn, window
 from rubato.simulate import Setup, simulated_run
 from rubato.types import Limits, Shape
 from rubato.workload import Kind, Workload
@@ -188,7 +188,14 @@ def _digest(path: str) -> str:
 class Source(Protocol):
     """Makes workloads by seed; another seed is the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
 
-    def make(self, seed: int) -> Workload: ...
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        """All of it, or what arrives in a stretch, times from its beginning."""
+        ...
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        """The stretch of so many seconds with the most tokens."""
+        ...
+
     def describe(self) -> dict[str, Any]: ...
 
 
@@ -202,12 +209,15 @@ class Scenario:
     count: int | None = None
     duration: float | None = None
 
-    def make(self, seed: int) -> Workload:
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         scenarios = importlib.import_module("rubato.workloads.scenarios")
         made: Workload = scenarios.make(
             self.name, self.rate, count=self.count, duration=self.duration, seed=seed, prefill=self.hardware.prefill
         )
-        return made
+        return window(made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
 
     def describe(self) -> dict[str, Any]:
         return {"scenario": self.name, "rate": self.rate, "count": self.count, "duration": self.duration}
@@ -222,8 +232,11 @@ class Mix:
     count: int | None = None
     duration: float | None = None
 
-    def make(self, seed: int) -> Workload:
-        return _mixed(self, seed)
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return window(_mixed(self, seed), stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -236,10 +249,34 @@ def _mixed(mix: Mix, seed: int) -> Workload:
 
 
 @dataclass(frozen=True)
+class File:
+    """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
+
+    path: str
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        made = _filed(self.path)
+        return window(bootstrapped(made, seed) if self.drawn and seed else made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
+
+
+@lru_cache(maxsize=8)
+def _filed(path: str) -> Workload:
+    return workload.read(path)
+
+
+@dataclass(frozen=True)
 class Trace:
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
-    drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the trace's under every seed.
+    drawn: as of a file. A stretch that begins and ends with a minute is cut out before it is multiplied: a minute's
+    copies stay in it.
     """
 
     path: str
@@ -249,36 +286,29 @@ class Trace:
     count: int | None = None
     drawn: bool = True
 
-    def make(self, seed: int) -> Workload:
-        return _traced(self, seed)
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return _traced(self, seed, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(_traced(replace(self, factor=1.0, drawn=False), 0, None), seconds)
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"path": Path(self.path).name, "content": _digest(self.path)}
 
 
 @lru_cache(maxsize=8)
-def _traced(trace: Trace, seed: int) -> Workload:
-    offers = arrivals.read(trace.path, seconds=trace.seconds, count=trace.count)
+def _traced(trace: Trace, seed: int, stretch: Stretch | None) -> Workload:
+    offers = _offers(trace.path, trace.seconds, trace.count)
+    if stretch is not None:
+        start, end = stretch
+        offers = [replace(offer, at=offer.at - start) for offer in offers if start <= offer.at < end]
     name = Path(trace.path).name.partition(".")[0]
     made = tiers_drawn(name, multiplied(offers, trace.factor, seed), trace.kinds, seed)
+    if stretch is not None:
+        made = replace(made, rate=len(made.arrivals) / (end - start), duration=end - start)
     return bootstrapped(made, seed) if trace.drawn and seed else made
 
 
-@dataclass(frozen=True)
-class File:
-    """A workload file. drawn: as of a trace."""
-
-    path: str
-    drawn: bool = True
-
-    def make(self, seed: int) -> Workload:
-        made = _filed(self.path)
-        return bootstrapped(made, seed) if self.drawn and seed else made
-
-    def describe(self) -> dict[str, Any]:
-        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
-
-
-@lru_cache(maxsize=8)
-def _filed(path: str) -> Workload:
-    return workload.read(path)
+@lru_cache(maxsize=2)
+def _offers(path: str, seconds: float | None, count: int | None) -> list[arrivals.Offer]:
+    return arrivals.read(path, seconds=seconds, count=count)

@@ -20,7 +20,7 @@ from rubato.cells import Cell, Done
 from rubato.interfaces import LatencyModel
 from rubato.intervals import Estimate, attainment_over_seeds
 from rubato.records import Record, versions
-from rubato.resample import bootstrapped, busiest, widened, window
+from rubato.resample import Stretch, bootstrapped, widened
 from rubato.setting import Setting, Source
 from rubato.sweep import markdown, percent
 from rubato.types import Sample, Shape
@@ -28,6 +28,7 @@ from rubato.workload import Workload
 
 FORMAT = "rubato-plan/1"
 MOST_REPLICAS = 4096
+RELAXED_SEEDS = 2  # of what is set against n - 1 replicas under the same seeds
 LEAST_RELAXED = 1.25  # by what a thing is relaxed, at least; else by the missing replica's part, n / (n - 1)
 
 
@@ -58,9 +59,12 @@ class Question:
         own = {"target": self.target, "seconds": self.seconds, "exclude": self.exclude}
         return {"source": self.source.describe(), "setting": self.setting.describe(), **own}
 
-    def load(self, seed: int) -> Workload:
-        """The whole workload under a seed."""
-        made = self.source.make(seed)
+    def stretch(self, seed: int) -> Stretch:
+        return self.source.busiest(seed, self.seconds)
+
+    def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        """The whole workload under a seed, or a stretch of it."""
+        made = self.source.make(seed, stretch)
         return alone.without_hopeless(made, self.setting.hardware, self.setting.rule) if self.exclude else made
 
 
@@ -69,7 +73,7 @@ class Question:
 
 def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
     """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`; `relaxed`: "" for nothing."""
-    load = bootstrapped(_busiest(question.load(seed), question.seconds), seed)
+    load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
     setting = question.setting.with_replicas(replicas)
     if relaxed:
         load, setting = relax(load, setting, relaxed, by)
@@ -79,7 +83,7 @@ def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) 
 def whole(question: Question, replicas: int) -> dict[str, Any]:
     """The whole workload as it is, under seed 0: met and offered, also of its busiest stretch alone; tokens."""
     load = question.load(0)
-    stretch = busiest(load, question.seconds)
+    stretch = question.stretch(0)
     records = question.setting.with_replicas(replicas).run(load).records
     return _counts(records) | {
         "busiest": _counts([r for r in records if stretch[0] <= r.at < stretch[1]]),
@@ -87,10 +91,6 @@ def whole(question: Question, replicas: int) -> dict[str, Any]:
         "output_tokens": sum(r.output for r in records),
         "seconds": load.duration,
     }
-
-
-def _busiest(load: Workload, seconds: float) -> Workload:
-    return window(load, *busiest(load, seconds))
 
 
 def _counts(records: Sequence[Record]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def relax(load: Workload, setting: Setting, what: str, by: float) -> tuple[Workl
 
 @dataclass
 class _Search:
-    """The answers so far, and how to get more: one pool of processes, one file."""
+    """The answers so far, and how to get more: one pool of processes (None: here), one file."""
 
     question: Question
     how: Mapping[str, Any]
@@ -150,7 +150,9 @@ class _Search:
     def need(self, wanted: Sequence[Cell], about: str) -> None:
         new = [cell for cell in wanted if cell.key not in self.found]
         if new:
-            done = cells.run(new, head={"plan": self.question.describe()}, pool=self.pool, about=about, **self.how)
+            done = cells.run(
+                new, head={"plan": self.question.describe()}, workers=1, pool=self.pool, about=about, **self.how
+            )
             self.done = self.done.plus(done)
             self.found |= {result.key: result.value for result in done.results}
 
@@ -169,8 +171,9 @@ class _Search:
 
     def first(self, workers: int) -> int:
         """The smallest fleet under seed 0, by cutting a bracket into `workers` + 1 parts at a time."""
-        load = _busiest(self.question.load(0), self.question.seconds)
+        load = self.question.load(0, self.question.stretch(0))
         low, high = 0, max(1, ceil(load.rate / estimate(load, self.question.setting.with_replicas(1))))
+        self.need(self.peaks([ceil(high * 1.5**i) for i in range(workers)], 1), "search")  # as many at a time
         while not self._enough(high):
             low, high = high, ceil(1.5 * high)
             if high > MOST_REPLICAS:
@@ -219,7 +222,7 @@ def plan(question: Question, *, workers: int | None = None, **how: Any) -> Plan:
     hardware = question.setting.hardware
     found = alone.alone(load, hardware, question.setting.rule)
     if not question.exclude:
-        alone.check(load, hardware, question.target, question.setting.rule)
+        found.check(question.target)
     with cells.opened(workers) as pool:
         search = _Search(question, how, pool)
         replicas, seeds, decided = search.settle(search.first(workers or cells.cores()))
@@ -227,18 +230,18 @@ def plan(question: Question, *, workers: int | None = None, **how: Any) -> Plan:
         things = ["compute", "kv", *(n for n in ("ttft", "tpot", "e2e") if _promised(load, n))] if replicas > 1 else []
         by = max(LEAST_RELAXED, replicas / max(1, replicas - 1))
         for thing in things:
-            wanted += search.peaks([replicas - 1], question.seeds[0], thing, by)
+            wanted += search.peaks([replicas - 1], RELAXED_SEEDS, thing, by)
         search.need(wanted, "verify")
     return Plan(
         question,
-        busiest(question.load(0), question.seconds),
+        question.stretch(0),
         replicas,
         decided,
         seeds,
         with_n=search.attained(replicas, seeds),
         with_one_fewer=search.attained(replicas - 1, seeds),
         whole=search.found[f"whole n={replicas}"],
-        relaxed={thing: search.attained(replicas - 1, question.seeds[0], thing) for thing in things},
+        relaxed={thing: search.attained(replicas - 1, RELAXED_SEEDS, thing).value for thing in things},
         relaxed_by=by,
         hopeless=found,
         done=search.done,
@@ -270,7 +273,7 @@ class Plan:
     with_n: Estimate
     with_one_fewer: Estimate
     whole: Mapping[str, Any]
-    relaxed: Mapping[str, Estimate]
+    relaxed: Mapping[str, float]
     relaxed_by: float
     hopeless: alone.Alone
     done: Done
@@ -282,8 +285,8 @@ class Plan:
     @property
     def binds(self) -> list[str]:
         """What, relaxed, lets one replica fewer suffice; the most telling first."""
-        able = [thing for thing, e in self.relaxed.items() if e.value >= self.question.target]
-        return sorted(able, key=lambda thing: -self.relaxed[thing].value)
+        able = [thing for thing, attained in self.relaxed.items() if attained >= self.question.target]
+        return sorted(able, key=lambda thing: -self.relaxed[thing])
 
     @property
     def cost(self) -> dict[str, float] | None:
@@ -355,7 +358,8 @@ class Plan:
         if self.replicas > 1:
             rows.append(["the same, one replica fewer", str(self.replicas - 1), percent(self.with_one_fewer)])
         for thing, attained in self.relaxed.items():
-            rows.append([f"and {thing} relaxed {self.relaxed_by:.3g} times", str(self.replicas - 1), percent(attained)])
+            what = f"and {thing} relaxed {self.relaxed_by:.3g} times, {RELAXED_SEEDS} seeds"
+            rows.append([what, str(self.replicas - 1), f"{100 * attained:.1f} %"])
         rows.append(["the whole workload", str(self.replicas), self._of(self.whole)])
         rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
         return "\n\n".join(

@@ -43,9 +43,9 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
     assert found.hopeless == {"tight": 2, "loose": 1}
     assert "3 of 5 requests (2 of tight, 1 of loose)" in found.text
     assert "q0 (tier tight) needs 0.4" in found.text
-    with pytest.raises(ValueError, match=r"no number of replicas attains 90 % on test: 3 of 5 requests"):
-        alone.check(load, MACHINE, 0.9)
-    assert alone.check(load, MACHINE, 0.4).count == 3
+    with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: 3 of 5 requests"):
+        found.check(0.9)
+    found.check(0.4)
     left = alone.without_hopeless(load, MACHINE)
     assert [a.id for a in left.arrivals] == ["q1", "q2"]
     assert alone.alone(left, MACHINE).count == 0

@@ -8,6 +8,7 @@ import pytest
 
 from rubato import capacity
 from rubato.capacity import Question, crossing
+from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Setting
 from rubato.sizing import Faster
 from rubato.types import SLO
@@ -33,9 +34,12 @@ def test_a_curve_that_never_crosses_is_an_error() -> None:
 class Even:
     """200 requests at even gaps, each one step of 10 ms on a machine that takes one at a time, due within 15 ms."""
 
-    def make(self, seed: int) -> Workload:
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         arrivals = tuple(Arrival(f"q{i}", float(i), "all-alike", "", 8, 1) for i in range(200))
         return Workload("even", seed, 1.0, 199.0, {"all-alike": SLO(ttft=0.015)}, arrivals)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return 0.0, seconds
 
     def describe(self) -> dict[str, object]:
         return {}

@@ -81,11 +81,11 @@ def test_the_busiest_stretch_has_the_most_tokens() -> None:
         return sum(a.prompt_tokens + a.output_tokens for a in load.arrivals if begin <= a.at < begin + 120.0)
 
     assert tokens(start) == max(tokens(60.0 * i) for i in range(5))
-    cut = window(load, start, end)
+    cut = window(load, (start, end))
     assert (cut.duration, cut.rate) == (120.0, len(cut.arrivals) / 120.0)
     assert cut.arrivals[0].at < 5.0
     assert busiest(load, 1e6) == (0.0, load.duration)
-    assert window(load, *busiest(load, 1e6)).arrivals == load.arrivals
+    assert window(load, busiest(load, 1e6)).arrivals == load.arrivals
 
 
 def test_one_slo_is_widened_where_it_is_promised() -> None:
