@@ -268,7 +268,9 @@ class File:
 
 @lru_cache(maxsize=8)
 def _filed(path: str) -> Workload:
-    return workload.read(path)
+    made = workload.read(path)
+    workload.check_rate(made.rate)  # what `rescaled` divides by
+    return made
 
 
 @dataclass(frozen=True)

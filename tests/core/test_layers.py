@@ -23,7 +23,7 @@ LAYERS = [
     ["bench", "compare", "plot", "simulate", "serverprocess", "cells", "resample"],
     ["setting"],
     ["alone", "little", "sweep"],
-    ["capacity", "plot_sweep"],
+    ["capacity", "plot_sweep", "fleetplan"],
     ["sizing", "experiments"],
     ["papers"],
     ["demo", "commands"],

@@ -8,9 +8,9 @@ import pytest
 
 from rubato import capacity
 from rubato.capacity import Question, crossing
+from rubato.fleetplan import Faster
 from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Setting
-from rubato.sizing import Faster
 from rubato.types import SLO
 from rubato.workload import Arrival, Workload
 from tests.experiments.machine import MACHINE, mix, setting

@@ -121,6 +121,7 @@ def test_profiles_and_scenarios_by_their_interfaces(
         (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
         (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
+        (["sweep", *REPLICA, "--rates", "1", "--workload", "STILL"], "rate is 0.0 requests/s: give a positive number"),
         (["plan", *REPLICA, "--policy", "vllm", "--policy", "edf"], "a plan is for one --policy"),
         (["plan", *REPLICA, "--policy", "vlm"], "did you mean 'vllm'"),
         (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
@@ -137,8 +138,13 @@ def test_what_is_impossible_is_one_sentence_and_status_2(
 ) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("t_s,input_tokens,output_tokens\n0,10,5\n1,ten,5\n")
+    still = tmp_path / "still.jsonl"
+    still.write_text(
+        '{"format": "rubato-workload/1", "name": "still", "rate": 0, "tiers": {"a": {"ttft": 1}}}\n'
+        '{"id": "x", "at": 1, "tier": "a", "prompt_tokens": 5, "output_tokens": 5}\n'
+    )
     quiet = [] if words[0] == "figure" else QUIET
-    assert main([{"TRACE": trace, "BAD": str(bad)}.get(word, word) for word in words] + quiet) == 2
+    assert main([{"TRACE": trace, "BAD": str(bad), "STILL": str(still)}.get(word, word) for word in words] + quiet) == 2
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rubato import sizing
+from rubato.fleetplan import Faster, Plan, Question
 from rubato.intervals import attainment_over_seeds
 from rubato.resample import Stretch, busiest, tiers_drawn, window
 from rubato.setting import Choice, Setting
-from rubato.sizing import Faster, Question
 from rubato.types import SLO, Limits, Shape
 from rubato.workload import Workload
 from tests.experiments.machine import KINDS, MACHINE, mix, setting
@@ -38,11 +38,11 @@ QUESTION = Question(Traced(), Setting(SLOW, Choice("sarathi")), seconds=60.0, se
 
 
 @pytest.fixture(scope="module")
-def plan() -> sizing.Plan:
+def plan() -> Plan:
     return sizing.plan(QUESTION, workers=1)
 
 
-def test_n_is_enough_and_one_fewer_is_not(plan: sizing.Plan) -> None:
+def test_n_is_enough_and_one_fewer_is_not(plan: Plan) -> None:
     assert plan.replicas > 1
     assert plan.with_n.low >= 0.9
     assert plan.decided
@@ -52,7 +52,7 @@ def test_n_is_enough_and_one_fewer_is_not(plan: sizing.Plan) -> None:
     assert plan.with_n == attainment_over_seeds([v["met"] for v in own], [v["offered"] for v in own])
 
 
-def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: sizing.Plan) -> None:
+def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: Plan) -> None:
     assert plan.stretch == (60.0, 120.0)
     load = Traced().make(0)
     assert plan.whole["offered"] == len(load.arrivals)
@@ -61,7 +61,7 @@ def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: sizi
     assert sum(offered for _, offered in plan.whole["tiers"].values()) == plan.whole["offered"]
 
 
-def test_what_it_costs(plan: sizing.Plan) -> None:
+def test_what_it_costs(plan: Plan) -> None:
     load = Traced().make(0)
     assert plan.gpus == 2 * plan.replicas
     total = 3.6 * plan.gpus * load.duration / 3600.0
@@ -71,7 +71,7 @@ def test_what_it_costs(plan: sizing.Plan) -> None:
     assert plan.cost["per_million_tokens"] == pytest.approx(1e6 * total / tokens)
 
 
-def test_compute_binds_where_kv_is_plenty(plan: sizing.Plan) -> None:
+def test_compute_binds_where_kv_is_plenty(plan: Plan) -> None:
     """A quarter more KV changes nothing; steps as much faster as the missing replica's part do."""
     assert set(plan.relaxed) == {"compute", "kv", "ttft", "tpot"}
     assert plan.relaxed_by == max(1.25, plan.replicas / (plan.replicas - 1))
@@ -94,7 +94,7 @@ def test_kv_binds_where_it_is_scarce() -> None:
     assert "tpot" not in found.relaxed  # nothing promises one
 
 
-def test_text_and_json_say_it(plan: sizing.Plan) -> None:
+def test_text_and_json_say_it(plan: Plan) -> None:
     text = plan.text()
     assert f"**{plan.replicas} replicas of test** ({plan.gpus} GPUs), policy sarathi, attain 90 %" in text
     assert "What binds:" in text
@@ -123,6 +123,17 @@ def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> 
     assert 0 < hopeless < 60
     assert found.whole["offered"] == 60 - hopeless
     assert any(f"{hopeless} of 60 requests" in note and "left out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("met", [850, 901])
+def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
+    monkeypatch: pytest.MonkeyPatch, met: int
+) -> None:
+    """85 %, and a mean just above the target whose interval stays below."""
+    monkeypatch.setattr(sizing, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
+    question = Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
+    with pytest.raises(ValueError, match=rf"{met / 10:.1f} % .*more of them would not attain 90 %"):
+        sizing.plan(question, workers=1)
 
 
 def test_a_faster_model_is_consistent() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rubato import results, sizing, sweep
 from rubato.commands import experiment, options
+from rubato.fleetplan import Question
 
 
 def add(commands: Any) -> None:
@@ -30,7 +31,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = experiment.settings(args, machine)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
-    question = sizing.Question(
+    question = Question(
         experiment.source(args, machine, args.rate, drawn=False),
         settings[0],
         args.target,
