@@ -177,7 +177,7 @@ class Plan:
             notes.append(f"{self.hopeless.text}; {how}")
         if not self.decided:
             notes.append(
-                f"{self.replicas - 1} replicas attain {percent(self.with_one_fewer)}: too close to "
+                f"{_replicas(self.replicas - 1)} attain {percent(self.with_one_fewer)}: too close to "
                 f"{100 * self.question.target:g} % for {self.seeds} seeds to tell; {self.replicas} is on the safe side"
             )
         if self._share(self.whole) < self.question.target:
@@ -212,7 +212,7 @@ class Plan:
         hardware = self.question.setting.hardware
         target = f"{100 * self.question.target:g} %"
         policy = self.question.setting.choice.label
-        fleet = f"**{self.replicas} replicas of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
+        fleet = f"**{_replicas(self.replicas)} of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
         start, end = self.stretch
         rows = [
             ["what was run", "replicas", "attainment"],
@@ -242,7 +242,7 @@ class Plan:
         if self.replicas > 1:
             able = " or ".join(self.binds)
             parts.append(
-                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {self.replicas - 1} replicas would do."
+                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {_replicas(self.replicas - 1)} would do."
                 if able
                 else f"What binds: no single thing; none, relaxed {self.relaxed_by:.3g} times, makes one fewer do."
             )
@@ -262,3 +262,7 @@ class Plan:
     @staticmethod
     def _share(counts: Mapping[str, Any]) -> float:
         return float(counts["met"] / counts["offered"]) if counts["offered"] else 1.0
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' if count != 1 else ''}"
