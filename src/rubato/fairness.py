@@ -2,7 +2,7 @@
 
 A gate before the router. While less work (prompt and expected output tokens) is placed than the replicas sustain
 (`window`), everything passes. Beyond that a tenant passes while it has less work placed than its share of the window
-among the tenants of its tier that are active; the rest waits here, where it delays nobody, and goes on in the order of
+among the tenants that are active; the rest waits here, where it delays nobody, and goes on in the order of
 start-time fair queueing (Goyal, Vin and Cheng 1996): served tokens, divided by weight, are kept equal between tenants
 that have something waiting.
 
@@ -13,7 +13,7 @@ request and prefills as much as replaces those that end: with more at once every
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,7 +22,8 @@ from rubato.types import Request, Shape
 
 LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
 RECENT = 64  # requests that the tightest TPOT and the mean length are taken over
-HEADROOM = 0.9  # of the tightest TPOT that a step of the steady state may take
+PROBE = 256  # tokens of prefill by which the fastest replica is known
+HEADROOM = 0.8  # of the tightest TPOT that a step of the steady state may take: real prefill comes in bunches
 GUESS = 64.0  # output tokens of a tenant's request before one has finished
 
 
@@ -128,23 +129,28 @@ class FairShare:
         """Those of `held` that may go to a replica now, in this order."""
         window = sum(map(self._sustained, fleet)) * self._mean_work()
         total = sum(account.work for account in self._accounts.values())
-        caps = self._caps(window, now)
-        passed: dict[tuple[str, str], float] = {}
+        # A share is of all that the replicas can do; the headroom is taken from what goes beyond the shares.
+        caps = self._caps(window if self.window is not None else window / HEADROOM, now)
+        spent: dict[str, float] = {}
+        for (_, tenant), account in self._accounts.items():
+            spent[tenant] = spent.get(tenant, 0.0) + account.work
         through = []
-        for request in sorted(held, key=lambda r: self._order(r, now)):
+        step = min(
+            (view.latency.step_time for view in fleet), key=lambda f: f(Shape(PROBE, 1, PROBE, 0, PROBE * PROBE))
+        )
+        for request in sorted(held, key=lambda r: self._order(r, now, step)):
             entry = self._entries[request.id]
-            key = (request.tier, request.tenant)
-            if total < window or entry.account.work + passed.get(key, 0.0) < caps[key]:
+            if total < window or spent[request.tenant] < caps[request.tenant]:
                 through.append(request)
-                passed[key] = passed.get(key, 0.0) + entry.work
+                spent[request.tenant] += entry.work
                 total += entry.work
         return through
 
     def beyond_share(self, request: Request, places: int, now: float) -> bool:
         """Whether this tenant has its share of `places` in flight already, waiting ones included."""
-        account = self._account(request)
-        account.seen = now
-        return account.placed + account.waiting >= self._caps(places, now)[(request.tier, request.tenant)]
+        self._account(request).seen = now
+        mine = sum(a.placed + a.waiting for (_, tenant), a in self._accounts.items() if tenant == request.tenant)
+        return mine >= self._caps(places, now)[request.tenant]
 
     # ----------------------------------------------------------------- parts
 
@@ -154,23 +160,23 @@ class FairShare:
             self._accounts[key] = _Account(float(self.weights.get(request.tenant, 1.0)))
         return self._accounts[key]
 
-    def _order(self, request: Request, now: float) -> tuple[bool, float, float]:
-        """By start tag; what is too late already comes after what can still be in time."""
-        ttft = request.stages[0].slo.ttft
-        late = ttft is not None and now > request.arrival + ttft and request.progress is None
+    def _order(self, request: Request, now: float, step: Callable[[Shape], float]) -> tuple[bool, float, float]:
+        """By start tag; what would be too late even alone comes after what can still be in time."""
+        slo, prompt = request.stages[0].slo, request.stages[0].prompt
+        late = False
+        if slo.ttft is not None and request.progress is None:
+            late = now + step(Shape(prompt, 1, prompt, 0, prompt * prompt)) > request.arrival + slo.ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
-    def _caps(self, places: float, now: float) -> dict[tuple[str, str], float]:
-        """Each active tenant's share of `places`, by weight among all that are active, tier by tier."""
+    def _caps(self, places: float, now: float) -> dict[str, float]:
+        """Each active tenant's share of `places`, by weight, all its tiers together: the engine is one."""
         active = {
-            key: account.weight
-            for key, account in self._accounts.items()
+            tenant: account.weight
+            for (_, tenant), account in self._accounts.items()
             if account.placed or account.waiting or now - account.seen < LINGER
         }
-        total: dict[str, float] = {}
-        for (tier, _), weight in active.items():
-            total[tier] = total.get(tier, 0.0) + weight
-        return {key: max(1.0, places * weight / total[key[0]]) for key, weight in active.items()}
+        total = sum(active.values())
+        return {tenant: max(1.0, places * weight / total) for tenant, weight in active.items()}
 
     def _mean_work(self) -> float:
         return sum(prompt + output for _, prompt, output in self._recent) / max(1, len(self._recent))
