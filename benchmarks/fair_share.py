@@ -1,6 +1,6 @@
 """A flooding tenant against another, live: the bundled model over HTTP, each tenant a client of its own.
 
-    python benchmarks/fair_share.py [--policy edf --policy vllm] [--seconds 30] [--json FILE]
+    python benchmarks/fair_share.py [--policy edf --policy vllm] [--cell "flood, fair share"] [--seconds 30]
 
 Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone, and alone on half the
 machine: the engine has one thread of two), offers the same (fair), or `--flood` times as much: with tenants configured,
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append")
     parser.add_argument("--rate", type=float, default=1.2, help="requests a second of the quiet tenant")
     parser.add_argument("--flood", type=float, default=8.0, help="times as much from the loud one")
+    parser.add_argument("--cell", action="append", help="only these")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -82,7 +83,8 @@ def main() -> None:
         "flood, no tenants": (False, {"quiet": args.rate, "loud": args.flood * args.rate}, None),
     }
     for policy in args.policy or ["edf", "vllm"]:
-        for name, (tenants, rates, threads) in cells.items():
+        for name in args.cell or cells:
+            tenants, rates, threads = cells[name]
             with tempfile.TemporaryDirectory() as folder:
                 found = cell(policy, tenants, rates, args.seconds, threads, Path(folder))
             rows.append({"policy": policy, "cell": name, **found})

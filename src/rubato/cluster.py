@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rubato.clock import Clock
+from rubato.clock import PLAN, Clock
 from rubato.fairness import FairShare
 from rubato.interfaces import Engine, Host, LatencyModel, LengthPredictor, Router
 from rubato.policies import load, load_router
@@ -73,6 +73,7 @@ class Cluster:
         self._max_in_flight = max_in_flight
         self._rule = rule
         self._fair = fair
+        self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
@@ -144,6 +145,7 @@ class Cluster:
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = True
+        self._ask_again(None)
         for host in [*self.hosts.values(), *self._gone]:
             await host.close()
         for id in list(self._held):
@@ -165,7 +167,10 @@ class Cluster:
     def _place_once(self) -> bool:
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
-        held = list(self._held.values()) if self._fair is None else self._fair.open(self._held.values(), views, now)
+        held = list(self._held.values())
+        if self._fair is not None:
+            held = self._fair.open(held, views, now)
+            self._ask_again(self._fair.wake_at)
         joining = [r for r in held if r.group in self._groups]
         for request in joining:
             if request.id in self._held and request.group in self._groups:
@@ -181,6 +186,12 @@ class Cluster:
                 request = self._held[id]
                 self._submit(request, self._groups.get(request.group, (replica,))[0], now)
         return bool(joining or dispatch.reject or dispatch.place)
+
+    def _ask_again(self, when: float | None) -> None:
+        """What is held may pass at this time though nothing happens until then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else self.clock.call_at(when, PLAN, self._place)
 
     def _submit(self, request: Request, replica: str, now: float) -> None:
         del self._held[request.id]

@@ -74,6 +74,40 @@ def test_a_flood_leaves_another_tenant_its_fair_share_value(policy: str) -> None
     assert unfair < 0.6 * flooded  # there was something to protect from
 
 
+def shaped(prompt: int, output: int, rate: float, seed: int) -> list[Request]:
+    """A flood of requests that are all alike."""
+    rng = np.random.default_rng([seed, 7])
+    times = np.cumsum(rng.exponential(1 / rate, size=int(3 * rate * SECONDS)))
+    stage = Stage(prompt, SLO(ttft=0.6, tpot=0.03))
+    return [
+        Request(f"f{i}", (stage,), float(at), tier="chat", tenant="flood", sampling=Sampling(output))
+        for i, at in enumerate(times)
+        if at < SECONDS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "rate"), [(4, 1, 60.0), (10, 400, 20.0), (1500, 100, 6.0), (1500, 1, 8.0)]
+)
+@pytest.mark.parametrize("policy", ["edf", "vllm"])
+def test_whatever_the_flood_is_made_of(policy: str, prompt: int, output: int, rate: float) -> None:
+    """But for prompts as long to prefill as the other's TTFT and nothing else, in a policy that runs them whole."""
+    own = attained(policy, {"victim": 1.2}, None, 2.0)
+    met = offered = 0
+    for seed in range(2):
+        mine = ends(policy, [*stream("victim", 1.2, seed), *shaped(prompt, output, rate, seed)], FairShare)["victim"]
+        met += sum(e.verdict.met for e in mine)
+        offered += len(mine)
+    assert met / offered >= own * (0.6 if (policy, prompt, output) == ("vllm", 1500, 1) else 1.0)
+
+
+def test_one_tenant_alone_is_not_held_to_anything_but_the_window() -> None:
+    def last(fair: Callable[[], FairShare] | None) -> float:
+        return max(e.at for e in ends("vllm", shaped(400, 40, 6.0, 0), fair)["flood"])
+
+    assert last(FairShare) <= 1.3 * last(None)
+
+
 def test_also_a_flood_of_longer_prompts() -> None:
     own = attained("edf", {"victim": 1.2}, None, 2.0)
     assert attained("edf", {"victim": 1.2, "flood": 7.0}, FairShare, scale=3) >= own
@@ -134,9 +168,11 @@ def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
     fair = FairShare()
     for i in range(8):
         fair.enter(request(f"a{i}", 90, tpot=0.05, most=30), 0.0)
-    # 0.01 + 0.001 * (n + 3 n) <= 0.8 * 0.05
-    assert fair._sustained(view(latency=Linear(0.01, 0.001))) == 7
-    assert FairShare()._sustained(view()) == 64  # nothing is promised: what the engine takes
+    # 0.01 + 0.001 * (n + 3 n) <= 0.05
+    assert fair._sustained(view(latency=Linear(0.01, 0.001)), 90, 30) == 10
+    # a long prompt for one token: (0.05 - 0.011) / (1.011 - 0.011) of one
+    assert fair._sustained(view(latency=Linear(0.01, 0.001)), 1000, 1) == pytest.approx(0.039)
+    assert FairShare()._sustained(view(), 90, 30) == 64  # nothing is promised: what the engine takes
 
 
 @pytest.mark.parametrize("wrong", [{"weights": {"a": 0.0}}, {"window": 0}])
