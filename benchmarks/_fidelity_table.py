@@ -14,7 +14,7 @@ HEAD = (
 RULE = (
     f"A cell holds if attainment is within {100 * POINTS:.0f} points and mean e2e within {100 * RELATIVE:.0f} % of the "
     f"mean of both live runs, or within {SLACK} times the difference between the two. Requests: per live run. Pace: "
-    "seconds that the live runs' steps took for each that the model says; away from 1 the machine had changed."
+    "seconds that the steps of each live run took for each that the fit run's model says."
 )
 
 

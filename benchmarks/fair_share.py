@@ -1,10 +1,11 @@
 """A flooding tenant against another, live: the bundled model over HTTP, each tenant a client of its own.
 
-    python benchmarks/fair_share.py [--policy edf --policy vllm] [--seconds 30] [--json FILE]
+    python benchmarks/fair_share.py [--policy edf --policy vllm] [--cell "flood, fair share"] [--seconds 30]
 
-Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone), offers the same (fair),
-or `--flood` times as much: with tenants configured, so that the fair share holds, and without, first come first served.
-What `quiet` attains beside the flood must not be below what it attains in the fair cell. Keep the machine quiet.
+Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone, and alone on half the
+machine: the engine has one thread of two), offers the same (fair), or `--flood` times as much: with tenants configured,
+so that the fair share holds, and without, first come first served. What `quiet` attains beside the flood must not be
+below what it attains on half the machine. Keep the machine quiet.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TT
 KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}
 
 
-def config(policy: str, tenants: bool) -> dict[str, Any]:
+def config(policy: str, tenants: bool, threads: int | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(bundled.ensure()),
-        "engine": {"kind": "torch", "max_seqs": 64, "max_tokens": 2048},
+        "engine": {"kind": "torch", "max_seqs": 64, "max_tokens": 2048, "threads": threads},
         "policy": policy,
         "prefix_cache": False,
         "max_in_flight": 1024,
@@ -45,9 +46,11 @@ def bench(url: str, tenant: str, rate: float, seconds: float, seed: int, into: P
     return subprocess.Popen([*words, "--json", str(into)], stdout=subprocess.DEVNULL)
 
 
-def cell(policy: str, tenants: bool, rates: dict[str, float], seconds: float, folder: Path) -> dict[str, str]:
+def cell(
+    policy: str, tenants: bool, rates: dict[str, float], seconds: float, threads: int | None, folder: Path
+) -> dict[str, str]:
     """Per tenant, met of offered."""
-    with ServerProcess(config(policy, tenants), folder / "server.log") as server:
+    with ServerProcess(config(policy, tenants, threads), folder / "server.log") as server:
         warm = bench(server.url, "quiet", 1.0, 4.0, 99, folder / "warm.json")
         warm.wait()
         running = {}
@@ -67,20 +70,23 @@ def main() -> None:
     parser.add_argument("--policy", action="append")
     parser.add_argument("--rate", type=float, default=1.2, help="requests a second of the quiet tenant")
     parser.add_argument("--flood", type=float, default=8.0, help="times as much from the loud one")
+    parser.add_argument("--cell", action="append", help="only these")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    cells = {
-        "alone": (True, {"quiet": args.rate}),
-        "fair": (True, {"quiet": args.rate, "loud": args.rate}),
-        "flood, fair share": (True, {"quiet": args.rate, "loud": args.flood * args.rate}),
-        "flood, no tenants": (False, {"quiet": args.rate, "loud": args.flood * args.rate}),
+    cells: dict[str, tuple[bool, dict[str, float], int | None]] = {
+        "alone": (True, {"quiet": args.rate}, None),
+        "alone, half": (True, {"quiet": args.rate}, 1),
+        "fair": (True, {"quiet": args.rate, "loud": args.rate}, None),
+        "flood, fair share": (True, {"quiet": args.rate, "loud": args.flood * args.rate}, None),
+        "flood, no tenants": (False, {"quiet": args.rate, "loud": args.flood * args.rate}, None),
     }
     for policy in args.policy or ["edf", "vllm"]:
-        for name, (tenants, rates) in cells.items():
+        for name in args.cell or cells:
+            tenants, rates, threads = cells[name]
             with tempfile.TemporaryDirectory() as folder:
-                found = cell(policy, tenants, rates, args.seconds, Path(folder))
+                found = cell(policy, tenants, rates, args.seconds, threads, Path(folder))
             rows.append({"policy": policy, "cell": name, **found})
             print(f"{policy:8} {name:20} quiet {found['quiet']:12} loud {found.get('loud', '-')}", flush=True)
     if args.json:

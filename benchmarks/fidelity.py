@@ -4,13 +4,15 @@
    step times, and what the simulated engine lacks: the seconds between one step's end and the next one's beginning
    (the event loop reads requests and writes streams there), and those a request spends in HTTP and in the client.
 2. Each cell, a policy at a load: the same workload twice live, each time on a fresh server, and in simulation over
-   several seeds of step-time noise. Loads are shares of the rate at which `vllm` attains 90 % in simulation.
+   several seeds of step-time noise. Loads are shares of the rate at which `vllm` attains 90 % in simulation. A shared
+   machine is up to a fifth faster or slower from one minute to the next: each live run is simulated with the model at
+   the speed that the *other* run of its cell had, never with a number of its own.
 3. A cell holds, per tier, if simulated attainment is within 5 points of the mean of both live runs and mean e2e within
    10 %, or within 1.5 times what the two live runs differ by.
 
     python benchmarks/fidelity.py --table docs/fidelity.md --json results/fidelity.json [--quick]
 
-About 25 minutes on two cores, which must be free; --quick: three, too few requests to judge by.
+About 30 minutes on two cores, which must be free; --quick: three, too few requests to judge by.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ HOLDS = 0.9  # attainment at which vllm holds a rate
 IN_FLIGHT = 1024
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
 CELLS_SEED, FIT_SEED = 1, 101
+WARMUP = 6  # requests before each live run that do not count
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Scale:
     seeds: int
 
 
-FULL = Scale(("vllm", "sarathi", "edf"), (0.7, 1.0), 200, 60.0, 5)
+FULL = Scale(("vllm", "edf", "sarathi"), (0.7, 1.0), 200, 60.0, 5)
 QUICK = Scale(("vllm", "edf"), (1.0,), 25, 12.0, 2)
 
 
@@ -113,6 +116,7 @@ class Bench:
             "engine": {"kind": "torch", **ENGINE},
             "policy": {"name": policy, **settings},
             "max_in_flight": IN_FLIGHT,
+            "tiers": {tier: {} for tier in ("chat", "code", "summary")},  # requests state their SLOs themselves
             "trace": str(self.out / f"{name}.trace.jsonl"),
         }
         if "prefix_cache" in Config.model_fields:
@@ -123,9 +127,7 @@ class Bench:
 
     def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> Run:
         run = asyncio.run(
-            bench.run(
-                load, url, "fidelity", label=label, tier_field="body", warmup=warmup, progress=sys.stderr.isatty()
-            )
+            bench.run(load, url, "fidelity", label=label, tier_field="slo", warmup=warmup, progress=sys.stderr.isatty())
         )
         failed = [r for r in run.records if r.outcome == "failed"]
         if failed:
@@ -141,13 +143,16 @@ class Bench:
 
     def learn(self, scale: Scale) -> Learned:
         free = {"chat": SLO(), "code": SLO()}
-        with self.server("sarathi", {"budget": 256}, "fit-steps", None) as server:
-            for requests in (36, 6, 12):  # many sequences at once, few, and in between
-                mix = [*kinds(free), summary(SLO(), share=0.5, tier="summary")]
-                load = make("fit-burst", mix, 1.0, count=requests, seed=requests, count_tokens=self.count)
-                at_once = tuple(replace(a, at=0.0) for a in load.arrivals)
-                self.offer(server.url, replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
-        first = self.events("fit-steps")
+        first: list[Event] = []
+        for budget in (256, 80, 40):  # a policy's chunks may be whole prompts or a few tokens
+            name = f"fit-steps-{budget}"
+            with self.server("sarathi", {"budget": budget}, name, None) as server:
+                for requests in (36, 6, 12) if budget == 256 else (18, 5):  # many sequences at once, few, in between
+                    mix = [*kinds(free), summary(SLO(), share=0.5, tier="summary")]
+                    load = make("fit-burst", mix, 1.0, count=requests, seed=requests, count_tokens=self.count)
+                    at_once = tuple(replace(a, at=0.0) for a in load.arrivals)
+                    self.offer(server.url, replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
+            first += self.events(name)
         rough = affine.Model()
         rough.fit(lengthened(first)[0])
         tried = make("fit-load", kinds(promises(rough)), 1.0, duration=60.0, seed=FIT_SEED, count_tokens=self.count)
@@ -189,12 +194,15 @@ class Bench:
         for number in (1, 2):
             name = f"{policy}-{share:g}-{number}"
             with self.server(policy, {}, name, what.believed) as server:
-                live.append(self.offer(server.url, load, name, warmup=6))
+                live.append(self.offer(server.url, load, name, warmup=WARMUP))
             results.write_records(self.out / f"{name}.records.jsonl", live[-1])
             paces.append(pace(what.truth, lengthened(self.events(name))[0]))
-        simulated = [
-            delivered(simulated_run(load, self.setup(policy, what, seed)), what) for seed in range(scale.seeds)
-        ]
+        simulated: list[Run] = []
+        for other in reversed(paces):  # each live run is simulated at the speed of the other
+            now = replace(what, truth=scaled(what.truth, other))
+            simulated += [
+                delivered(simulated_run(load, self.setup(policy, now, seed)), now) for seed in range(scale.seeds)
+            ]
         late = any(run.problems for run in live)
         cells = []
         for tier in load.tiers:
@@ -240,16 +248,19 @@ def learned(bursts: Sequence[Event], load: Sequence[Event], run: Run) -> Learned
     low, high = np.quantile(logs, [0.01, 0.99])
     usual = np.clip(logs, low, high)
     noise = float(usual.std())
-    scale = float(np.exp(usual).mean())
     if pace(truth.model, under_load) > DISTURBED * float(np.exp(np.median(logs))):
         say("  WARNING: spells of slow steps in the fit run, something else used the machine: results will not hold")
     first, last = outside(run.records, list(timelines(load)))
-    model = truth.model
-    scaled = affine.Model(
-        k=(scale * model.k[0], scale * model.k[1]), b=(scale * model.b[0], scale * model.b[1]),
-        **{name: scale * getattr(model, name) for name in affine.NUMBERS},
+    model = scaled(truth.model, float(np.exp(usual).mean()))
+    return Learned(model, believed, truth.inside, truth.held_out, min(noise, 0.9), gap, first, last)
+
+
+def scaled(model: affine.Model, factor: float) -> affine.Model:
+    """Every step takes `factor` times as long."""
+    return affine.Model(
+        k=(factor * model.k[0], factor * model.k[1]), b=(factor * model.b[0], factor * model.b[1]),
+        **{name: factor * getattr(model, name) for name in affine.NUMBERS},
     )  # fmt: skip
-    return Learned(scaled, believed, truth.inside, truth.held_out, min(noise, 0.9), gap, first, last)
 
 
 def pace(model: affine.Model, samples: Sequence[Sample]) -> float:
@@ -308,7 +319,8 @@ def told(what: Learned, rate: float, scale: Scale) -> str:
     return (
         f"`benchmarks/fidelity.py`. Load 1 is {rate:.2f} requests/s, at which `vllm` attains {100 * HOLDS:.0f} % in "
         "simulation. Each workload ran twice live, each time on a fresh server, and "
-        f"{scale.seeds} times in simulation (seeds of the noise, pooled).\n\n"
+        f"{scale.seeds} times in simulation for each live run (seeds of the noise, pooled), with the fitted model at "
+        "the speed of the machine in the other of the two.\n\n"
         f"From the fit run, another workload and seed: step times with R² {what.inside.r2:.3f}, relative error p50 "
         f"{what.inside.p50:.1%} p95 {what.inside.p95:.1%}; held out {what.held_out.p50:.1%} and "
         f"{what.held_out.p95:.1%} ({what.inside.n + what.held_out.n} steps). Spread of step times {what.noise:.1%}; "
@@ -361,8 +373,8 @@ def main() -> int:
         say(f"{len(load.arrivals)} requests; vllm holds {rate:.2f}/s in simulation; SLOs {slos}")
         rows = [
             row
-            for share in scale.loads
             for policy in scale.policies
+            for share in scale.loads
             for row in rig.cell(policy, share, load.rescaled(share * rate), what, scale)
         ]
     written = table(rows, told(what, rate, scale))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rubato.clock import Clock
+from rubato.clock import PLAN, Clock
 from rubato.fairness import FairShare
 from rubato.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
 from rubato.policies import load, load_router, router_of
@@ -85,6 +85,7 @@ class Cluster:
         self._max_in_flight = max_in_flight
         self._rule = rule
         self._fair = fair
+        self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, asyncio.Task[None]] = {}
@@ -163,6 +164,7 @@ class Cluster:
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = self._placing = True  # nothing is placed any more
+        self._ask_again(None)
         for id in list(self._transfers):
             self._take_back(id)
         for host in [*self.hosts.values(), *self._gone]:
@@ -190,6 +192,7 @@ class Cluster:
         if self._fair is not None:  # what was handed off has passed already
             moved = [r for r in held if r.handoff is not None]
             held = moved + self._fair.open([r for r in held if r.handoff is None], views, now)
+            self._ask_again(self._fair.wake_at)
         joining = [r for r in held if r.group in self._groups]
         for request in joining:
             if request.id in self._held and request.group in self._groups:
@@ -206,6 +209,12 @@ class Cluster:
                 request = self._held[id]
                 placed |= self._submit(request, self._groups.get(request.group, (replica,))[0], now)
         return bool(joining or dispatch.reject or placed)
+
+    def _ask_again(self, when: float | None) -> None:
+        """What is held may pass at this time though nothing happens until then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else self.clock.call_at(when, PLAN, self._place)
 
     def _submit(self, request: Request, replica: str, now: float) -> bool:
         """Give a held request to a replica; False when that has no KV memory for what the request brings along."""

@@ -1,13 +1,14 @@
 """Weighted fair shares between tenants: whose request goes to a replica next, and whose waits.
 
-A gate before the router. While less work (prompt and expected output tokens) is placed than the replicas sustain
-(`window`), everything passes. Beyond that a tenant passes while it has less work placed than its share of the window
-among the tenants of its tier that are active; the rest waits here, where it delays nobody, and goes on in the order of
-start-time fair queueing (Goyal, Vin and Cheng 1996): served tokens, divided by weight, are kept equal between tenants
-that have something waiting.
+A gate before the router. Each request is a load: one over the number of its like that would fill the replicas, which is
+what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and
+prefills as much as replaces those that end. While what is placed leaves the replicas some air (`HEADROOM`), everything
+passes. Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the
+rest waits here, where it delays nobody, and goes on in the order of start-time fair queueing (Goyal, Vin and Cheng
+1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
 
-The window is what keeps the tightest TPOT promised lately, in a steady state where each step decodes a token of every
-request and prefills as much as replaces those that end: with more at once every tenant would miss.
+A request that alone is more than its tenant's share (a long prompt with a short answer stalls everybody for a moment)
+passes at times: what it keeps the replicas busy for is paid back first, at the rate of the share.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from rubato.interfaces import View
 from rubato.types import Request, Shape
 
 LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
-RECENT = 64  # requests that the tightest TPOT and the mean length are taken over
-HEADROOM = 0.9  # of the tightest TPOT that a step of the steady state may take
+RECENT = 64  # requests that the tightest TPOT and the mean work are taken over
+HEADROOM = 0.6  # of the replicas' load, beyond which a tenant is held to its share: real prefill comes in bunches
 GUESS = 64.0  # output tokens of a tenant's request before one has finished
+LEAST = 1e-3  # of a request, that a replica sustains at least: what a request can be charged is bounded
+PAUSE = 3.0  # times as long as its share would have it, a tenant waits after a request that stalls the others
 
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant in one tier. finish: the virtual time at which all it was given so far is paid for."""
+    """One tenant, all its tiers together. finish: the virtual time at which all it was given so far is paid for.
+    debt: replica-seconds beyond its share that it has had, as of `since`."""
 
     weight: float
     finish: float = 0.0
     placed: int = 0  # requests at replicas
-    work: float = 0.0  # of these, tokens
+    load: float = 0.0  # of these
     waiting: int = 0
     seen: float = -inf
     output: float = GUESS  # running mean of what its requests emit
+    debt: float = 0.0
+    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -45,6 +51,8 @@ class _Entry:
     account: _Account
     tag: float
     expected: float  # output tokens it was charged for
+    load: float = 0.0  # 0 = not worked out yet
+    stall: float = 0.0  # seconds of its prefill alone
     placed: bool = False
 
     @property
@@ -56,16 +64,17 @@ class _Entry:
 class FairShare:
     """weights: tenant -> its share relative to the others', 1 where not named.
 
-    window: requests of mean size that one replica sustains; None = as many as keep the tightest TPOT promised lately,
-    by the replica's latency model, at most the engine's `max_seqs`.
+    window: requests of mean work that one replica sustains; None = worked out from its latency model and the promises.
+    wake_at: after `open`, when something held may pass though nothing has happened (None: only when something has).
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
     window: int | None = None
-    _accounts: dict[tuple[str, str], _Account] = field(default_factory=dict, init=False)
+    wake_at: float | None = field(default=None, init=False)
+    _accounts: dict[str, _Account] = field(default_factory=dict, init=False)
     _entries: dict[str, _Entry] = field(default_factory=dict, init=False)
-    _virtual: dict[str, float] = field(default_factory=dict, init=False)
-    _recent: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+    _virtual: float = field(default=0.0, init=False)
+    _recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
@@ -78,34 +87,32 @@ class FairShare:
 
     def enter(self, request: Request, now: float) -> None:
         """A request was offered."""
-        account = self._account(request)
+        account = self._account(request.tenant)
         account.seen = now
         account.waiting += 1
-        virtual = self._virtual.setdefault(request.tier, 0.0)
         expected = min(account.output, float(request.sampling.max_tokens))
-        tag = max(virtual, account.finish)
+        tag = max(self._virtual, account.finish)
         entry = self._entries[request.id] = _Entry(request, account, tag, expected)
         account.finish = tag + entry.work / account.weight
         tpots = [stage.slo.tpot for stage in request.stages if stage.slo.tpot is not None]
-        self._recent.append((min(tpots, default=inf), request.prompt, expected))
+        ttft = request.stages[0].slo.ttft
+        self._recent.append((inf if ttft is None else ttft, min(tpots, default=inf), entry.work))
 
     def placed(self, id: str) -> None:
         """It went to a replica."""
         entry = self._entries[id]
         entry.placed = True
         entry.account.placed += 1
-        entry.account.work += entry.work
+        entry.account.load += entry.load
         entry.account.waiting -= 1
-        tier = entry.request.tier
-        self._virtual[tier] = max(self._virtual[tier], entry.tag)
+        self._virtual = max(self._virtual, entry.tag)
 
     def returned(self, id: str) -> None:
         """Its replica is gone; it is held again, with the place in the order that it had."""
         entry = self._entries[id]
         entry.placed = False
-        entry.account.placed -= 1
-        entry.account.work -= entry.work
         entry.account.waiting += 1
+        self._gave_up(entry)
 
     def finished(self, id: str, output: int, now: float) -> None:
         """It ended, with `output` tokens, here or at a replica. What it was charged too much or too little is made
@@ -114,8 +121,7 @@ class FairShare:
         account = entry.account
         account.seen = now
         if entry.placed:
-            account.placed -= 1
-            account.work -= entry.work
+            self._gave_up(entry)
             account.finish += (output - entry.expected) / account.weight
             account.output += 0.1 * (output - account.output)
         else:
@@ -126,69 +132,107 @@ class FairShare:
 
     def open(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
         """Those of `held` that may go to a replica now, in this order."""
-        window = sum(map(self._sustained, fleet)) * self._mean_work()
-        total = sum(account.work for account in self._accounts.values())
-        caps = self._caps(window, now)
-        passed: dict[tuple[str, str], float] = {}
+        self.wake_at = None
+        shares = self._shares(now)
+        spent = {tenant: account.load for tenant, account in self._accounts.items()}
+        total = sum(spent.values())
         through = []
-        for request in sorted(held, key=lambda r: self._order(r, now)):
-            entry = self._entries[request.id]
-            key = (request.tier, request.tenant)
-            if total < window or entry.account.work + passed.get(key, 0.0) < caps[key]:
-                through.append(request)
-                passed[key] = passed.get(key, 0.0) + entry.work
-                total += entry.work
+        for request in sorted(held, key=lambda r: self._order(r, fleet, now)):
+            entry, tenant = self._entries[request.id], request.tenant
+            if not entry.load:
+                entry.load = self._load(request, entry, fleet)
+                entry.stall = min(view.latency.step_time(_alone(request)) for view in fleet)
+            alone = len(shares) == 1 and total == 0.0
+            # alone it takes more of the tightest TTFT than its share, and there is somebody to mind
+            stalls = len(shares) > 1 and entry.stall > shares[tenant] * self._tightest(0)
+            much = inf if stalls else entry.load
+            if not (alone or total + much <= HEADROOM or spent[tenant] + much <= shares[tenant]):
+                if spent[tenant] > 0.0:
+                    continue
+                paid = self._pay_back(entry.account, shares[tenant], now)
+                if paid > now:
+                    self.wake_at = min(paid, self.wake_at or inf)
+                    continue
+                entry.account.debt = PAUSE * max(entry.load * entry.expected * min(self._tightest(1), 1.0), entry.stall)
+            through.append(request)
+            spent[tenant] += entry.load
+            total += entry.load
         return through
 
     def beyond_share(self, request: Request, places: int, now: float) -> bool:
         """Whether this tenant has its share of `places` in flight already, waiting ones included."""
-        account = self._account(request)
+        account = self._account(request.tenant)
         account.seen = now
-        return account.placed + account.waiting >= self._caps(places, now)[(request.tier, request.tenant)]
+        return account.placed + account.waiting >= max(1.0, places * self._shares(now)[request.tenant])
 
     # ----------------------------------------------------------------- parts
 
-    def _account(self, request: Request) -> _Account:
-        key = (request.tier, request.tenant)
-        if key not in self._accounts:
-            self._accounts[key] = _Account(float(self.weights.get(request.tenant, 1.0)))
-        return self._accounts[key]
+    def _account(self, tenant: str) -> _Account:
+        if tenant not in self._accounts:
+            self._accounts[tenant] = _Account(float(self.weights.get(tenant, 1.0)))
+        return self._accounts[tenant]
 
-    def _order(self, request: Request, now: float) -> tuple[bool, float, float]:
-        """By start tag; what is too late already comes after what can still be in time."""
-        ttft = request.stages[0].slo.ttft
-        late = ttft is not None and now > request.arrival + ttft and request.progress is None
+    def _gave_up(self, entry: _Entry) -> None:
+        """It is at no replica any more."""
+        account = entry.account
+        account.placed -= 1
+        account.load = account.load - entry.load if account.placed else 0.0  # no rest of rounding stays
+
+    def _order(self, request: Request, fleet: Sequence[View], now: float) -> tuple[bool, float, float]:
+        """By start tag; what would be too late even alone comes after what can still be in time."""
+        ttft, late = request.stages[0].slo.ttft, False
+        if ttft is not None and request.progress is None:
+            late = now + min(view.latency.step_time(_alone(request)) for view in fleet) > request.arrival + ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
-    def _caps(self, places: float, now: float) -> dict[tuple[str, str], float]:
-        """Each active tenant's share of `places`, by weight among all that are active, tier by tier."""
+    def _pay_back(self, account: _Account, share: float, now: float) -> float:
+        """When its debt will be paid back at this share; a time gone by if it is."""
+        account.debt = max(0.0, account.debt - share * (now - account.since))
+        account.since = now
+        return now + account.debt / share
+
+    def _shares(self, now: float) -> dict[str, float]:
+        """Of each tenant that is active, its part of all by weight."""
         active = {
-            key: account.weight
-            for key, account in self._accounts.items()
+            tenant: account.weight
+            for tenant, account in self._accounts.items()
             if account.placed or account.waiting or now - account.seen < LINGER
         }
-        total: dict[str, float] = {}
-        for (tier, _), weight in active.items():
-            total[tier] = total.get(tier, 0.0) + weight
-        return {key: max(1.0, places * weight / total[key[0]]) for key, weight in active.items()}
+        total = sum(active.values())
+        return {tenant: weight / total for tenant, weight in active.items()}
 
-    def _mean_work(self) -> float:
-        return sum(prompt + output for _, prompt, output in self._recent) / max(1, len(self._recent))
+    def _tightest(self, which: int) -> float:
+        """The tightest TTFT (0) or TPOT (1) promised lately."""
+        return min((promised[which] for promised in self._recent), default=inf)
 
-    def _sustained(self, view: View) -> int:
-        if self.window is not None:
-            return self.window
-        tpots, prompts, outputs = zip(*self._recent, strict=True) if self._recent else ((inf,), (0,), (1.0,))
-        tpot, prompt, output = min(tpots), sum(prompts) / len(prompts), sum(outputs) / len(outputs)
+    def _load(self, request: Request, entry: _Entry, fleet: Sequence[View]) -> float:
+        """The part of the replicas that this request takes while it is served."""
+        if self.window is None:
+            return 1.0 / sum(self._sustained(view, request.prompt, entry.expected) for view in fleet)
+        mean = sum(work for _, _, work in self._recent) / len(self._recent)
+        return entry.work / (mean * self.window * len(fleet))
+
+    def _sustained(self, view: View, prompt: int, output: float) -> float:
+        """How many requests of this size one replica sustains within the tightest TPOT; less than 1 when the prefill
+        of one, spread over its steps, is too much for them."""
+        tpot, most = self._tightest(1), view.limits.max_seqs
         if tpot == inf:
-            return view.limits.max_seqs
-        low, high = 1, view.limits.max_seqs
+            return most
+
+        def seconds(n: int) -> float:
+            tokens = n + round(n * prompt / output)
+            return view.latency.step_time(Shape(tokens, n, round(n * (prompt + output / 2))))
+
+        low, high = 0, most
         while low < high:
             n = (low + high + 1) // 2
-            tokens = n + round(n * prompt / output)
-            shape = Shape(tokens, n + 1, round(n * (prompt + output / 2)))
-            if view.latency.step_time(shape) <= HEADROOM * tpot:
-                low = n
-            else:
-                high = n - 1
-        return low
+            low, high = (n, high) if seconds(n) <= tpot else (low, n - 1)
+        if low:
+            return low
+        idle = view.latency.step_time(Shape(1, 1, 1))
+        return max(LEAST, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else LEAST
+
+
+def _alone(request: Request) -> Shape:
+    """The batch that is its prompt."""
+    return Shape().plus(request.stages[0].prompt, 0)

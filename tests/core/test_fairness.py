@@ -7,7 +7,7 @@ every step twice as long.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ LIMITS = Limits(max_seqs=32, max_tokens=512, max_length=2048, kv_blocks=4000, bl
 SECONDS = 12.0
 
 
-def stream(tenant: str, rate: float, seed: int, scale: int = 1) -> list[Request]:
+def stream(tenant: str, rate: float, seed: int, scale: int = 1, tiers: Sequence[str] = ("chat",)) -> list[Request]:
     rng = np.random.default_rng([seed, ord(tenant[0])])
     found: list[Request] = []
     at = float(rng.exponential(1 / rate))
@@ -33,7 +33,8 @@ def stream(tenant: str, rate: float, seed: int, scale: int = 1) -> list[Request]
         prompt, output = int(rng.integers(50, 300)) * scale, int(rng.integers(20, 80))
         stage = Stage(prompt, SLO(ttft=0.6, tpot=0.03))
         name = f"{tenant}{len(found)}"
-        found.append(Request(name, (stage,), at, tier="chat", tenant=tenant, sampling=Sampling(output)))
+        tier = tiers[len(found) % len(tiers)]
+        found.append(Request(name, (stage,), at, tier=tier, tenant=tenant, sampling=Sampling(output)))
         at += float(rng.exponential(1 / rate))
     return found
 
@@ -53,11 +54,13 @@ def ends(policy: str, requests: list[Request], fair: Callable[[], FairShare] | N
     return found
 
 
-def attained(policy: str, rates: Mapping[str, float], *args: object, scale: int = 1) -> float:
+def attained(
+    policy: str, rates: Mapping[str, float], *args: object, scale: int = 1, tiers: Sequence[str] = ("chat",)
+) -> float:
     """Of tenant `victim`, over two seeds."""
     met = offered = 0
     for seed in range(2):
-        requests = [r for t, rate in rates.items() for r in stream(t, rate, seed, scale if t != "victim" else 1)]
+        requests = [r for t, rate in rates.items() for r in stream(t, rate, seed, scale if t != "victim" else 1, tiers)]
         mine = ends(policy, requests, *args)["victim"]  # type: ignore[arg-type]
         met += sum(e.verdict.met for e in mine)
         offered += len(mine)
@@ -73,9 +76,64 @@ def test_a_flood_leaves_another_tenant_its_fair_share_value(policy: str) -> None
     assert unfair < 0.6 * flooded  # there was something to protect from
 
 
+def shaped(prompt: int, output: int, rate: float, seed: int) -> list[Request]:
+    """A flood of requests that are all alike."""
+    rng = np.random.default_rng([seed, 7])
+    times = np.cumsum(rng.exponential(1 / rate, size=int(3 * rate * SECONDS)))
+    stage = Stage(prompt, SLO(ttft=0.6, tpot=0.03))
+    return [
+        Request(f"f{i}", (stage,), float(at), tier="chat", tenant="flood", sampling=Sampling(output))
+        for i, at in enumerate(times)
+        if at < SECONDS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "output", "rate", "share"),
+    [
+        ("edf", 4, 1, 60.0, 1.0), ("edf", 10, 400, 20.0, 1.0), ("edf", 1500, 100, 6.0, 1.0), ("edf", 1500, 1, 8.0, 1.0),
+        ("vllm", 4, 1, 60.0, 1.0), ("vllm", 10, 400, 20.0, 1.0), ("vllm", 1500, 100, 6.0, 0.9),
+        ("vllm", 1500, 1, 8.0, 0.6),
+    ],
+)  # fmt: skip
+def test_whatever_the_flood_is_made_of(policy: str, prompt: int, output: int, rate: float, share: float) -> None:
+    """But for prompts as long to prefill as the other's TTFT and nothing else, in a policy that runs them whole."""
+    own = attained(policy, {"victim": 1.2}, None, 2.0)
+    met = offered = 0
+    for seed in range(2):
+        mine = ends(policy, [*stream("victim", 1.2, seed), *shaped(prompt, output, rate, seed)], FairShare)["victim"]
+        met += sum(e.verdict.met for e in mine)
+        offered += len(mine)
+    assert met / offered >= own * share
+
+
+def test_one_tenant_alone_is_not_held_to_anything_but_the_window() -> None:
+    def last(fair: Callable[[], FairShare] | None) -> float:
+        return max(e.at for e in ends("vllm", shaped(400, 40, 6.0, 0), fair)["flood"])
+
+    assert last(FairShare) <= 1.3 * last(None)
+
+
 def test_also_a_flood_of_longer_prompts() -> None:
     own = attained("edf", {"victim": 1.2}, None, 2.0)
     assert attained("edf", {"victim": 1.2, "flood": 7.0}, FairShare, scale=3) >= own
+
+
+@pytest.mark.parametrize("policy", ["vllm", "edf"])
+def test_a_flood_of_every_tier_has_one_share_not_one_in_each(policy: str) -> None:
+    own = attained(policy, {"victim": 1.2}, None, 2.0, tiers="abc")
+    flooded = attained(policy, {"victim": 1.2, "flood": 20.0}, FairShare, tiers="abc")
+    assert flooded >= own > 0.5
+
+
+def test_what_is_too_late_even_alone_waits_for_what_can_be_in_time() -> None:
+    fair = FairShare(window=1)
+    first, second = (request(id, 200, ttft=0.2, arrival=at) for id, at in (("late", 0.0), ("hopeful", 0.05)))
+    for r in (first, second):
+        fair.enter(r, r.arrival)
+    slow = [view(latency=Linear(0.01, 0.0008))]  # 0.17 s for a prompt
+    assert [r.id for r in fair.open([first, second], slow, 0.02)] == ["late"]
+    assert [r.id for r in fair.open([first, second], slow, 0.06)] == ["hopeful"]
 
 
 def test_weights_divide_the_tokens_of_those_who_all_want_more() -> None:
@@ -116,9 +174,11 @@ def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
     fair = FairShare()
     for i in range(8):
         fair.enter(request(f"a{i}", 90, tpot=0.05, most=30), 0.0)
-    # 0.01 + 0.001 * (n + 3 n) <= 0.9 * 0.05
-    assert fair._sustained(view(latency=Linear(0.01, 0.001))) == 8
-    assert FairShare()._sustained(view()) == 64  # nothing is promised: what the engine takes
+    # 0.01 + 0.001 * (n + 3 n) <= 0.05
+    assert fair._sustained(view(latency=Linear(0.01, 0.001)), 90, 30) == 10
+    # a long prompt for one token: (0.05 - 0.011) / (1.011 - 0.011) of one
+    assert fair._sustained(view(latency=Linear(0.01, 0.001)), 1000, 1) == pytest.approx(0.039)
+    assert FairShare()._sustained(view(), 90, 30) == 64  # nothing is promised: what the engine takes
 
 
 @pytest.mark.parametrize("wrong", [{"weights": {"a": 0.0}}, {"window": 0}])
