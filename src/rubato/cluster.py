@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rubato.clock import Clock
@@ -31,6 +32,7 @@ from rubato.worker import LocalHost
 log = logging.getLogger(__name__)
 
 RECENT = 64  # completions that the estimate of Retry-After looks back on
+QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 
 Listener = Callable[[Event], None]
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
@@ -38,21 +40,42 @@ HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options
 
 
 class Listeners:
-    """Who is told of every event, in order, on the event loop."""
+    """Who is told of every event, in order, on the event loop.
+
+    One that raises costs no request its end (a full disk under the event log) and is told of the next event all the
+    same. Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's own logs them, that of
+    `clock.run_virtual` ends the run with the first. Where no loop runs they are raised.
+    """
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
+        self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
         self._all.append(listener)
 
     def tell(self, event: Event) -> None:
         for listener in list(self._all):
-            try:
-                listener(event)
-            except Exception:  # a full disk under the event log must not cost a request its end
-                log.exception("listener %r failed and gets no more events", listener)
-                self._all.remove(listener)
+            self.tell_one(listener, event)
+
+    def tell_one(self, listener: Listener, event: Event) -> None:
+        try:
+            listener(event)
+        except Exception as error:
+            self._report(getattr(listener, "__qualname__", type(listener).__qualname__), event, error)
+
+    def _report(self, name: str, event: Event, error: Exception) -> None:
+        count, last = self._failed.get(name, (0, -inf))
+        due = event.at >= last + QUIET
+        self._failed[name] = (count + 1, event.at if due else last)
+        if not due:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise error from None
+        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count + 1}"
+        loop.call_exception_handler({"message": message, "exception": error})
 
 
 class Cluster:
@@ -306,7 +329,7 @@ class Cluster:
             self._held[event.id] = event.request
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         if own is not None:
-            own(event)
+            self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._router.observe((event,))
         if last and not self.in_flight:

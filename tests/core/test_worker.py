@@ -193,11 +193,48 @@ def test_a_policy_that_needs_what_the_engine_lacks_is_refused_at_start() -> None
         local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), policy="sarathi")
 
 
-def test_a_listener_that_fails_costs_no_request_its_end() -> None:
+def production(errors: list[str]) -> None:
+    """The running loop collects errors that nobody awaits, in place of ending the run: asyncio's own logs them."""
+    told = lambda loop, context: errors.append(f"{context['message']}: {context['exception']}")  # noqa: E731
+    asyncio.get_running_loop().set_exception_handler(told)
+
+
+def test_a_listener_that_fails_costs_no_request_its_end_and_is_told_on() -> None:
+    errors: list[str] = []
+    heard: list[Event] = []
+
     def fails(event: Event) -> None:
+        heard.append(event)
         raise OSError("no space left on device")
 
-    steps = [(0.0, lambda cluster: cluster.listen(fails)), (0.1, offer(request("a"))), (1.0, offer(request("b")))]
+    def begin(cluster: Cluster) -> None:
+        production(errors)
+        cluster.listen(fails)
+
+    steps = [(0.0, begin), (0.1, offer(request("a"))), (1.0, offer(request("b"))), (70.0, offer(request("c")))]
     cluster, events, _ = scenario(steps)
     assert {e.outcome for e in ends(events).values()} == {"completed"}
     assert cluster.in_flight == 0
+    assert heard == events
+    before = sum(e.at < 70.0 for e in events)
+    assert [error.split(" failed on ")[1] for error in errors] == [
+        "Offered of 'a', errors so far: 1: no space left on device",
+        f"Offered of 'c', errors so far: {before + 1}: no space left on device",
+    ]
+
+
+def test_a_client_s_own_listener_that_fails_costs_nobody_anything() -> None:
+    errors: list[str] = []
+
+    def fails(event: Event) -> None:
+        raise KeyError(event.id)
+
+    def begin(cluster: Cluster) -> None:
+        production(errors)
+        cluster.offer(request("a"), fails)
+        cluster.offer(request("b"))
+
+    _, events, engine = scenario([(0.0, begin)])
+    assert {id: e.outcome for id, e in ends(events).items()} == {"a": "completed", "b": "completed"}
+    assert engine.starts == 1
+    assert len(errors) == 1
