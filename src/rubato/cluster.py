@@ -111,6 +111,7 @@ class Cluster:
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = Listeners()
         self._own: dict[str, Listener] = {}
@@ -167,6 +168,7 @@ class Cluster:
         elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
             self._end(self._take_back(id), "cancelled", reason)
         elif id in self._placed:
+            self._cancelled[id] = reason  # the host may be dead without anybody having noticed
             self.hosts[self._placed[id][0]].cancel(id, reason)
 
     def retry_after(self) -> float:
@@ -195,6 +197,11 @@ class Cluster:
 
     # ----------------------------------------------------------------- parts
 
+    def _end_cancelled(self) -> None:
+        """End what has come back from a host that was asked to cancel it."""
+        for id in [id for id in self._cancelled if id in self._held]:
+            self._end(self._held[id], "cancelled", self._cancelled[id])
+
     def _place(self) -> None:
         """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
         if self._placing or not self.hosts:
@@ -207,6 +214,7 @@ class Cluster:
             self._placing = False
 
     def _place_once(self) -> bool:
+        self._end_cancelled()
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
@@ -348,6 +356,7 @@ class Cluster:
         """It has ended: so does its transfer, and its KV where it was handed off is free."""
         request = self._held.pop(id, None) or self._placed.get(id, (None, None))[1]
         self._forget(id)
+        self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -355,7 +364,8 @@ class Cluster:
             self.hosts[request.handoff.source].release(id)
 
     def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
-        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails."""
+        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails.
+        What it was asked to cancel ends here."""
         log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
         self._gone.append(self.hosts.pop(id))
         now = self.clock.now()
@@ -378,6 +388,7 @@ class Cluster:
             return
         self.error = error
         self.dead.set()
+        self._end_cancelled()
         for request in list(self._held.values()):
             self._end(request, "failed", f"no replica is left: {error}")
 
