@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from rubato.clock import Clock, WallClock
+from rubato.clock import Clock, WallClock, run_strict
 from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import Engine
 from rubato.fleet.ray import RayHost, ray_cluster
@@ -59,8 +59,9 @@ async def run(cluster: Cluster, requests: Sequence[Request], kill_at: float | No
     events: list[Event] = []
 
     def hear(event: Event) -> None:
-        assert cluster.offered == cluster.finished + cluster.in_flight, "offered = finished + in flight"
         events.append(event)
+        if cluster.offered != cluster.finished + cluster.in_flight:
+            raise RuntimeError(f"{cluster.offered} offered, {cluster.finished} finished, {cluster.in_flight} in flight")
 
     cluster.listen(hear)
     await cluster.start()
@@ -127,7 +128,7 @@ def main() -> None:
         ("ray", lambda: ray_cluster([make, make], WallClock(), policy="edf"), None),
         ("ray, one killed", lambda: ray_cluster([make, make], WallClock(), policy="edf"), args.seconds / 2),
     ):
-        rows.append(summary(name, asyncio.run(run(build(), requests, kill_at))))
+        rows.append(summary(name, run_strict(run(build(), requests, kill_at))))
         print(json.dumps(rows[-1]))
     ray.shutdown()
     if args.json:

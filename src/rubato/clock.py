@@ -169,10 +169,17 @@ def measured(work: Callable[[], T]) -> tuple[T, Cost]:
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a fresh virtual loop that starts at time 0.
 
-    Raises RuntimeError when virtual time stands still: everything waits and no timer is left. An exception in a
-    callback, which asyncio would only log, ends the run and is raised.
+    Raises RuntimeError when virtual time stands still: everything waits and no timer is left; else as `run_strict`.
     """
-    loop = VirtualLoop()
+    return run_strict(main, VirtualLoop())
+
+
+def run_strict(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
+    """Run `main` to its end on a fresh loop (None: asyncio's, in real time), as `asyncio.run` but for one thing.
+
+    An error that asyncio would only log, such as one in a callback or a listener, ends the run and is raised.
+    """
+    loop = loop or asyncio.new_event_loop()
     errors: list[BaseException] = []
     task = loop.create_task(main)
 
@@ -184,14 +191,14 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     loop.set_exception_handler(failed)
     try:
         return loop.run_until_complete(task)
-    except asyncio.CancelledError:
-        if errors:
-            raise errors[0] from None
-        raise
     finally:
         left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
+        for other in left:
+            other.cancel()
         if left:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+        if errors:  # whatever became of `main` after it was cancelled
+            raise errors[0] from None

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rubato.clock import PLAN, Clock
@@ -31,6 +32,7 @@ from rubato.worker import LocalHost
 log = logging.getLogger(__name__)
 
 RECENT = 64  # completions that the estimate of Retry-After looks back on
+QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 
 Listener = Callable[[Event], None]
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
@@ -38,21 +40,42 @@ HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options
 
 
 class Listeners:
-    """Who is told of every event, in order, on the event loop."""
+    """Who is told of every event, in order, on the event loop.
+
+    One that raises costs no request its end (a full disk under the event log) and is told of the next event all the
+    same. Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's own logs them, that of
+    `clock.run_virtual` ends the run with the first. Where no loop runs they are raised.
+    """
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
+        self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
         self._all.append(listener)
 
     def tell(self, event: Event) -> None:
         for listener in list(self._all):
-            try:
-                listener(event)
-            except Exception:  # a full disk under the event log must not cost a request its end
-                log.exception("listener %r failed and gets no more events", listener)
-                self._all.remove(listener)
+            self.tell_one(listener, event)
+
+    def tell_one(self, listener: Listener, event: Event) -> None:
+        try:
+            listener(event)
+        except Exception as error:
+            self._report(getattr(listener, "__qualname__", type(listener).__qualname__), event, error)
+
+    def _report(self, name: str, event: Event, error: Exception) -> None:
+        count, last = self._failed.get(name, (0, -inf))
+        due = event.at >= last + QUIET
+        self._failed[name] = (count + 1, event.at if due else last)
+        if not due:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise error from None
+        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count + 1}"
+        loop.call_exception_handler({"message": message, "exception": error})
 
 
 class Cluster:
@@ -89,6 +112,7 @@ class Cluster:
         self._held: dict[str, Request] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = Listeners()
         self._own: dict[str, Listener] = {}
@@ -145,6 +169,7 @@ class Cluster:
         elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
             self._end(self._take_back(id), "cancelled", reason)
         elif id in self._placed:
+            self._cancelled[id] = reason  # the host may be dead without anybody having noticed
             self.hosts[self._placed[id][0]].cancel(id, reason)
 
     def retry_after(self) -> float:
@@ -174,6 +199,11 @@ class Cluster:
 
     # ----------------------------------------------------------------- parts
 
+    def _end_cancelled(self) -> None:
+        """End what has come back from a host that was asked to cancel it."""
+        for id in [id for id in self._cancelled if id in self._held]:
+            self._end(self._held[id], "cancelled", self._cancelled[id])
+
     def _place(self) -> None:
         """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
         if self._placing or not self.hosts:
@@ -186,6 +216,7 @@ class Cluster:
             self._placing = False
 
     def _place_once(self) -> bool:
+        self._end_cancelled()
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
@@ -315,7 +346,7 @@ class Cluster:
             self._held[event.id] = event.request
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         if own is not None:
-            own(event)
+            self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._router.observe((event,))
         if last and not self.in_flight:
@@ -334,6 +365,7 @@ class Cluster:
         """It has ended: so does its transfer, and its KV where it was handed off is free."""
         request = self._held.pop(id, None) or self._placed.get(id, (None, None))[1]
         self._forget(id)
+        self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -341,7 +373,8 @@ class Cluster:
             self.hosts[request.handoff.source].release(id)
 
     def _lost(self, id: str, error: BaseException, requests: Sequence[Request]) -> None:
-        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails."""
+        """A host is gone. What it served goes elsewhere, with what it had received; without another host it fails.
+        What it was asked to cancel ends here."""
         log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
         self._gone.append(self.hosts.pop(id))
         now = self.clock.now()
@@ -364,6 +397,7 @@ class Cluster:
             return
         self.error = error
         self.dead.set()
+        self._end_cancelled()
         for request in list(self._held.values()):
             self._end(request, "failed", f"no replica is left: {error}")
 

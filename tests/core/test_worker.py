@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
-from rubato.cluster import Cluster, local_cluster
+from rubato.cluster import Cluster, cluster_of, local_cluster
 from rubato.engines.simulated import Engine
-from rubato.types import Batch, Event, Finished, Limits, Offered, Plan, Request, Stepped, StepResult, Tokens
+from rubato.policies import load
+from rubato.types import Batch, Event, Finished, Limits, Offered, Placed, Plan, Request, Stepped, StepResult, Tokens
+from rubato.worker import LocalHost
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
@@ -193,11 +197,120 @@ def test_a_policy_that_needs_what_the_engine_lacks_is_refused_at_start() -> None
         local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), policy="sarathi")
 
 
-def test_a_listener_that_fails_costs_no_request_its_end() -> None:
+def production(errors: list[str]) -> None:
+    """The running loop collects errors that nobody awaits, in place of ending the run: asyncio's own logs them."""
+    told = lambda loop, context: errors.append(f"{context['message']}: {context['exception']}")  # noqa: E731
+    asyncio.get_running_loop().set_exception_handler(told)
+
+
+def test_a_listener_that_fails_costs_no_request_its_end_and_is_told_on() -> None:
+    errors: list[str] = []
+    heard: list[Event] = []
+
     def fails(event: Event) -> None:
+        heard.append(event)
         raise OSError("no space left on device")
 
-    steps = [(0.0, lambda cluster: cluster.listen(fails)), (0.1, offer(request("a"))), (1.0, offer(request("b")))]
+    def begin(cluster: Cluster) -> None:
+        production(errors)
+        cluster.listen(fails)
+
+    steps = [(0.0, begin), (0.1, offer(request("a"))), (1.0, offer(request("b"))), (70.0, offer(request("c")))]
     cluster, events, _ = scenario(steps)
     assert {e.outcome for e in ends(events).values()} == {"completed"}
+    assert cluster.in_flight == 0
+    assert heard == events
+    before = sum(e.at < 70.0 for e in events)
+    assert [error.split(" failed on ")[1] for error in errors] == [
+        "Offered of 'a', errors so far: 1: no space left on device",
+        f"Offered of 'c', errors so far: {before + 1}: no space left on device",
+    ]
+
+
+def test_a_client_s_own_listener_that_fails_costs_nobody_anything() -> None:
+    errors: list[str] = []
+
+    def fails(event: Event) -> None:
+        raise KeyError(event.id)
+
+    def begin(cluster: Cluster) -> None:
+        production(errors)
+        cluster.offer(request("a"), fails)
+        cluster.offer(request("b"))
+
+    _, events, engine = scenario([(0.0, begin)])
+    assert {id: e.outcome for id, e in ends(events).items()} == {"a": "completed", "b": "completed"}
+    assert engine.starts == 1
+    assert len(errors) == 1
+
+
+class Dies(LocalHost):
+    """A host elsewhere: from `die` on it hears nothing, and `noticed` reports its loss."""
+
+    deaf = False
+
+    def die(self) -> None:
+        self.deaf = True
+        self._emit = lambda event: None
+        assert self._task is not None
+        self._task.cancel()
+
+    def cancel(self, id: str, reason: str) -> None:
+        if not self.deaf:
+            super().cancel(id, reason)
+
+    def noticed(self) -> None:
+        assert self.replica is not None
+        seqs = [*self.replica.running.values(), *self.replica.waiting]
+        left = [replace(s.request, progress=s.progress if s.total_output else None) for s in seqs]
+        self._lost(self.id, RuntimeError("gone"), left)
+
+
+def lose(hosts: int) -> tuple[Cluster, list[Event]]:
+    """a to d begin at r0, which dies at 0.2; a and b are cancelled at 0.3; the loss is noticed at 0.4."""
+
+    async def main() -> tuple[Cluster, list[Event]]:
+        clock = VirtualClock()
+
+        def make(id: str, *, settings: object, options: dict[str, Any], **given: Any) -> Dies:
+            return Dies(id, Engine(Linear(), LIMITS, clock), load("vllm"), Linear(), clock, **given, **options)
+
+        cluster = cluster_of([make] * hosts, clock, policy="vllm", router="least_loaded")
+        events: list[Event] = []
+        cluster.listen(events.append)
+        cluster.listen(lambda _: check_books(cluster))
+        await cluster.start()
+        for id in "abcd":
+            cluster.offer(replace(request(id, most=100), group="g"))
+        first = cluster.hosts["r0"]
+        assert isinstance(first, Dies)
+        clock.call_at(0.2, ARRIVAL, first.die)
+        for id in "ab":
+            clock.call_at(0.3, ARRIVAL, lambda id=id: cluster.cancel(id, "client disconnected"))
+        clock.call_at(0.4, ARRIVAL, first.noticed)
+        await clock.sleep_until(0.4, ARRIVAL)
+        await cluster.drain()
+        await cluster.close()
+        return cluster, events
+
+    return run_virtual(main())
+
+
+def test_what_a_dead_host_was_asked_to_cancel_does_not_move() -> None:
+    _, events = lose(2)
+    for id in "ab":
+        end = ends(events)[id]
+        out = sum(e.tokens for e in events if isinstance(e, Tokens) and e.id == id)
+        assert (end.outcome, end.reason, end.at) == ("cancelled", "client disconnected", 0.4)
+        assert end.output == out > 0
+        assert [e.replica for e in events if isinstance(e, Placed) and e.id == id] == ["r0"]
+    for id in "cd":
+        assert [e.replica for e in events if isinstance(e, Placed) and e.id == id] == ["r0", "r1"]
+        assert (ends(events)[id].outcome, ends(events)[id].output) == ("completed", 100)
+
+
+def test_what_the_last_host_was_asked_to_cancel_is_cancelled_not_failed() -> None:
+    cluster, events = lose(1)
+    outcomes = {id: e.outcome for id, e in ends(events).items()}
+    assert outcomes == {"a": "cancelled", "b": "cancelled", "c": "failed", "d": "failed"}
     assert cluster.in_flight == 0

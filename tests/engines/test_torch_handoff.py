@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rubato.clock import WallClock  # noqa: E402
+from rubato.clock import WallClock, run_strict  # noqa: E402
 from rubato.cluster import local_cluster  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.latency import affine  # noqa: E402
@@ -40,7 +40,7 @@ def serve(model: Path, policy: str, blocks: Sequence[int]) -> list[Event]:
             assert host.view().kv_free == host.view().kv_total
         await cluster.close()
 
-    asyncio.run(main())
+    run_strict(main())
     return events
 
 

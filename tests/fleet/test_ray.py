@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import ray
 
-from rubato.clock import Clock, WallClock
+from rubato.clock import Clock, WallClock, run_strict
 from rubato.cluster import Cluster
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.ray import RayHost, ray_cluster
@@ -41,7 +41,7 @@ def a_ray_cluster() -> Iterator[None]:
 
 
 class Fleet:
-    """A started cluster, its events, and the books checked at each."""
+    """A started cluster, its events, and the books checked at each: run it under `run_strict`."""
 
     def __init__(self, *makers: object, **options: object) -> None:
         self.cluster: Cluster = ray_cluster(makers, WallClock(), **{"policy": "edf", **options})  # type: ignore[arg-type]
@@ -52,8 +52,8 @@ class Fleet:
         assert self.cluster.offered == self.cluster.finished + self.cluster.in_flight
         self.events.append(event)
 
-    async def run(self, requests: list[Request], kill_at: int | None = None) -> None:
-        """Offer all, kill the first host when so many tokens are out, and wait for the end."""
+    async def run(self, requests: list[Request], kill_at: int | None = None, cancel: Sequence[str] = ()) -> None:
+        """Offer all, kill the first host when so many tokens are out and cancel these at once, wait for the end."""
         clock, cluster = self.cluster.clock, self.cluster
         await cluster.start()
         killed = asyncio.Event()
@@ -65,6 +65,8 @@ class Fleet:
                 host = cluster.hosts["r0"]
                 assert isinstance(host, RayHost)
                 ray.kill(host.actor)
+                for id in cancel:
+                    cluster.cancel(id)
 
         cluster.listen(watch)
         for r in requests:
@@ -85,7 +87,7 @@ class Fleet:
 def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
     fleet = Fleet(make, make)
     requests = [request(f"q{i}", 40, ttft=5.0, tpot=0.5, most=60) for i in range(12)]
-    asyncio.run(fleet.run(requests, kill_at=100))
+    run_strict(fleet.run(requests, kill_at=100))
     placed = Counter(e.replica for e in fleet.events if isinstance(e, Placed))
     moved = {e.id for e in fleet.events if isinstance(e, Lost)}
     assert placed["r0"] == len(moved) == 6
@@ -101,6 +103,21 @@ def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
     assert fleet.cluster.in_flight == 0
 
 
+def test_who_left_a_killed_replica_does_not_move() -> None:
+    """The cancel goes to a process that is dead, which nobody has noticed yet."""
+    fleet = Fleet(make, make)
+    run_strict(fleet.run([request(f"q{i}", 40, most=60) for i in range(4)], kill_at=40, cancel=["q0", "q2"]))
+    there = {e.id for e in fleet.events if isinstance(e, Placed) and e.replica == "r0"}
+    assert there == {"q0", "q2"}
+    ends = fleet.ends()
+    assert {id: e.outcome for id, e in ends.items()} == {
+        "q0": "cancelled", "q1": "completed", "q2": "cancelled", "q3": "completed",
+    }  # fmt: skip
+    assert not [e for e in fleet.events if isinstance(e, Placed) and e.replica == "r1" and e.id in there]
+    for id in there:
+        assert ends[id].output == sum(e.tokens for e in fleet.events if isinstance(e, Tokens) and e.id == id) < 60
+
+
 def test_stages_and_cancelling_across_processes() -> None:
     fleet = Fleet(make, make, policy="sarathi")
     talk = Request("talk", (Stage(10, ends="</think>"), Stage(0)), 0.0, sampling=Sampling(100))
@@ -111,7 +128,7 @@ def test_stages_and_cancelling_across_processes() -> None:
         )
         await fleet.run([talk, request("long", 10, most=400)])
 
-    asyncio.run(main())
+    run_strict(main())
     ends = fleet.ends()
     assert (ends["talk"].outcome, ends["talk"].output) == ("completed", 12)
     assert [e.stage for e in fleet.events if isinstance(e, Tokens) and e.id == "talk"] == [0] * 5 + [1] * 7
@@ -121,7 +138,7 @@ def test_stages_and_cancelling_across_processes() -> None:
 
 def test_with_nobody_left_requests_fail_and_the_cluster_is_dead() -> None:
     fleet = Fleet(make)
-    asyncio.run(fleet.run([request("a", most=400), request("b", most=400)], kill_at=10))
+    run_strict(fleet.run([request("a", most=400), request("b", most=400)], kill_at=10))
     assert {id: e.outcome for id, e in fleet.ends().items()} == {"a": "failed", "b": "failed"}
     assert "no replica is left" in fleet.ends()["a"].reason
     assert fleet.cluster.dead.is_set()
@@ -140,7 +157,7 @@ def test_an_engine_beyond_recovery_is_told_across_processes() -> None:
         await asyncio.wait_for(fleet.cluster.dead.wait(), SECONDS)
         await fleet.cluster.close()
 
-    asyncio.run(main())
+    run_strict(main())
     assert {e.outcome for e in fleet.ends().values()} == {"failed"}
     assert "the device fell off" in str(fleet.cluster.error)
 

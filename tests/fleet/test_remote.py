@@ -15,6 +15,7 @@ from rubato.interfaces import View
 from rubato.types import (
     SLO,
     Event,
+    Finished,
     HandedOff,
     Handoff,
     Limits,
@@ -79,6 +80,7 @@ def compare(load: Load, policy: str) -> int:
 
         def listen(event: Event) -> None:
             """As each host would tell its own."""
+            assert not (isinstance(event, Finished) and event.outcome == "failed"), event
             if isinstance(event, Placed):
                 where[event.id] = event.replica
                 mirrors[event.replica].submit(asked[event.id], event.at)

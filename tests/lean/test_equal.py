@@ -85,6 +85,9 @@ def same(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup:
     plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, setup))
     fast = lean(requests, truth, setup)
     assert fast.steps == plain.steps
+    ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
+    assert len(ends) == len(requests)
+    assert "failed" not in {e.outcome for e in ends}  # two that fail alike would be equal
     for request in requests:
         assert fast.events[request.id] == plain.events[request.id]
         assert fast.times[request.id] == plain.times[request.id]

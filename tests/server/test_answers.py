@@ -199,7 +199,7 @@ def test_text_that_json_and_sse_could_break(edge: Runs) -> None:
             from dataclasses import replace
 
             result = await super().execute(batch)
-            return replace(result, emitted={id: replace(e, text=awkward) for id, e in result.emitted.items()})
+            return replace(result, emitted={id: e._replace(text=awkward) for id, e in result.emitted.items()})
 
     async def scenario(at: Edge) -> None:
         assert text_of(events((await at.chat(stream=True)).text)) == 3 * awkward

@@ -17,7 +17,7 @@ from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
 
 CHANCE = "tests.vllm.random_plans"
-POLICIES = ["edf", "vllm", "sarathi", "prefill_first", CHANCE]
+POLICIES = ["edf", "vllm", "sarathi", "prefill_first", "priority", CHANCE]
 SEEDS = range(12)
 SLOS: list[dict[str, Any]] = [
     {},
@@ -92,16 +92,19 @@ def test_aborts_free_everything(model: Path, policy: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi"])
+@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi", "priority"])
 def test_a_policy_does_not_change_what_it_sees(model: Path, policy: str, seed: int) -> None:
     made = harness(model, policy, wrap=Watching, **scarce(seed))
     drive(made, seed)
     made.finish()
-    assert made.policy.inner.plans > 0  # type: ignore[attr-defined]
+    watching = made.policy.inner
+    assert isinstance(watching, Watching)
+    assert watching.plans > 0
+    assert not watching.changed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi"])
+@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi", "priority"])
 def test_rebuildable_mid_run(model: Path, policy: str, seed: int) -> None:
     made = harness(model, policy, wrap=partial(Amnesiac, every=1 + seed % 7), **scarce(seed))
     most = drive(made, seed)
