@@ -15,9 +15,7 @@ import asyncio
 import contextlib
 import errno
 import os
-import platform
 from collections.abc import AsyncIterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import aiohttp
@@ -27,7 +25,7 @@ from tqdm import tqdm
 from rubato import prompts
 from rubato.answer import Answer, ask
 from rubato.goodput import Bounds
-from rubato.records import Client, Record, Run, verdict
+from rubato.records import Client, Record, Run, verdict, versions
 from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
 from rubato.types import Request
 from rubato.workloads import Arrival, Workload
@@ -95,7 +93,18 @@ async def run(
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
     problems, notes = tuple(_problems(client, records, answers)), tuple(_notes(records, answers))
     settings = _settings(target, timeout, warmup)
-    return Run(label, workload, records, rule, client, problems, notes, settings, _versions(), goodput)
+    return Run(
+        label,
+        workload,
+        records,
+        rule,
+        client,
+        problems,
+        notes,
+        settings,
+        versions("aiohttp", "numpy", "orjson"),
+        goodput,
+    )
 
 
 def _settings(target: Target, patience: float, warmup: int) -> dict[str, Any]:
@@ -254,9 +263,3 @@ def _notes(records: Sequence[Record], answers: Sequence[Answer]) -> list[str]:
     if other:
         notes.append(f"{other} completed requests have another output length than asked for (ignore_eos not obeyed?)")
     return notes
-
-
-def _versions() -> dict[str, str]:
-    names = ("rubato-llm", "aiohttp", "numpy", "orjson")
-    system = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
-    return {name: metadata.version(name) for name in names} | system

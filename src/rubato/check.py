@@ -79,7 +79,7 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
             yield f"handoff names {id!r}, which the same plan preempts or drops"
 
 
-def _handoff(id: str, reason: str, seq: SeqView, supports: frozenset[str], running: set[str]) -> Iterable[str]:
+def _handoff(id: str, reason: str, seq: SeqView, supports: frozenset[str], running: Collection[str]) -> Iterable[str]:
     if "handoff" not in supports:
         yield f"handoff names {id!r}, and this replica has nobody to hand it to"
     if id in running and "kv_transfer" not in supports:

@@ -18,13 +18,13 @@ import yaml
 
 from rubato import bench, compare, fit, goodput, policies, profile, results, trace
 from rubato import plot as plotting
+from rubato.commands import capacity, figure, options, plan, sweep
 from rubato.config import Config, load
 from rubato.metrics import steps
 from rubato.slo import RULES
-from rubato.types import SLO, Limits
-from rubato.workloads import Workload, mix
+from rubato.types import Limits
+from rubato.workloads import Workload
 from rubato.workloads import command as offered
-from rubato.workloads.kinds import Kind, chat, code, summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
     _workload_options(make, file=False)
 
+    for module in (sweep, capacity, plan, figure):
+        module.add(commands)
+
     demo = command("demo", _demo, "measure this machine, then serve three classes of requests, policy against policy")
     demo.add_argument("--out", default="results/demo", help="folder for JSON, PNG and logs")
     demo.add_argument("--policy", default="edf", help="the policy to set against the baselines")
@@ -154,15 +157,12 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
     if file:
         parser.add_argument("--workload", help="workload file (default: one is made)")
         several = parser.add_mutually_exclusive_group()
-        several.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="one run for each, pooled in the table")
+        several.add_argument(
+            "--seeds", type=options.seeds, metavar="0,1,2", help="one run for each, pooled in the table"
+        )
         several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
-    parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
+    options.tiers(parser)
     offered.options(parser)
-    for tier, ttft, tpot in (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300)):
-        parser.add_argument(
-            f"--{tier}", type=_slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
-            help=f"SLO of tier {tier} (default {ttft},{tpot}), without --kinds",
-        )  # fmt: skip
     parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     if file:
         parser.add_argument(
@@ -175,21 +175,6 @@ def _result_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG")
     parser.add_argument("--records", metavar="FILE", help="write one JSON line per request")
-
-
-def _slo(text: str) -> SLO:
-    try:
-        ttft, tpot = (float(part) / 1e3 if part.strip() else None for part in text.split(","))
-        return SLO(ttft, tpot)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give TTFT and TPOT in ms, such as 1000,80 ({error})") from error
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 0,1,2") from error
 
 
 # --------------------------------------------------------------------------- what they do
@@ -219,12 +204,6 @@ def _config(args: argparse.Namespace, **given: Any) -> Config:
     return config
 
 
-def _kinds(args: argparse.Namespace) -> list[Kind]:
-    if args.kinds:
-        return mix.read(args.kinds)
-    return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
-
-
 def _loads(args: argparse.Namespace) -> list[Workload]:
     """One workload for each run."""
     if args.rounds is not None and args.rounds < 1:
@@ -233,12 +212,12 @@ def _loads(args: argparse.Namespace) -> list[Workload]:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
         return [offered.from_file(args)] * (args.rounds or 1)
-    kinds = partial(_kinds, args)
+    kinds = partial(options.kinds, args)
     return [offered.asked(args, kinds, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
 
 
 def _workload(args: argparse.Namespace) -> int:
-    return offered.run(args, partial(_kinds, args))
+    return offered.run(args, partial(options.kinds, args))
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -318,27 +297,18 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     report = compare.compare(compare.read(args.a), compare.read(args.b))
-    _write(args.json, report.text(), results.as_json(report.to_json()))
+    options.write(args.json, report.text(), results.as_json(report.to_json()))
     return 0
 
 
 def _fit(args: argparse.Namespace) -> int:
     fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
-    _write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0
 
 
-def _write(to: str | None, text: str, data: bytes) -> None:
-    """The text for a reader, and the JSON where it was asked for."""
-    print(text, file=sys.stderr if to == "-" else sys.stdout)
-    if to == "-":
-        sys.stdout.buffer.write(data)
-    elif to:
-        Path(to).write_bytes(data)
-
-
 def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
-    _write(args.json, results.table(runs), results.dumps(runs))
+    options.write(args.json, results.table(runs), results.dumps(runs))
     if args.records:
         results.write_records(args.records, runs)
     if args.plot:

@@ -15,6 +15,7 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 COMPLETION, ARRIVAL, PLAN = 0, 1, 2
@@ -148,6 +149,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         raise RuntimeError(
             "virtual time stands still: every task waits for an event that nothing scheduled will bring about"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a computation took: seconds on the wall, and CPU seconds of this process, all its threads."""
+
+    wall: float
+    cpu: float
+
+
+def measured(work: Callable[[], T]) -> tuple[T, Cost]:
+    """What `work` returns, and what it took."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return result, Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

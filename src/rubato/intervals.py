@@ -73,6 +73,40 @@ class Difference:
     ratio_high: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number and its interval; infinite ends where nothing bounds it."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, value: float) -> Estimate:
+        """Of what has no spread: a count, a value in virtual time that no seed changes."""
+        return cls(value, value, value)
+
+
+def over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
+    """The mean of one value per seed, with Student's t interval; without bounds from fewer than two seeds."""
+    if not values:
+        raise ValueError("no seed, no estimate: give one value or more")
+    n = len(values)
+    mean = float(np.mean(values))
+    if n < 2:
+        return Estimate(mean, -inf, inf)
+    half = float(stdtrit(n - 1, 0.5 + level / 2)) * float(np.std(values, ddof=1)) / sqrt(n)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def attainment_over_seeds(met: Sequence[int], offered: Sequence[int], level: float = 0.95) -> Estimate:
+    """The mean over seeds of met / offered, each seed one observation; on each side at least as wide as Wilson's
+    interval of all requests pooled, which holds where every seed gave the same (all met). Within [0, 1]."""
+    mean = over_seeds([m / n for m, n in zip(met, offered, strict=True)], level)
+    low, high = wilson(sum(met), sum(offered), level)
+    return Estimate(mean.value, max(0.0, min(low, mean.low)), min(1.0, max(high, mean.high)))
+
+
 ALL = "all"
 BLOCKS = 12  # by default a twelfth of the time is resampled together,
 SHORTEST = 5.0  # but at least so many seconds

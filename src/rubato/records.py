@@ -8,8 +8,11 @@ two tokens; e2e: completed).
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -251,3 +254,9 @@ def fingerprint(workload: Workload) -> str:
         ],
     ]
     return hashlib.blake2b(orjson.dumps(content), digest_size=8).hexdigest()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Rubato, of the packages named and of what they run on, for a result file."""
+    system = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
+    return {name: metadata.version(name) for name in ("rubato-llm", *packages)} | system

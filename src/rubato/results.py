@@ -99,15 +99,16 @@ def to_json(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> dict
         "attained_rps": "requests attained per second, over the seconds in which requests were offered",
         "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
         "policies": {label: [asdict(row) for row in summarise(own)] for label, own in by_label.items()},
-        "runs": [_run_json(run) for run in runs],
+        "runs": [run_json(run) for run in runs],
         "comparisons": [asdict(c) | {"method": c.method} for c in comparisons],
     }
     return _finite(data)  # type: ignore[no-any-return]
 
 
-def _run_json(run: Run) -> dict[str, Any]:
+def run_json(run: Run, requests: bool = True) -> dict[str, Any]:
+    """One run of a result file; without `requests` only its sums, which is all that a sweep keeps of each."""
     load = run.workload
-    return {
+    data = {
         "policy": run.label,
         "judge": run.rule,
         "valid": run.valid,
@@ -125,11 +126,11 @@ def _run_json(run: Run) -> dict[str, Any]:
         },
         "goodput": asdict(run.goodput) if run.goodput else None,
         "tiers": [asdict(row) for row in summarise(run)],
-        "requests": _columns(run),
         "client": asdict(run.client) if run.client else None,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
+    return data | {"requests": _columns(run)} if requests else data
 
 
 def _columns(run: Run) -> dict[str, list[Any]]:

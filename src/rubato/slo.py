@@ -141,9 +141,9 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
 
 def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], due: Deadlines) -> float:
     if len(tokens) < MANY:
-        return min(due.token(i) - t for i, t in enumerate(tokens))
+        return float(min(due.token(i) - t for i, t in enumerate(tokens)))
     of_each = np.minimum(due.first + np.arange(1, len(tokens)) * due.tpot, due.end) - tokens[1:]
-    return min(due.token(0) - tokens[0], of_each.min())
+    return float(min(due.token(0) - tokens[0], of_each.min()))
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:

@@ -23,8 +23,13 @@ LAYERS = [
     ["config", "server", "workloads", "prompts", "prompt_parts", "intervals", "goodput"],
     ["results", "records", "serve", "answer", "target", "steptable"],
     ["fit", "profile"],
-    ["bench", "compare", "plot", "simulate", "serverprocess"],
-    ["demo"],
+    ["bench", "compare", "plot", "simulate", "serverprocess", "cells", "resample"],
+    ["setting"],
+    ["alone", "little", "sweep"],
+    ["capacity", "plot_sweep", "fleetplan"],
+    ["sizing", "experiments"],
+    ["papers"],
+    ["demo", "commands"],
     ["cli"],
 ]
 ENGINE = dict.fromkeys(["torch", "safetensors", "tokenizers", "gguf", "jinja2", "llvmlite"], "engines/torch")

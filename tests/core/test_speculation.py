@@ -269,7 +269,7 @@ def test_drafting_takes_the_drafters_time() -> None:
     events = run("vllm_spec", [request("a", 5, most=9)], {}, drafter=drafter, settings={"n": 3})
     steps = [e for e in events if isinstance(e, Stepped)]
     assert [s.shape for s in steps] == [
-        Shape(5, 1, 5, 0, 25, 3), Shape(4, 1, 9, 20, 16, 3), Shape(4, 1, 13, 36, 16, 3),
+        Shape(5, 1, 5, 0, 25, 3, 1, 5), Shape(4, 1, 9, 20, 16, 3, 1, 9), Shape(4, 1, 13, 36, 16, 3, 1, 13),
     ]  # fmt: skip
     assert steps[0].seconds == pytest.approx(0.015 + 3 * 0.002 + (6 + 1 + 1) * 0.0001)
     assert steps[1].seconds == pytest.approx(0.014 + 3 * 0.002 + (4 + 1 + 1) * 0.0001)

@@ -11,18 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.interfaces import Assigner
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.run import Run
-from rubato.policies import describe, load
+from rubato.lean.view import SUPPORTS
+from rubato.policies import describe, load, load_router
 from rubato.simulate import Setup, simulate
 from rubato.slo import StageTimes
-from rubato.types import Event, Finished, Request, Shape, Stage, Stepped, Tokens
+from rubato.types import Event, Finished, Limits, Request, Shape, Stage, Stepped, Tokens
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
 
-SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
-ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})
+SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler" and load(name).needs <= SUPPORTS})
+ROUTERS = sorted(
+    {name for name, kind, *_ in describe() if kind == "router" and not isinstance(load_router(name), Assigner)}
+)
 
 
 @dataclass(frozen=True)
@@ -105,26 +109,15 @@ def test_with_several_replicas(router: str, policy: str, load: Load, replicas: i
     same(alone(load), load.truth, setup)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "vllm"])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "co_chunk"])
 @given(load=loads(), budget=st.sampled_from([4, 16, 64]))
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
-    assert hasattr(load_policy := load_(policy), "budget"), load_policy
     setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
     same(alone(load), load.truth, setup)
 
 
-def load_(policy: str) -> object:
-    return load(policy)
-
-
 def test_what_it_cannot_do_is_refused() -> None:
     request = Request("a", (Stage(4),), 0.0, group="g")
-    setup = Setup(Linear, loads_limits(), "vllm", learns=False)
+    setup = Setup(Linear, Limits(4, 64, 200, 20, 16), "vllm", learns=False)
     with pytest.raises(ValueError, match="shares KV"):
         lean([request], {"a": (3,)}, setup)
-
-
-def loads_limits() -> Any:
-    from rubato.types import Limits
-
-    return Limits(4, 64, 200, 20, 16)

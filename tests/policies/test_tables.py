@@ -24,7 +24,7 @@ class SpelledOut:
 
     def plan(self, view: View) -> Plan:
         plan = self.inner.plan(view)
-        check(plan, view, "under test")
+        check(plan, replace(view, supports=self.inner.needs), "under test")
         return spelled_out(plan, view)
 
 

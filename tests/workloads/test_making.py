@@ -180,6 +180,10 @@ def test_slo_scale_stretches_every_promise():
         assert wide.slo(b).tpot == (None if load.slo(a).tpot is None else 2 * load.slo(a).tpot)
         assert wide.slo(b).ttft == 2 * load.slo(a).ttft
         assert len(b.parts) == len(a.parts)
+    first = load.with_slo_scale(2.0, what="ttft")
+    for a, b in zip(load.arrivals, first.arrivals, strict=True):
+        for before, after in zip(load.parts(a), first.parts(b), strict=True):
+            assert after.slo == dataclasses.replace(before.slo, ttft=before.slo.ttft and 2 * before.slo.ttft)
     only = load.with_slo_scale(0.5, "b")
     assert {a.tier for a, b in zip(load.arrivals, only.arrivals, strict=True) if load.slo(a) != only.slo(b)} == {"b"}
     with pytest.raises(ValueError, match="no tier 'z'"):

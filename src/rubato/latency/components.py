@@ -271,6 +271,9 @@ class _Decode:
         self._x: list[float] = knots().tolist()
         self._rows: dict[int, tuple[list[float], list[float]]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Decode, (self._batches, self._times)  # the same bytes whatever has been asked of it so far
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Decode:
         return self  # only ever grows what it remembers
 

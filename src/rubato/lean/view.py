@@ -20,6 +20,8 @@ class LeanView(View):
 
     __slots__ = ("_host",)
 
+    _host: LeanHost
+
     def __init__(self, host: LeanHost) -> None:
         put = object.__setattr__  # a View is frozen for those who read it
         for name, value in (

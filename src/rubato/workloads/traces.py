@@ -245,8 +245,10 @@ def make(
     kinds: tiers, SLOs and texts (their lengths do not count): a request whose tier the trace says gets a kind of that
     tier, another any, by their shares. Without kinds tiers and SLOs are the trace's own: `unloaded`, seconds per token
     of a lone request, is what slowdowns of the trace multiply; what it promises nothing is best effort. Raises
-    ValueError for a tier that no kind has, or a slowdown without `unloaded`.
+    ValueError for no requests, a tier that no kind has, or a slowdown without `unloaded`.
     """
+    if not trace.offers:
+        raise ValueError(f"trace {name!r} has no requests")
     if not texts:
         trace = replace(trace, offers=tuple(replace(offer, text="") for offer in trace.offers))
     times = [offer.at for offer in trace.offers]

@@ -121,8 +121,9 @@ class Workload:
             arrivals = tuple(dataclasses.replace(a, slo=None) if a.tier in tiers else a for a in arrivals)
         return dataclasses.replace(self, tiers={**self.tiers, **tiers}, arrivals=arrivals)
 
-    def with_slo_scale(self, factor: float, tier: str | None = None) -> Workload:
-        """The same requests with all SLOs, or those of one tier, times `factor` (2 = twice the time).
+    def with_slo_scale(self, factor: float, tier: str | None = None, what: str = "") -> Workload:
+        """The same requests with all SLOs, or those of one tier, times `factor` (2 = twice the time). what: "ttft",
+        "tpot" or "e2e", if it is to be only that one.
 
         Raises ValueError for a tier it does not have or a factor that is not positive.
         """
@@ -132,7 +133,8 @@ class Workload:
             raise ValueError(f"SLO scale is {factor}: give a positive number")
 
         def wider(slo: SLO) -> SLO:
-            return SLO(*(None if v is None else v * factor for v in (slo.ttft, slo.tpot, slo.e2e)))
+            promised = ((name, getattr(slo, name)) for name in ((what,) if what else ("ttft", "tpot", "e2e")))
+            return dataclasses.replace(slo, **{name: value * factor for name, value in promised if value is not None})
 
         def changed(a: Arrival) -> Arrival:
             if tier not in (None, a.tier) or (a.slo is None and not a.parts):
@@ -150,6 +152,10 @@ class Workload:
         if arrival.parts:
             return arrival.parts[0].slo
         return self.tiers[arrival.tier] if arrival.slo is None else arrival.slo
+
+    def parts(self, arrival: Arrival) -> tuple[Part, ...]:
+        """Its stages, with what each is promised; of a request of one stage, that one."""
+        return arrival.parts or (Part(arrival.prompt_tokens, arrival.output_tokens, self.slo(arrival)),)
 
     def requests(self) -> Iterator[Request]:
         """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,

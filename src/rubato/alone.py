@@ -1,0 +1,123 @@
+"""Which requests no fleet can attain: their SLOs are beyond a replica that serves nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from rubato.setting import Hardware, prefill_time
+from rubato.slo import TOLERANCE, WINDOW, deadlines
+from rubato.types import Shape
+from rubato.workloads import Arrival, Part, Workload
+
+
+@dataclass(frozen=True)
+class Alone:
+    """How many requests an idle replica cannot attain. hopeless: tier -> how many of it; example: one of them."""
+
+    offered: int
+    hopeless: Mapping[str, int]
+    example: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(self.hopeless.values())
+
+    @property
+    def share(self) -> float:
+        return self.count / self.offered
+
+    @property
+    def text(self) -> str:
+        tiers = ", ".join(f"{count} of {tier}" for tier, count in self.hopeless.items())
+        return f"{self.count} of {self.offered} requests ({tiers}) cannot be attained even alone: {self.example}"
+
+    def check(self, target: float) -> None:
+        """Raises ValueError when no fleet of any size can attain `target`, a share."""
+        if 1.0 - self.share < target:
+            raise ValueError(
+                f"no number of replicas attains {100 * target:g} %: {self.text}. Loosen these SLOs, take faster "
+                "hardware, or leave such requests out (`rubato plan --exclude-hopeless`)"
+            )
+
+
+def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
+    """Judge each request of a workload as if it had a replica to itself."""
+    hopeless: Counter[str] = Counter()
+    example = ""
+    for one, why in _judged(load, hardware, rule):
+        hopeless[one.tier] += bool(why)
+        example = example or (f"{one.id} (tier {one.tier}) {why}" if why else "")
+    return Alone(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
+
+
+def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
+    """The workload without what no idle replica can attain. Raises ValueError when nothing would be left."""
+    kept = tuple(one for one, why in _judged(load, hardware, rule) if not why)
+    if not kept:
+        raise ValueError(f"workload {load.name!r}: {alone(load, hardware, rule).text}")
+    return replace(load, arrivals=kept, rate=load.rate * len(kept) / len(load.arrivals))
+
+
+def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
+    """Each request, and what it lacks; requests that are alike are judged once."""
+    known: dict[tuple[Part, ...], str] = {}
+    for one in load.arrivals:
+        parts = load.parts(one)
+        if parts not in known:
+            known[parts] = lacking(parts, hardware, rule)
+        yield one, known[parts]
+
+
+def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:
+    """What a request of these stages lacks on an idle replica, in words; "" if it is attained.
+
+    Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in
+    the context between a stage's first decode and its last (exact for a model that is); they grow, so lateness under
+    the deadline rule is convex over tokens and greatest at the first or the last.
+    """
+    limits, model = hardware.limits, hardware.model
+    fits = min(limits.max_length, limits.kv_blocks * limits.block)
+    length = sum(part.prompt + part.output for part in parts)
+    if length > fits:
+        return f"is {length} tokens long and {fits} fit"
+    cached, start = 0, 0.0
+    continues: float | None = None
+    for part in parts:
+        slo, steps = part.slo, part.output - 1
+        pending = part.prompt + (cached > 0)  # the token before it is not in KV yet
+        first = prefill_time(model, limits, pending, cached)
+        cached += pending
+        begin, end = (model.step_time(Shape().plus(1, cached + i)) for i in (0, max(0, steps - 1)))
+        decode = steps * (begin + end) / 2
+        cached += steps
+        came, last = start + first, start + first + decode
+        due = deadlines(slo, 0.0, start, came, None if part.prompt else continues)
+        if slo.ttft is not None and first > slo.ttft + TOLERANCE:
+            return f"needs {first:.4g} s for its prompt of {part.prompt} tokens and has a TTFT of {slo.ttft:g} s"
+        if last > due.end + TOLERANCE:
+            return f"needs {last:.4g} s and has an e2e of {slo.e2e:g} s"
+        if slo.tpot is not None:
+            pace = decode / steps if steps else first
+            late = came > due.token(0) + TOLERANCE or last > due.token(steps) + TOLERANCE
+            if rule != "deadline":
+                pace, late = _paced(steps, begin, end, slo.tpot, rule)
+            if late:
+                return f"takes {1e3 * pace:.4g} ms a token alone and has a TPOT of {1e3 * slo.tpot:g} ms"
+        continues = due.token(steps) if due.token(steps) < inf else last
+        start = last
+    return ""
+
+
+def _paced(steps: int, begin: float, end: float, tpot: float, rule: str) -> tuple[float, bool]:
+    """Seconds a token after the first as the rule takes them, and whether they are too many."""
+    if not steps:
+        return 0.0, False
+    counted = steps
+    pace = (begin + end) / 2
+    if rule == "windowed":  # the last window's steps are the longest
+        counted = (steps - 1) % WINDOW + 1
+        pace = end - (end - begin) * (counted - 1) / 2 / max(1, steps - 1)
+    return pace, counted * pace > counted * tpot + TOLERANCE

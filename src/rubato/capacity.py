@@ -1,0 +1,248 @@
+"""`rubato capacity`: the largest rate at which a fleet attains a share of its requests.
+
+Per seed one workload, offered at one rate after another: the same requests, all times scaled by one factor. The rate is
+doubled or halved until it brackets the target and the bracket bisected (geometrically) to a relative tolerance. A
+seed's capacity is where attainment crosses the target; the interval is over seeds, and policies are compared seed by
+seed. Attainment need not fall everywhere as the rate rises: of several crossings one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from rubato import alone, cells
+from rubato.cells import Cell, Done
+from rubato.intervals import Estimate, over_seeds
+from rubato.records import Run, versions
+from rubato.setting import Setting, Source
+from rubato.sweep import markdown
+from rubato.types import Shape
+from rubato.workloads import Workload
+from rubato.workloads.workload import check_rate
+
+FORMAT = "rubato-capacity/1"
+TARGETS = (0.9, 0.98)
+FACTOR = 2.0  # of the bracket's steps
+TRIES = 12  # steps of the bracket, a factor of 4096, before giving up
+LONG = 5.0  # a run should last so many times as long as a request takes (p99)
+
+
+@dataclass(frozen=True)
+class Question:
+    """settings: one for each policy. tolerance: relative width of the final bracket. start: requests/s to begin with
+    (None: what step times alone would allow)."""
+
+    source: Source
+    settings: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+    targets: tuple[float, ...] = TARGETS
+    tolerance: float = 0.02
+    start: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.settings or not self.seeds or not self.targets:
+            raise ValueError("a capacity needs at least one policy, one seed and one target")
+        if not all(0.0 < target <= 1.0 for target in self.targets):
+            raise ValueError(f"targets are {self.targets}: give shares above 0 and at most 1, such as 0.9")
+        if not 0.0 < self.tolerance < 1.0:
+            raise ValueError(f"tolerance is {self.tolerance}: give a relative width in (0, 1), such as 0.02")
+        if self.start is not None:
+            check_rate(self.start)
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(
+                f"{setting.choice.label} seed={seed}",
+                search,
+                (self.source, setting, seed, self.targets, self.tolerance, self.start),
+            )
+            for setting in self.settings
+            for seed in self.seeds
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "source": self.source.describe(),
+            "settings": [setting.describe() for setting in self.settings],
+            "targets": self.targets,
+            "tolerance": self.tolerance,
+            "start": self.start,
+        }
+
+
+def run(question: Question, **how: Any) -> Outcome:
+    """`how`: as `cells.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
+    return Outcome(
+        question, cells.run(question.cells(), head={"capacity": question.describe()}, about="capacity", **how)
+    )
+
+
+def search(
+    source: Source, setting: Setting, seed: int, targets: Sequence[float], tolerance: float, start: float | None
+) -> dict[str, Any]:
+    """One policy under one seed: the capacity at each target (requests/s), and every rate tried with its attainment."""
+    load = source.make(seed)
+    if not load.duration > 0.0:
+        raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
+    alone.alone(load, setting.hardware, setting.rule).check(max(targets))
+    tried: dict[float, float] = {}
+    runs: dict[float, tuple[float, float]] = {}
+
+    def attained(rate: float) -> float:
+        if rate not in tried:
+            result = setting.run(load.rescaled(rate), seed, times=False)
+            tried[rate] = sum(record.verdict.met for record in result.records) / len(result.records)
+            runs[rate] = (result.workload.duration, _longest(result))
+        return tried[rate]
+
+    first = start or estimate(load, setting)
+    found = {str(target): crossing(attained, target, first, tolerance) for target in targets}
+    duration, longest = runs[min(tried, key=lambda rate: abs(rate - found[str(targets[0])]))]
+    return {
+        "policy": setting.choice.label,
+        "seed": seed,
+        "requests": len(load.arrivals),
+        "capacity": found,
+        "tried": sorted(tried.items()),
+        "seconds": duration,
+        "e2e_p99": longest,
+    }
+
+
+def _longest(run: Run) -> float:
+    known = [r.verdict.e2e for r in run.records if r.verdict.e2e is not None]
+    return float(np.quantile(known, 0.99)) if known else 0.0
+
+
+def crossing(attained: Any, target: float, start: float, tolerance: float) -> float:
+    """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
+
+    Raises ValueError when it stays on one side over a factor of 4096.
+    """
+    low = high = start
+    up = attained(start) >= target
+    for _ in range(TRIES):
+        low, high = (high, high * FACTOR) if up else (low / FACTOR, low)
+        if (attained(high if up else low) >= target) is not up:
+            break
+    else:
+        rate = high if up else low
+        raise ValueError(
+            f"attainment is {100 * attained(rate):.1f} % at {rate:.4g} requests/s and {100 * attained(start):.1f} % at "
+            f"{start:.4g}: no capacity at {100 * target:g} % between them; offer more requests, or give another --start"
+        )
+    while high / low > 1.0 + tolerance:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if attained(middle) >= target else (low, middle)
+    return sqrt(low * high)
+
+
+def estimate(load: Workload, setting: Setting) -> float:
+    """Requests/s that step times would allow, were every batch full of tokens: where a search begins."""
+    tokens = sum(a.prompt_tokens + a.output_tokens for a in load.arrivals) / len(load.arrivals)
+    batch = setting.hardware.limits.max_tokens
+    kv = setting.hardware.limits.kv_blocks * setting.hardware.limits.block
+    full = setting.hardware.model.step_time(Shape(batch, min(batch, setting.hardware.limits.max_seqs), kv // 2))
+    return setting.replicas * batch / full / tokens
+
+
+# --------------------------------------------------------------------------- what was found
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One policy at one target: requests/s over all seeds, of the fleet, per replica and per GPU; ratio: to the first
+    policy's, paired by seed."""
+
+    policy: str
+    target: float
+    fleet: Estimate
+    replica: Estimate
+    gpu: Estimate
+    ratio: Estimate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    question: Question
+    done: Done
+
+    def capacities(self) -> list[Capacity]:
+        found = {
+            (value["policy"], value["seed"], target): value["capacity"][str(target)]
+            for value in self.done.values
+            for target in self.question.targets
+        }
+        first = self.question.settings[0].choice.label
+        return [
+            _capacity(
+                setting,
+                target,
+                [found[setting.choice.label, seed, target] for seed in self.question.seeds],
+                [found[first, seed, target] for seed in self.question.seeds],
+            )
+            for setting in self.question.settings
+            for target in self.question.targets
+        ]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Reasons to doubt the numbers, and how they came about."""
+        short = [v for v in self.done.values if v["seconds"] < LONG * v["e2e_p99"]]
+        notes = list(self.done.notes)
+        if short:
+            worst = min(short, key=lambda v: v["seconds"] / v["e2e_p99"])
+            notes.append(
+                f"{len(short)} of {len(self.done.values)} searches ended at runs too short for their requests (worst: "
+                f"{worst['seconds']:.0f} s of arrivals, p99 of e2e {worst['e2e_p99']:.0f} s): queues had no time to "
+                "grow, the capacity is overestimated; offer more requests (--count)"
+            )
+        if len(self.question.seeds) < 2:
+            notes.append("one seed has no interval: give several (--seeds 0,1,2)")
+        return tuple(notes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            **self.question.describe(),
+            "seeds": self.question.seeds,
+            "judge": self.question.settings[0].rule,
+            "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
+            "capacities": [asdict(capacity) for capacity in self.capacities()],
+            "searches": self.done.costed(),
+            "wall": self.done.wall,
+            "cpu": self.done.cpu,
+            "notes": self.notes,
+            "versions": versions("numpy", "scipy"),
+        }  # fmt: skip
+
+    def text(self) -> str:
+        several = len(self.question.settings) > 1
+        head = ["policy", "attained", "req/s", "per replica", "per GPU"]
+        rows = [[*head, f"against {self.question.settings[0].choice.label}"] if several else head]
+        for c in self.capacities():
+            own = [c.policy, f"{100 * c.target:g} %", *(number(e) for e in (c.fleet, c.replica, c.gpu))]
+            rows.append([*own, number(c.ratio, "×")] if several else own)
+        return markdown(rows)
+
+
+def _capacity(setting: Setting, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
+    def per(parts: int) -> Estimate:
+        return over_seeds([rate / parts for rate in own])
+
+    logs = over_seeds([float(np.log(a / b)) for a, b in zip(own, first, strict=True)])
+    with np.errstate(over="ignore"):
+        ratio = Estimate(*(float(np.exp(value)) for value in (logs.value, logs.low, logs.high)))
+    replicas = setting.replicas
+    return Capacity(
+        setting.choice.label, target, per(1), per(replicas), per(replicas * setting.hardware.gpus), ratio
+    )  # fmt: skip
+
+
+def number(estimate: Estimate, unit: str = "") -> str:
+    return f"{estimate.value:.3g}{unit} [{estimate.low:.3g}, {estimate.high:.3g}]"

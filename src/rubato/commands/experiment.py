@@ -1,0 +1,126 @@
+"""What `sweep`, `capacity` and `plan` are told alike: the replica, the policies, the requests, and how to run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rubato.commands import options
+from rubato.config import load
+from rubato.setting import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
+from rubato.slo import RULES
+from rubato.types import Limits
+from rubato.workloads.workload import check_rate
+
+
+def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
+    replica = parser.add_argument_group("a replica")
+    replica.add_argument("--profile", help="packaged hardware profile: step times, KV capacity, GPUs")
+    replica.add_argument("--config", help="YAML file whose latency and engine say what a replica is")
+    replica.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`latency.kind=affine`)"
+    )
+    replica.add_argument("--max-seqs", type=int, help="sequences in a batch")
+    replica.add_argument("--max-tokens", type=int, help="tokens in a batch")
+    replica.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
+    replica.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
+    policies = parser.add_argument_group("policies")
+    policies.add_argument(
+        "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
+        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several",
+    )  # fmt: skip
+    policies.add_argument(
+        "--router", default="auto", help="router of policies that name none (default: their own, or least_loaded)"
+    )
+    policies.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
+    requests = parser.add_argument_group("requests")
+    requests.add_argument("--scenario", help="packaged scenario")
+    requests.add_argument("--workload", metavar="FILE", help="workload file")
+    requests.add_argument(
+        "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
+    )
+    requests.add_argument("--scale", type=float, default=1.0, help="with --trace: so many times its traffic")
+    options.tiers(requests)
+    requests.add_argument("--count", type=int, help="so many requests (of a trace: its first)")
+    requests.add_argument("--duration", type=float, help="seconds of arrivals (of a trace: its first)")
+    if seeds:
+        requests.add_argument("--seeds", type=options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
+    running = parser.add_argument_group("running and results")
+    running.add_argument("--workers", type=int, help="processes (default: one a core)")
+    running.add_argument(
+        "--cells", metavar="FILE", help="a line for each finished part; an interrupted run goes on from it"
+    )
+    running.add_argument("--no-progress", action="store_true")
+    running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    running.add_argument("--report", metavar="FILE", help="write a short Markdown report")
+
+
+def how(args: argparse.Namespace) -> dict[str, Any]:
+    """For `cells.run`."""
+    return {"file": args.cells, "workers": args.workers, "progress": not args.no_progress}
+
+
+def hardware(args: argparse.Namespace) -> Hardware:
+    """Raises ValueError when it is not said how long a step takes or how much KV there is."""
+    if args.profile:
+        most = {"max_seqs": args.max_seqs, "max_tokens": args.max_tokens}
+        return packaged(args.profile, args.kv_tokens, **{name: n for name, n in most.items() if n is not None})
+    from rubato.serve import latency_of, simulation_limits  # the server's libraries are not needed with a profile
+
+    config = load(args.config or {}, args.set)
+    if config.latency is None:
+        raise ValueError(
+            "what is a replica? give --profile NAME, or its step times (--config, --set latency.kind=affine)"
+        )
+    limits = Limits(**simulation_limits(config))
+    if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
+        raise ValueError("a replica without KV capacity: give --kv-tokens, or engine.kv_blocks in the configuration")
+    if args.kv_tokens is not None:
+        limits = replace(limits, kv_blocks=args.kv_tokens // limits.block)
+    limits = replace(limits, max_seqs=args.max_seqs or limits.max_seqs, max_tokens=args.max_tokens or limits.max_tokens)
+    return Hardware("the configured replica", latency_of(config), limits)
+
+
+def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:
+    """One for each --policy."""
+    config = load(args.config or {}, args.set)
+    lengths = unknown
+    if config.lengths is not None:
+        from rubato.serve import lengths_of
+
+        lengths = partial(lengths_of, config)  # type: ignore[assignment]
+    if not 0.0 <= args.noise < 1.0:
+        raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
+    if replicas < 1:
+        raise ValueError(f"--replicas {replicas}: give 1 or more")
+    chosen = [Choice.parse(text, args.router) for text in args.policy or ["sarathi"]]
+    rule = args.judge or config.judge
+    return tuple(Setting(machine, choice, replicas, rule, args.noise, lengths) for choice in chosen)
+
+
+def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> Source:
+    """Where requests come from. rate: that a scenario or a mix is made for; drawn: as `Trace` has it.
+
+    Raises ValueError for two origins, and for a rate, count or duration that cannot be.
+    """
+    origins = [name for name in ("scenario", "workload", "trace") if getattr(args, name)]
+    if len(origins) > 1:
+        raise ValueError(f"--{' and --'.join(origins)} are given: requests come from one of them")
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count {args.count}: give 1 or more")
+    if args.duration is not None and not args.duration > 0.0:
+        raise ValueError(f"--duration {args.duration}: give a positive number of seconds")
+    if rate is not None:
+        check_rate(rate)
+        if args.workload or args.trace:
+            raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
+    if args.workload:
+        return File(args.workload, drawn)
+    if args.trace:
+        return Trace(args.trace, tuple(options.kinds(args)), args.scale, args.duration, args.count, drawn)
+    count = args.count if args.count is not None or args.duration is not None else 1000
+    if args.scenario:
+        return Scenario(args.scenario, machine, rate or 1.0, count, args.duration)
+    return Mix(tuple(options.kinds(args)), rate or 1.0, count, args.duration)

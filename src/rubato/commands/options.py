@@ -1,0 +1,61 @@
+"""Words that several subcommands share, and how results leave them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rubato.types import SLO
+from rubato.workloads import mix
+from rubato.workloads.kinds import Kind, chat, code, summary
+
+TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
+
+
+def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Who asks for what: a file of kinds, or three tiers."""
+    parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
+    for tier, ttft, tpot in TIERS:
+        parser.add_argument(
+            f"--{tier}", type=slo, default=SLO(ttft / 1e3, tpot / 1e3), metavar="TTFT_MS,TPOT_MS",
+            help=f"SLO of tier {tier} (default {ttft},{tpot}), without --kinds",
+        )  # fmt: skip
+
+
+def kinds(args: argparse.Namespace) -> list[Kind]:
+    """What `tiers` was told. Raises ValueError or OSError for a file of kinds that cannot be used."""
+    if args.kinds:
+        return mix.read(args.kinds)
+    return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
+
+
+def slo(text: str) -> SLO:
+    try:
+        ttft, tpot = (float(part) / 1e3 if part.strip() else None for part in text.split(","))
+        return SLO(ttft, tpot)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give TTFT and TPOT in ms, such as 1000,80 ({error})") from error
+
+
+def seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 0,1,2") from error
+
+
+def numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, such as 1,2.5,4") from error
+
+
+def write(to: str | None, text: str, data: bytes) -> None:
+    """The text for a reader, and the JSON where it was asked for (`-`: on standard output, the text then beside it)."""
+    print(text, file=sys.stderr if to == "-" else sys.stdout)
+    if to == "-":
+        sys.stdout.buffer.write(data)
+    elif to:
+        Path(to).write_bytes(data)

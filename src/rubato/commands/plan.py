@@ -1,0 +1,47 @@
+"""`rubato plan`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rubato import results, sizing, sweep
+from rubato.commands import experiment, options
+from rubato.fleetplan import Question
+
+
+def add(commands: Any) -> None:
+    about = "the smallest fleet that attains a share of a trace's requests, what it costs and what binds it"
+    parser = commands.add_parser("plan", help=about, description=about)
+    parser.set_defaults(run=_run)
+    experiment.add(parser, seeds=False)
+    parser.add_argument("--rate", type=float, help="requests/s of a scenario or a mix (default 1)")
+    parser.add_argument("--target", type=float, default=0.9, help="share of requests to attain")
+    parser.add_argument("--window", type=float, default=600.0, help="seconds of the busiest stretch, sized on")
+    parser.add_argument("--least-seeds", type=int, default=4)
+    parser.add_argument("--most-seeds", type=int, default=16, help="seeds are added up to so many, until they tell")
+    parser.add_argument(
+        "--exclude-hopeless", action="store_true", help="leave out, and count, what no idle replica can attain"
+    )
+    parser.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
+
+
+def _run(args: argparse.Namespace) -> int:
+    machine = experiment.hardware(args)
+    settings = experiment.settings(args, machine)
+    if len(settings) != 1:
+        raise ValueError("a plan is for one --policy: run it once for each")
+    question = Question(
+        experiment.source(args, machine, args.rate, drawn=False),
+        settings[0],
+        args.target,
+        args.window,
+        (args.least_seeds, args.most_seeds),
+        args.exclude_hopeless,
+        args.price,
+    )
+    plan = sizing.plan(question, **experiment.how(args))
+    options.write(args.json, plan.text(), results.as_json(plan.to_json()))
+    if args.report:
+        sweep.write(args.report, "Fleet", plan.text())
+    return 0

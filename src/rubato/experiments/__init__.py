@@ -1,0 +1,142 @@
+"""Figures of the papers, and what our own simulator owes: a module each, `slos_serve_toy` = figure `slos-serve-toy`.
+
+A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS` (of a full run, on one core) and
+
+    def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.cells`
+    def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the cells returned, in order
+
+and may have `ALONE = True`, for a figure that measures time and must not share the machine with itself, and
+`draw(data, axes)`, its picture. `claims.yaml` names each figure's claims and what they are held against; a figure gives
+one estimate for each, no more and no fewer. Adding a figure is one module and its claims.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import inf, isnan
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import yaml
+
+from rubato import cells
+from rubato.cells import Cell
+from rubato.intervals import Estimate
+from rubato.policies import nearest
+from rubato.records import versions
+
+FORMAT = "rubato-figure/1"
+Kind = Literal["check", "paper"]
+Relation = Literal["=", ">=", "<="]
+Verdict = Literal["holds", "misses", "inconclusive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """kind: `check` must hold, also in a small run; `paper` is what a paper reports, never a gate. paper: the number it
+    reports, or that theory gives. relation: of ours to it; `=` to within `within`. says: what is claimed, in words."""
+
+    name: str
+    kind: Kind
+    paper: float
+    relation: Relation
+    unit: str
+    says: str
+    within: float = 1e-9
+
+    def verdict(self, ours: Estimate) -> Verdict:
+        """holds: all of the interval fulfils the relation; misses: none of it; else inconclusive."""
+        least = self.paper - self.within if self.relation in ("=", ">=") else -inf
+        most = self.paper + self.within if self.relation in ("=", "<=") else inf
+        if least <= ours.low and ours.high <= most:
+            return "holds"
+        return "misses" if ours.high < least or ours.low > most else "inconclusive"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a figure shows: an estimate for each claim, and the data of its picture. seeds, judge, settings: of its
+    runs, for the reader of its JSON."""
+
+    estimates: Mapping[str, Estimate]
+    data: Any
+    seeds: Sequence[int]
+    judge: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Figure(Protocol):
+    """A module of this package."""
+
+    SOURCE: str
+    SECONDS: float
+
+    def cells(self, small: bool) -> list[Cell]: ...
+    def found(self, values: Sequence[Any], small: bool) -> Found: ...
+
+
+def names() -> list[str]:
+    """Every figure, sorted."""
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+
+def load(name: str) -> Figure:
+    """Raises ValueError for a figure that is not there."""
+    if name not in names():
+        raise ValueError(f"unknown figure {name!r}{nearest(name, names())}")
+    return cast(Figure, importlib.import_module(f"{__name__}.{name.replace('-', '_')}"))
+
+
+def about(name: str) -> str:
+    return (load(name).__doc__ or "").strip().split("\n")[0]
+
+
+def claims() -> dict[str, dict[str, Claim]]:
+    """Figure -> name -> claim, as the file has them."""
+    tree = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
+    return {figure: {name: Claim(name, **claim) for name, claim in own.items()} for figure, own in tree.items()}
+
+
+def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
+    """A figure's JSON. how: as `cells.run` takes it. Raises ValueError when its estimates are not its claims."""
+    figure = load(name)
+    if getattr(figure, "ALONE", False):
+        how["workers"] = 1
+    done = cells.run(figure.cells(small), head={"figure": name, "small": small}, about=name, **how)
+    found = figure.found(done.values, small)
+    known = claims().get(name, {})
+    if found.estimates.keys() != known.keys():
+        odd = sorted(found.estimates.keys() ^ known.keys())
+        raise ValueError(f"figure {name!r}: {', '.join(odd)} stand in claims.yaml or in its estimates, not in both")
+    return {
+        "format": FORMAT,
+        "figure": name,
+        "about": about(name),
+        "source": figure.SOURCE,
+        "small": small,
+        "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
+        "seeds": list(found.seeds),
+        "judge": found.judge,
+        "settings": dict(found.settings),
+        "interval": "95 %, over seeds; low = ours = high where no seed can change the value",
+        "wall": done.wall,
+        "cpu": done.cpu,
+        "notes": done.notes,
+        "versions": versions("numpy", "scipy"),
+        "data": found.data,
+    }
+
+
+def _judged(claim: Claim, ours: Estimate) -> dict[str, Any]:
+    if isnan(ours.value):
+        raise ValueError(f"claim {claim.name!r} has no number")
+    own = {"ours": ours.value, "low": ours.low, "high": ours.high, "verdict": claim.verdict(ours)}
+    return asdict(claim) | own
+
+
+def failed(data: Mapping[str, Any]) -> list[str]:
+    """Names of the checks of a figure's JSON that do not hold."""
+    return [c["name"] for c in data["claims"] if c["kind"] == "check" and c["verdict"] != "holds"]

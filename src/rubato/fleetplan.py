@@ -1,0 +1,268 @@
+"""A fleet for a workload: the question, the simulations it takes, and the answer in text and JSON (see `sizing`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rubato import alone
+from rubato.cells import Done
+from rubato.interfaces import LatencyModel
+from rubato.intervals import Estimate
+from rubato.records import Record, versions
+from rubato.resample import Stretch, bootstrapped
+from rubato.setting import Setting, Source
+from rubato.sweep import markdown, percent
+from rubato.types import Sample, Shape
+from rubato.workloads import Workload
+
+FORMAT = "rubato-plan/1"
+RELAXED_SEEDS = 2  # of what is set against n - 1 replicas under the same seeds
+
+
+@dataclass(frozen=True)
+class Question:
+    """target: share of requests to attain. seconds: of the busiest stretch. seeds: how many to begin with, and at most.
+    exclude: leave out, and count, what no idle replica can attain. price: of a GPU for an hour."""
+
+    source: Source
+    setting: Setting
+    target: float = 0.9
+    seconds: float = 600.0
+    seeds: tuple[int, int] = (4, 16)
+    exclude: bool = False
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target < 1.0:
+            raise ValueError(f"target is {self.target}: give a share in (0, 1), such as 0.9")
+        if not 2 <= self.seeds[0] <= self.seeds[1]:
+            raise ValueError(f"seeds are {self.seeds}: give at least 2 to begin with, and at most as many or more")
+        if not self.seconds > 0.0:
+            raise ValueError(f"the busiest stretch is {self.seconds} s long: give a positive number of seconds")
+        if self.price is not None and not self.price > 0.0:
+            raise ValueError(f"price is {self.price} a GPU-hour: give a positive number")
+
+    def describe(self) -> dict[str, Any]:
+        own = {"target": self.target, "seconds": self.seconds, "exclude": self.exclude}
+        return {"source": self.source.describe(), "setting": self.setting.describe(), **own}
+
+    def stretch(self, seed: int) -> Stretch:
+        return self.source.busiest(seed, self.seconds)
+
+    def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        """The whole workload under a seed, or a stretch of it."""
+        made = self.source.make(seed, stretch)
+        return alone.without_hopeless(made, self.setting.hardware, self.setting.rule) if self.exclude else made
+
+
+# --------------------------------------------------------------------------- cells
+
+
+def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
+    """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`; `relaxed`: "" for nothing."""
+    load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
+    setting = question.setting.with_replicas(replicas)
+    if relaxed:
+        load, setting = relax(load, setting, relaxed, by)
+    return _counts(setting.run(load, seed, times=False).records)
+
+
+def whole(question: Question, replicas: int) -> dict[str, Any]:
+    """The whole workload as it is, under seed 0: met and offered, also of its busiest stretch alone; tokens."""
+    load = question.load(0)
+    stretch = question.stretch(0)
+    records = question.setting.with_replicas(replicas).run(load, times=False).records
+    return _counts(records) | {
+        "busiest": _counts([r for r in records if stretch[0] <= r.at < stretch[1]]),
+        "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),
+        "output_tokens": sum(r.output for r in records),
+        "seconds": load.duration,
+    }
+
+
+def _counts(records: Sequence[Record]) -> dict[str, Any]:
+    tiers: dict[str, list[int]] = {}
+    for record in records:
+        tier = tiers.setdefault(record.tier, [0, 0])
+        tier[0] += record.verdict.met
+        tier[1] += 1
+    met, offered = (sum(counts[i] for counts in tiers.values()) for i in (0, 1))
+    return {"met": met, "offered": offered, "tiers": tiers}
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A latency model whose steps take 1/by of the time."""
+
+    model: LatencyModel
+    by: float
+
+    def step_time(self, shape: Shape) -> float:
+        return self.model.step_time(shape) / self.by
+
+    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
+        return self.model.largest_chunk(seconds * self.by, base, cached, most)
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        self.model.fit([replace(sample, seconds=sample.seconds * self.by) for sample in samples])
+
+    def update(self, sample: Sample) -> None:
+        self.model.update(replace(sample, seconds=sample.seconds * self.by))
+
+
+def relax(load: Workload, setting: Setting, what: str, by: float) -> tuple[Workload, Setting]:
+    """compute: steps `by` times as fast; kv: so many times the KV; ttft, tpot, e2e: SLOs so many times as long."""
+    hardware = setting.hardware
+    if what == "compute":
+        return load, replace(setting, hardware=replace(hardware, model=Faster(hardware.model, by)))
+    if what == "kv":
+        limits = replace(hardware.limits, kv_blocks=int(hardware.limits.kv_blocks * by))
+        return load, replace(setting, hardware=replace(hardware, limits=limits))
+    return load.with_slo_scale(by, what=what), setting
+
+
+# --------------------------------------------------------------------------- the answer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
+    seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one thing
+    relaxed by `relaxed_by`. hopeless: what no idle replica attains."""
+
+    question: Question
+    stretch: tuple[float, float]
+    replicas: int
+    decided: bool
+    seeds: int
+    with_n: Estimate
+    with_one_fewer: Estimate
+    whole: Mapping[str, Any]
+    relaxed: Mapping[str, float]
+    relaxed_by: float
+    hopeless: alone.Alone
+    done: Done
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.question.setting.hardware.gpus
+
+    @property
+    def binds(self) -> list[str]:
+        """What, relaxed, lets one replica fewer suffice; the most telling first."""
+        able = [thing for thing, attained in self.relaxed.items() if attained >= self.question.target]
+        return sorted(able, key=lambda thing: -self.relaxed[thing])
+
+    @property
+    def cost(self) -> dict[str, float] | None:
+        """In the price's currency: of the whole workload, held from its first to its last arrival, and per million
+        tokens (prompt and output; output alone)."""
+        if self.question.price is None:
+            return None
+        total = self.question.price * self.gpus * self.whole["seconds"] / 3600.0
+        tokens = self.whole["prompt_tokens"] + self.whole["output_tokens"]
+        return {
+            "total": total,
+            "per_million_tokens": 1e6 * total / tokens,
+            "per_million_output_tokens": 1e6 * total / self.whole["output_tokens"],
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        notes = list(self.done.notes)
+        if self.hopeless.count:
+            how = "left out" if self.question.exclude else "they count as misses"
+            notes.append(f"{self.hopeless.text}; {how}")
+        if not self.decided:
+            notes.append(
+                f"{_replicas(self.replicas - 1)} attain {percent(self.with_one_fewer)}: too close to "
+                f"{100 * self.question.target:g} % for {self.seeds} seeds to tell; {self.replicas} is on the safe side"
+            )
+        if self._share(self.whole) < self.question.target:
+            notes.append("the whole workload is NOT attained with this fleet: its busiest stretch is not its hardest")
+        return tuple(notes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            **self.question.describe(),
+            "judge": self.question.setting.rule,
+            "replicas": self.replicas,
+            "gpus": self.gpus,
+            "decided": self.decided,
+            "seeds": list(range(self.seeds)),
+            "stretch": self.stretch,
+            "attainment": {str(self.replicas): self.with_n, str(self.replicas - 1): self.with_one_fewer},
+            "interval": "95 %, of the mean over seeds: Student's t, at least Wilson's of all requests",
+            "whole": self.whole,
+            "relaxed": {"by": self.relaxed_by, "replicas": self.replicas - 1, "attainment": dict(self.relaxed)},
+            "binds": self.binds,
+            "hopeless": asdict(self.hopeless),
+            "price": self.question.price,
+            "cost": self.cost,
+            "wall": self.done.wall,
+            "cpu": self.done.cpu,
+            "notes": self.notes,
+            "versions": versions("numpy", "scipy"),
+        }
+
+    def text(self) -> str:
+        hardware = self.question.setting.hardware
+        target = f"{100 * self.question.target:g} %"
+        policy = self.question.setting.choice.label
+        fleet = f"**{_replicas(self.replicas)} of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
+        start, end = self.stretch
+        rows = [
+            ["what was run", "replicas", "attainment"],
+            [
+                f"busiest stretch, {start:.0f} to {end:.0f} s, {self.seeds} seeds",
+                str(self.replicas),
+                percent(self.with_n),
+            ],
+        ]
+        if self.replicas > 1:
+            rows.append(["the same, one replica fewer", str(self.replicas - 1), percent(self.with_one_fewer)])
+        for thing, attained in self.relaxed.items():
+            what = f"and {thing} relaxed {self.relaxed_by:.3g} times, {RELAXED_SEEDS} seeds"
+            rows.append([what, str(self.replicas - 1), f"{100 * attained:.1f} %"])
+        rows.append(["the whole workload", str(self.replicas), self._of(self.whole)])
+        rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
+        return "\n\n".join(
+            [
+                f"{fleet}, attain {target} of requests ({self.question.setting.rule} rule).",
+                markdown(rows),
+                *self._rest(),
+            ]
+        )
+
+    def _rest(self) -> list[str]:
+        parts = []
+        if self.replicas > 1:
+            able = " or ".join(self.binds)
+            parts.append(
+                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {_replicas(self.replicas - 1)} would do."
+                if able
+                else f"What binds: no single thing; none, relaxed {self.relaxed_by:.3g} times, makes one fewer do."
+            )
+        if self.cost is not None:
+            parts.append(
+                f"Cost at {self.question.price:g} a GPU-hour: {self.cost['total']:.2f} for these "
+                f"{self.whole['seconds']:.0f} s, "
+                f"{self.cost['per_million_tokens']:.3g} per million tokens (prompt and output), "
+                f"{self.cost['per_million_output_tokens']:.3g} per million output tokens."
+            )
+        return [*parts, *(f"Note: {note}." for note in self.notes)]
+
+    def _of(self, counts: Mapping[str, Any]) -> str:
+        tiers = ", ".join(f"{tier} {100 * met / offered:.1f}" for tier, (met, offered) in counts["tiers"].items())
+        return f"{100 * self._share(counts):.1f} % ({tiers})"
+
+    @staticmethod
+    def _share(counts: Mapping[str, Any]) -> float:
+        return float(counts["met"] / counts["offered"]) if counts["offered"] else 1.0
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' if count != 1 else ''}"

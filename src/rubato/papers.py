@@ -1,0 +1,65 @@
+"""The page that sets papers' numbers beside ours, from the JSON of full runs; it opens with what misses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rubato import experiments
+from rubato.sweep import markdown
+
+HEAD = """# Papers beside ours
+
+Written by `rubato figure --docs` from full runs (`docs/figures/*.json`); do not edit. Each claim is held against our
+95 % interval over seeds: it *holds* when all of the interval fulfils it, *misses* when none does, else it is
+*inconclusive*. A *check* (a toy, an invariant) must hold; a *paper* claim is what a paper reports, and is only shown.
+"""
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The Markdown of `docs/papers.md`. Raises ValueError for what is not a full run of today's claims."""
+    known = experiments.claims()
+    for run in runs:
+        if run.get("format") != experiments.FORMAT:
+            raise ValueError(f"format {run.get('format')!r} is no figure's: give what `rubato figure --json` wrote")
+        if run["small"]:
+            raise ValueError(f"figure {run['figure']!r} was run with --small: run it in full")
+        if [claim["name"] for claim in run["claims"]] != list(known.get(run["figure"], {})):
+            raise ValueError(f"figure {run['figure']!r} was run with claims that claims.yaml has not: run it again")
+    parts = [HEAD, "## Misses\n", _misses(runs)]
+    missing = sorted(set(known) - {run["figure"] for run in runs})
+    if missing:
+        parts.append(f"\nNot run in full yet: {', '.join(missing)}.\n")
+    parts += [_figure(run) for run in runs]
+    return "\n".join(parts)
+
+
+def _misses(runs: Sequence[Mapping[str, Any]]) -> str:
+    odd = [(run, claim) for run in runs for claim in run["claims"] if claim["verdict"] != "holds"]
+    if not odd:
+        return "None: every claim below holds.\n"
+    rows = [["figure", "claim", "kind", "paper", "ours", "verdict"]]
+    for run, claim in sorted(odd, key=lambda pair: pair[1]["verdict"] != "misses"):
+        rows.append([run["figure"], claim["says"], claim["kind"], _paper(claim), _ours(claim), claim["verdict"]])
+    return markdown(rows) + "\n"
+
+
+def _figure(run: Mapping[str, Any]) -> str:
+    rows = [["claim", "what", "kind", "paper", "ours", "verdict"]]
+    for claim in run["claims"]:
+        rows.append([f"`{claim['name']}`", claim["says"], claim["kind"], _paper(claim), _ours(claim), claim["verdict"]])
+    seeds = run["seeds"]
+    how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['judge']} rule, {run['cpu']:.3g} CPU seconds."
+    return f"\n## {run['figure']}\n\n{run['about']} Source: {run['source']}. {how}\n\n{markdown(rows)}\n"
+
+
+def _paper(claim: Mapping[str, Any]) -> str:
+    within = f" ± {claim['within']:g}" if claim["relation"] == "=" and claim["within"] > 1e-6 else ""
+    return f"{claim['relation']} {claim['paper']:.4g}{within} {claim['unit']}"
+
+
+def _ours(claim: Mapping[str, Any]) -> str:
+    if claim["low"] == claim["high"]:
+        return f"{claim['ours']:.4g}"
+    low, high = ("∞" if end is None else f"{end:.4g}" for end in (claim["low"], claim["high"]))
+    return f"{claim['ours']:.4g} [{low}, {high}]"

@@ -1,0 +1,37 @@
+"""CO-Chunk: chunked prefill co-located with decodes under a static token budget, decodes first.
+
+PolyServe sweeps the budget and reports the best for each load; a sweep over `budget` is what makes this its baseline
+(`rubato capacity --policy co_chunk:budget=128 --policy co_chunk:budget=256 ...`). `sarathi` is the same plan with a
+budget that follows the tightest TPOT of the requests at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rubato.interfaces import View
+from rubato.policies._packing import decode_first
+from rubato.types import Event, Plan
+
+SOURCE = "PolyServe, §5.1: baseline CO-Chunk"
+
+
+@dataclass
+class Scheduler:
+    """budget: tokens per step."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 512
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget is {self.budget}: give at least 1 token per step")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        packing = decode_first(view, self.budget)
+        return packing.plan(steady=packing.steady())

@@ -1,0 +1,56 @@
+"""Each request to the replica whose next iteration is predicted to be the shortest; ties to the fewest pending tokens.
+
+The next iteration is what an engine runs when nothing but its limits holds it back: every decode, then pending prefill
+in order up to its batch. A request just placed counts as prefill there, so a burst spreads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rubato.interfaces import Dispatch, View
+from rubato.types import Event, Request, Shape
+
+SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
+
+
+@dataclass
+class Router:
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+        loads = [_Load(view) for view in fleet]
+        place = {}
+        for request in held:
+            least = min(loads, key=lambda load: load.cost)
+            place[request.id] = least.view.id
+            least.add(request.stages[0].prompt, 0)
+        return Dispatch(place, {})
+
+
+class _Load:
+    """A replica's next iteration. cost: its predicted seconds, then all tokens of prefill pending there."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        decodes = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_seqs]
+        self._shape = Shape(len(decodes), len(decodes), sum(decodes) + len(decodes))
+        self._pending = 0
+        for seq in (*(s for s in view.running if s.pending > 1), *view.waiting):
+            self.add(seq.pending, seq.cached)
+
+    def add(self, pending: int, cached: int) -> None:
+        limits, shape = self.view.limits, self._shape
+        tokens = min(pending, limits.max_tokens - shape.tokens) if shape.seqs < limits.max_seqs else 0
+        if tokens > 0:
+            self._shape = shape.plus(tokens, cached)
+        self._pending += pending
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        return (self.view.latency.step_time(self._shape) if self._shape.seqs else 0.0, self._pending)

@@ -1,0 +1,93 @@
+"""The same traffic drawn anew: more of a trace, blocks of time bootstrapped, the busiest stretch.
+
+Requests that arrive close together belong together (a burst, an hour of the day), so it is blocks of arrival time that
+are resampled, never single requests. Each purpose has a random stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, inf
+
+import numpy as np
+
+from rubato.workloads import Arrival, Workload
+from rubato.workloads.traces import Offer
+
+Stretch = tuple[float, float]  # seconds from a workload's start: when it begins and ends
+BLOCK = 60.0  # seconds
+_COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workload's own
+
+
+def multiplied(offers: Sequence[Offer], factor: float, seed: int = 0, block: float = BLOCK) -> list[Offer]:
+    """A trace with `factor` times the traffic and the same profile over time.
+
+    Each minute (`block`) holds that many copies of itself, each turned round within the minute by an offset of its own:
+    copies at the same instants would multiply every burst. Of a fraction, each request has a copy with that chance.
+    Factor 1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
+    """
+    if not 0.0 < factor < inf:
+        raise ValueError(f"scale is {factor}: give how many times the trace's traffic, a positive number")
+    if factor == 1.0:
+        return list(offers)
+    draw = np.random.default_rng([seed, _COPIES])
+    copies: list[Offer] = []
+    for copy in range(ceil(factor)):
+        offset = float(draw.uniform(0.0, block))
+        chance = min(1.0, factor - copy)
+        kept = draw.random(len(offers)) < chance
+        for offer, keep in zip(offers, kept, strict=True):
+            if keep:
+                start = offer.at - offer.at % block
+                copies.append(replace(offer, at=start + (offer.at - start + offset) % block))
+    return sorted(copies, key=lambda offer: offer.at)
+
+
+def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
+    """As long a workload made of blocks of its time, drawn with replacement from a ring (a moving-block bootstrap)."""
+    if not load.duration > 0.0:
+        raise ValueError(f"workload {load.name!r} offers all at once: there is no time to resample")
+    block = min(block, load.duration)
+    count = ceil(load.duration / block)
+    starts = np.random.default_rng([seed, _BLOCKS]).uniform(0.0, load.duration, size=count)
+    times = np.array([a.at for a in load.arrivals])
+    ring = np.concatenate([times, times + load.duration])
+    made: list[Arrival] = []
+    for index, start in enumerate(starts.tolist()):
+        end = start + min(block, load.duration - index * block)
+        for place in range(*np.searchsorted(ring, [start, end]).tolist()):
+            one = load.arrivals[place % len(times)]
+            at = index * block + float(ring[place]) - start
+            made.append(replace(one, id=f"{load.name}-{len(made)}", at=at))
+    if not made:
+        raise ValueError(f"workload {load.name!r}: the blocks drawn by seed {seed} hold no request; use longer ones")
+    made.sort(key=lambda one: one.at)
+    rate = len(made) / load.duration
+    return replace(load, seed=seed, rate=rate, arrivals=tuple(made), notes={**load.notes, "blocks": block})
+
+
+def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
+    """Where the stretch of `seconds` with the most tokens (prompt + output) begins and ends; starts are multiples of
+    `step`. All of a workload that is no longer."""
+    if load.duration <= seconds:
+        return 0.0, load.duration
+    starts = np.arange(0.0, load.duration - seconds + step, step)
+    times = np.array([a.at for a in load.arrivals])
+    tokens = np.concatenate([[0], np.cumsum([a.prompt_tokens + a.output_tokens for a in load.arrivals])])
+    work = tokens[np.searchsorted(times, starts + seconds)] - tokens[np.searchsorted(times, starts)]
+    start = float(starts[int(np.argmax(work))])
+    return start, start + seconds
+
+
+def window(load: Workload, stretch: Stretch | None) -> Workload:
+    """What arrives in a stretch, times from its beginning; None: all. Raises ValueError when nothing does."""
+    if stretch is None:
+        return load
+    start, end = stretch
+    kept = tuple(
+        replace(a, at=a.at - start) for a in load.arrivals if start <= a.at < end or a.at == end == load.duration
+    )
+    if not kept:
+        raise ValueError(f"workload {load.name!r}: no request arrives from {start:g} to {end:g} s")
+    return replace(load, rate=len(kept) / (end - start), duration=end - start, arrivals=kept)

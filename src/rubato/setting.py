@@ -1,0 +1,320 @@
+"""What an experiment varies: the hardware of a replica, the policy with its settings, and where its requests come from.
+
+Everything here pickles, so that a cell can run in another process. This is the one place that knows packaged profiles
+and scenarios.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from rubato import profiles
+from rubato.interfaces import LatencyModel, LengthPredictor
+from rubato.lengths import Oracle
+from rubato.policies import load, load_router, router_of
+from rubato.records import Run
+from rubato.resample import Stretch, bootstrapped, busiest, multiplied, window
+from rubato.simulate import Setup, simulated_run
+from rubato.types import Limits, Shape
+from rubato.workloads import Workload, read, scenarios, traces
+from rubato.workloads.kinds import Kind
+from rubato.workloads.making import make
+
+Lengths = Callable[[Mapping[str, int]], LengthPredictor | None]  # request id -> output tokens, the truth
+
+
+def unknown(truth: Mapping[str, int]) -> None:
+    """What a scheduler knows of output lengths by default: nothing."""
+
+
+def oracle(truth: Mapping[str, int]) -> LengthPredictor:
+    """The truth, as SLOs-Serve gives it to every system it compares."""
+    return Oracle(truth)
+
+
+# --------------------------------------------------------------------------- hardware
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One replica: how long a step takes, what fits, and how many GPUs it is."""
+
+    name: str
+    model: LatencyModel
+    limits: Limits
+    gpus: int = 1
+
+    def fresh(self) -> LatencyModel:
+        """A model of its own, for schedulers whose models go on learning."""
+        return copy.deepcopy(self.model)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds until the first token of a prompt that has the replica to itself."""
+        return prefill_time(self.model, self.limits, tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """model: a digest, so that a file of cells is not resumed with other step times."""
+        model = hashlib.blake2b(pickle.dumps(self.model), digest_size=8).hexdigest()
+        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": model}
+
+
+def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
+    """Seconds of a prompt alone, in batches as large as the engine takes, on top of `cached` tokens."""
+    seconds, end = 0.0, cached + tokens
+    while cached < end:
+        chunk = min(limits.max_tokens, end - cached)
+        seconds += model.step_time(Shape().plus(chunk, cached))
+        cached += chunk
+    return seconds
+
+
+def packaged(name: str, kv_tokens: int | None = None, **limits: int) -> Hardware:
+    """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ.
+
+    Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
+    """
+    profile = profiles.load(name, kv_tokens=kv_tokens)
+    return Hardware(name, profile.model(), profile.limits(**limits), profile.gpus)
+
+
+# --------------------------------------------------------------------------- policies
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy and a router with their settings, as one writes them: `co_chunk:budget=256@random:seed=3`. router:
+    "auto" is the policy's own, or `least_loaded`."""
+
+    policy: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    router: str = "auto"
+    router_settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        own = _words(self.policy, self.settings)
+        router = _words(self.router, self.router_settings)
+        return own if router == "auto" else f"{own}@{router}"
+
+    @classmethod
+    def parse(cls, text: str, router: str = "auto") -> Choice:
+        """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
+        own, _, other = text.partition("@")
+        choice = cls(*_parsed(own), *_parsed(other or router))
+        load(choice.policy, choice.settings)
+        load_router(router_of(choice.policy) if choice.router == "auto" else choice.router, choice.router_settings)
+        return choice
+
+
+def _words(name: str, settings: Mapping[str, object]) -> str:
+    return name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(settings.items()))
+
+
+def _parsed(text: str) -> tuple[str, dict[str, object]]:
+    name, _, rest = text.partition(":")
+    settings: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, found, value = part.partition("=")
+        if not found:
+            raise ValueError(f"policy {text!r}: write its settings as {name}:SETTING=VALUE,SETTING=VALUE")
+        settings[key] = yaml.safe_load(value)
+    return name, settings
+
+
+# --------------------------------------------------------------------------- all of a simulation but its requests
+
+
+@dataclass(frozen=True)
+class Setting:
+    """learns: schedulers' latency models go on learning from the steps, as they do live. Not by default: step times
+    are exact already, and the fast driver (`lean`) simulates models that do not learn alone."""
+
+    hardware: Hardware
+    choice: Choice
+    replicas: int = 1
+    rule: str = "deadline"
+    noise: float = 0.0
+    lengths: Lengths = unknown
+    learns: bool = False
+
+    def run(self, load: Workload, seed: int = 0, *, times: bool = True) -> Run:
+        """The workload, simulated. seed: of the noise in step times; times: keep when each token came out."""
+        setup = Setup(
+            latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
+            limits=self.hardware.limits,
+            policy=self.choice.policy,
+            settings=self.choice.settings,
+            router=self.choice.router,
+            router_settings=self.choice.router_settings,
+            replicas=self.replicas,
+            noise=self.noise,
+            seed=seed,
+            lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
+            rule=self.rule,
+            learns=self.learns,
+        )
+        return simulated_run(load, setup, self.choice.label, times=times)
+
+    def with_replicas(self, replicas: int) -> Setting:
+        return replace(self, replicas=replicas)
+
+    def describe(self) -> dict[str, Any]:
+        """For the head of a result file."""
+        return {
+            "hardware": self.hardware.describe(),
+            "policy": self.choice.label,
+            "replicas": self.replicas,
+            "judge": self.rule,
+            "noise": self.noise,
+            "lengths": _name(self.lengths),
+            "learns": self.learns,
+        }
+
+
+def _name(function: Lengths) -> str:
+    return repr(function.args) if isinstance(function, partial) else getattr(function, "__name__", repr(function))
+
+
+# --------------------------------------------------------------------------- where requests come from
+
+
+def _digest(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+class Source(Protocol):
+    """Makes workloads by seed; another seed is the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        """All of it, or what arrives in a stretch, times from its beginning."""
+        ...
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        """The stretch of so many seconds with the most tokens."""
+        ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A packaged scenario: so many requests at a rate (requests/s), or those of so many seconds."""
+
+    name: str
+    hardware: Hardware
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        made = scenarios.make(
+            self.name, self.rate, count=self.count, duration=self.duration, seed=seed, prefill=self.hardware.prefill
+        )
+        return window(made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {"scenario": self.name, "rate": self.rate, "count": self.count, "duration": self.duration}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Poisson arrivals of a mix of kinds."""
+
+    kinds: tuple[Kind, ...]
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return window(_mixed(self, seed), stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@lru_cache(maxsize=8)
+def _mixed(mix: Mix, seed: int) -> Workload:
+    return make("mix", mix.kinds, mix.rate, duration=mix.duration, count=mix.count, seed=seed, texts=False)
+
+
+@dataclass(frozen=True)
+class File:
+    """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
+
+    path: str
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        made = _filed(self.path)
+        return window(bootstrapped(made, seed) if self.drawn and seed else made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
+
+
+@lru_cache(maxsize=8)
+def _filed(path: str) -> Workload:
+    return read(path)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
+
+    drawn: as of a file. A stretch that begins and ends with a minute is cut out before it is multiplied: a minute's
+    copies stay in it.
+    """
+
+    path: str
+    kinds: tuple[Kind, ...]
+    factor: float = 1.0
+    seconds: float | None = None
+    count: int | None = None
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return _traced(self, seed, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(_traced(replace(self, factor=1.0, drawn=False), 0, None), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"path": Path(self.path).name, "content": _digest(self.path)}
+
+
+@lru_cache(maxsize=8)
+def _traced(trace: Trace, seed: int, stretch: Stretch | None) -> Workload:
+    whole = _read(trace.path, trace.seconds, trace.count)
+    offers: Sequence[traces.Offer] = whole.offers
+    if stretch is not None:
+        start, end = stretch
+        offers = [replace(offer, at=offer.at - start) for offer in offers if start <= offer.at < end]
+    name = Path(trace.path).name.partition(".")[0]
+    more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed)))
+    made = traces.make(name, more, trace.kinds, seed=seed, texts=False)
+    if stretch is not None:
+        made = replace(made, rate=len(made.arrivals) / (end - start), duration=end - start)
+    return bootstrapped(made, seed) if trace.drawn and seed else made
+
+
+@lru_cache(maxsize=2)
+def _read(path: str, seconds: float | None, count: int | None) -> traces.Trace:
+    return traces.read(path, seconds=seconds, count=count)

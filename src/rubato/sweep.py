@@ -1,0 +1,188 @@
+"""`rubato sweep`: every policy at every rate under every seed, each a cell; sums of each run, and intervals over seeds.
+
+A seed's workload is made once and rescaled to each rate, so that all policies and rates see the same requests; what
+differs between two policies is therefore paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rubato import cells, results
+from rubato.cells import Cell, Done
+from rubato.intervals import ALL, Estimate, attainment_over_seeds, over_seeds
+from rubato.records import versions
+from rubato.setting import Setting, Source
+from rubato.workloads.workload import check_rate
+
+FORMAT = "rubato-sweep/1"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to run. settings: one for each policy, told apart by their labels; rates: requests/s of the whole fleet."""
+
+    source: Source
+    settings: tuple[Setting, ...]
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        labels = [setting.choice.label for setting in self.settings]
+        for name, values in (("policy", labels), ("rate", self.rates), ("seed", self.seeds)):
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"a sweep needs at least one {name}, and each once: got {', '.join(map(str, values))}")
+        for rate in self.rates:
+            check_rate(rate)
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(f"{setting.choice.label} rate={rate:g} seed={seed}", one, (self.source, setting, rate, seed))
+            for seed in self.seeds
+            for rate in self.rates
+            for setting in self.settings
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return {"source": self.source.describe(), "settings": [one.describe() for one in self.settings]}
+
+
+def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
+    """One cell: the sums of one run (`results.run_json`)."""
+    load = source.make(seed).rescaled(rate)
+    return {"policy": setting.choice.label, "rate": rate, "seed": seed} | results.run_json(
+        setting.run(load, seed, times=False), requests=False
+    )
+
+
+def run(asked: Sweep, **how: Any) -> Outcome:
+    """`how`: as `cells.run` takes it (file, workers, progress)."""
+    return Outcome(asked, cells.run(asked.cells(), head={"sweep": asked.describe()}, about="sweep", **how))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One policy at one rate, over all seeds. attainment per tier and "all"; the rest are means over seeds, in seconds
+    and requests/s; against: attainment minus that of the sweep's first policy, paired by seed, in [-1, 1]."""
+
+    policy: str
+    rate: float
+    attainment: Mapping[str, Estimate]
+    attained_rps: Estimate
+    ttft_p99: float | None
+    tpot_p99: float | None
+    against: Estimate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    sweep: Sweep
+    done: Done
+
+    def points(self) -> list[Point]:
+        first = self.sweep.settings[0].choice.label
+        found: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+        for value in self.done.values:
+            found.setdefault((value["policy"], value["rate"]), []).append(value)
+        return [
+            _point(setting.choice.label, rate, found[setting.choice.label, rate], found[first, rate])
+            for setting in self.sweep.settings
+            for rate in self.sweep.rates
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            **self.sweep.describe(),
+            "rates": self.sweep.rates,
+            "seeds": self.sweep.seeds,
+            "judge": self.sweep.settings[0].rule,
+            "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
+            "points": [asdict(point) for point in self.points()],
+            "cells": self.done.costed(),
+            "wall": self.done.wall,
+            "cpu": self.done.cpu,
+            "notes": self.notes,
+            "versions": versions("numpy", "scipy"),
+        }  # fmt: skip
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.done.notes
+
+    def text(self) -> str:
+        """A table for the terminal; Markdown as well."""
+        tiers = [tier for tier in self.points()[0].attainment if tier != ALL]
+        several = len(self.sweep.settings) > 1
+        head = ["policy", "rate (req/s)", "attainment", *tiers, "attained/s", "TTFT p99", "TPOT p99"]
+        rows = [[*head, f"against {self.sweep.settings[0].choice.label}"] if several else head]
+        for point in self.points():
+            cells_ = [
+                point.policy, f"{point.rate:g}", percent(point.attainment[ALL]),
+                *(f"{100 * point.attainment[tier].value:.1f} %" for tier in tiers), f"{point.attained_rps.value:.3g}",
+                milliseconds(point.ttft_p99), milliseconds(point.tpot_p99),
+            ]  # fmt: skip
+            rows.append([*cells_, points_of(point.against)] if several else cells_)
+        return markdown(rows)
+
+
+def _point(policy: str, rate: float, own: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> Point:
+    rows = [{row["tier"]: row for row in value["tiers"]} for value in own]
+    theirs = {value["seed"]: _all(value)["attainment"] for value in first}
+    return Point(
+        policy,
+        rate,
+        {tier: _attainment([row[tier] for row in rows if tier in row]) for tier in rows[0]},
+        over_seeds([row[ALL]["attained_rps"] for row in rows]),
+        _mean([row[ALL]["ttft_p99"] for row in rows]),
+        _mean([row[ALL]["tpot_p99"] for row in rows]),
+        over_seeds([_all(value)["attainment"] - theirs[value["seed"]] for value in own]),
+    )
+
+
+def _all(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(row for row in value["tiers"] if row["tier"] == ALL)
+    return found
+
+
+def _attainment(rows: Sequence[Mapping[str, Any]]) -> Estimate:
+    if len(rows) == 1:
+        row = rows[0]
+        return Estimate(row["attainment"], row["attainment_low"], row["attainment_high"])
+    return attainment_over_seeds([row["met"] for row in rows], [row["offered"] for row in rows])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+# --------------------------------------------------------------------------- words
+
+
+def percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def points_of(estimate: Estimate) -> str:
+    """A difference of shares, in percentage points."""
+    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, aligned so that a terminal reads it too; the first row is its head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def write(path: str | Path, title: str, *parts: str) -> None:
+    """A short Markdown report: a title and paragraphs or tables."""
+    Path(path).write_text("\n\n".join([f"# {title}", *filter(None, parts)]) + "\n", encoding="utf-8")

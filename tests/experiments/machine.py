@@ -1,0 +1,24 @@
+"""A replica, three tiers and a policy that the experiments' tests share: small enough to simulate in milliseconds."""
+
+from __future__ import annotations
+
+from rubato.latency.affine import Model
+from rubato.setting import Choice, Hardware, Mix, Setting
+from rubato.types import SLO, Limits
+from rubato.workloads.kinds import chat, code, summary
+
+LIMITS = Limits(max_seqs=16, max_tokens=512, max_length=4096, kv_blocks=512, block=16)
+MACHINE = Hardware("test", Model(k=(1e-5, 2e-4), b=(0.01, 0.002), a=2e-7), LIMITS, gpus=2)
+KINDS = (
+    chat(SLO(0.3, 0.03), output=(5, 15), share=0.4),
+    code(SLO(0.4, 0.04), output=(5, 15), share=0.3),
+    summary(SLO(0.8, 0.06), output=(5, 15), share=0.3),
+)
+
+
+def mix(count: int = 60) -> Mix:
+    return Mix(KINDS, count=count)
+
+
+def setting(policy: str = "sarathi", **changes: object) -> Setting:
+    return Setting(MACHINE, Choice.parse(policy), **changes)  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""What an idle replica cannot attain: as the simulator itself judges one request at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato import alone
+from rubato.setting import Choice, Setting
+from rubato.slo import RULES
+from rubato.types import SLO
+from rubato.workloads import Arrival, Part, Workload
+from tests.experiments.machine import MACHINE
+
+
+def one(prompt: int, output: int, slo: SLO) -> Workload:
+    return Workload("one", 0, 1.0, 1.0, {"only": slo}, (Arrival("a", 0.0, "only", "", prompt, output),))
+
+
+@given(
+    prompt=st.sampled_from([1, 100, 512, 513, 3000]),
+    output=st.sampled_from([1, 2, 11, 12, 60]),
+    ttft=st.sampled_from([None, 0.0105, 0.02, 0.1, 0.5]),
+    tpot=st.sampled_from([None, 0.01, 0.0101, 0.0103, 0.0106, 0.02]),
+    e2e=st.sampled_from([None, 0.1, 1.0]),
+    rule=st.sampled_from(RULES),
+)
+def test_as_the_simulator_judges_a_request_alone(
+    prompt: int, output: int, ttft: float | None, tpot: float | None, e2e: float | None, rule: str
+) -> None:
+    load = one(prompt, output, SLO(ttft, tpot, e2e))
+    (record,) = Setting(MACHINE, Choice("vllm"), rule=rule).run(load).records
+    assert alone.alone(load, MACHINE, rule).count == (not record.verdict.met)
+
+
+SLOS = st.builds(
+    SLO,
+    ttft=st.sampled_from([None, 0.02, 0.1, 0.5]),
+    tpot=st.sampled_from([None, 0.0101, 0.0103, 0.0106, 0.02]),
+    e2e=st.sampled_from([None, 0.3, 1.0]),
+)
+FIRST = st.builds(Part, st.sampled_from([1, 100, 513]), st.sampled_from([1, 2, 11]), SLOS, st.just("</think>"))
+LATER = st.builds(Part, st.sampled_from([0, 0, 1, 100, 600]), st.sampled_from([1, 2, 12, 25]), SLOS)
+
+
+@given(parts=st.tuples(FIRST, LATER), rule=st.sampled_from(RULES))
+def test_as_the_simulator_judges_each_stage(parts: tuple[Part, ...], rule: str) -> None:
+    lengths = (sum(p.prompt for p in parts), sum(p.output for p in parts))
+    staged = Workload("one", 0, 1.0, 1.0, {"only": SLO()}, (Arrival("a", 0.0, "only", "", *lengths, parts=parts),))
+    (record,) = Setting(MACHINE, Choice("vllm"), rule=rule).run(staged).records
+    assert record.outcome == "completed"
+    assert alone.alone(staged, MACHINE, rule).count == (not record.verdict.met)
+
+
+def test_a_requests_own_slo_goes_before_its_tiers() -> None:
+    arrivals = (Arrival("a", 0.0, "only", "", 512, 2), Arrival("b", 1.0, "only", "", 512, 2, slo=SLO(ttft=0.001)))
+    found = alone.alone(Workload("two", 0, 1.0, 1.0, {"only": SLO(ttft=1.0)}, arrivals), MACHINE)
+    assert (found.count, found.example[:1]) == (1, "b")
+
+
+def test_it_says_how_many_of_which_tier_and_why() -> None:
+    tiers = {"tight": SLO(ttft=0.05), "loose": SLO(ttft=5.0)}
+    rows = [("tight", 2000), ("tight", 100), ("loose", 2000), ("tight", 2000), ("loose", 5000)]
+    arrivals = tuple(Arrival(f"q{i}", float(i), tier, "", prompt, 2) for i, (tier, prompt) in enumerate(rows))
+    load = Workload("some", 0, 1.0, 4.0, tiers, arrivals)
+    found = alone.alone(load, MACHINE)
+    assert found.hopeless == {"tight": 2, "loose": 1}
+    assert "3 of 5 requests (2 of tight, 1 of loose)" in found.text
+    assert "q0 (tier tight) needs 0.4" in found.text
+    with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: 3 of 5 requests"):
+        found.check(0.9)
+    found.check(0.4)
+    left = alone.without_hopeless(load, MACHINE)
+    assert [a.id for a in left.arrivals] == ["q1", "q2"]
+    assert alone.alone(left, MACHINE).count == 0
+    with pytest.raises(ValueError, match="cannot be attained even alone"):
+        alone.without_hopeless(one(2000, 1, SLO(ttft=0.01)), MACHINE)
+
+
+def test_what_does_not_fit_is_hopeless_without_any_slo() -> None:
+    assert "is 4100 tokens long and 4096 fit" in alone.alone(one(4000, 100, SLO()), MACHINE).text

@@ -1,0 +1,151 @@
+"""`sweep`, `capacity` and `plan` as a user types them, and what each says when it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rubato.cli import main
+from rubato.profiles import load
+from rubato.setting import packaged
+from rubato.types import Shape
+
+REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
+           "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
+QUIET = ["--workers", "1", "--no-progress"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    rows = [f"{i * 0.5},{100 + 7 * (i % 50)},{5 + i % 9}" for i in range(120)]
+    path.write_text("\n".join(["t_s,input_tokens,output_tokens", *rows]) + "\n")
+    return str(path)
+
+
+def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cells, report = (str(tmp_path / name) for name in ("out.json", "cells.jsonl", "report.md"))
+    words = ["sweep", "--trace", trace, "--rates", "2,8", "--seeds", "0,1", *REPLICA, *QUIET]
+    words += ["--policy", "sarathi", "--policy", "co_chunk:budget=64@minimal"]
+    words += ["--json", out, "--cells", cells, "--report", report]
+    assert main(words) == 0
+    data = json.loads(Path(out).read_text())
+    assert len(data["cells"]) == 8
+    assert len(Path(cells).read_text().splitlines()) == 9  # and the head
+    with open(cells, "rb+") as file:
+        file.truncate(Path(cells).stat().st_size - 5)
+    assert main(words) == 0
+    again = json.loads(Path(out).read_text())
+    assert [c["tiers"] for c in again["cells"]] == [c["tiers"] for c in data["cells"]]
+    assert "7 of 8 cells were in the file already" in again["notes"][0]
+    assert "1 half-written line dropped" in again["notes"][1]
+    assert "co_chunk:budget=64@minimal" in Path(report).read_text()
+    assert "1 half-written line dropped" in capsys.readouterr().out
+    assert main([*words, "--noise", "0.1"]) == 2
+    assert "holds the cells of another run: sweep differ" in capsys.readouterr().err
+
+
+def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    words = [
+        "capacity",
+        "--trace",
+        trace,
+        "--seeds",
+        "0,1",
+        "--targets",
+        "0.9",
+        "--tolerance",
+        "0.2",
+        "--replicas",
+        "2",
+    ]
+    assert main([*words, *REPLICA, *QUIET, "--json", "-"]) == 0
+    captured = capsysbinary.readouterr()
+    (found,) = json.loads(captured.out)["capacities"]
+    assert found["fleet"]["value"] == pytest.approx(2 * found["replica"]["value"])
+    assert b"| policy" in captured.err
+
+
+def test_plan_on_a_trace(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    words = ["plan", "--trace", trace, "--scale", "3", "--chat", "300,30", "--least-seeds", "2", "--price", "2"]
+    assert main([*words, *REPLICA, *QUIET, "--json", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["whole"]["offered"] == 360
+    assert data["attainment"][str(data["replicas"])]["low"] >= 0.9
+    assert " of the configured replica** (" in capsys.readouterr().out
+
+
+def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cells = tmp_path / "out.json", tmp_path / "cells.jsonl"
+    words = ["sweep", "--scenario", "slos-serve-chatbot", "--rates", "2", "--seeds", "4", "--count", "30", *QUIET]
+    words += ["--json", str(out)]
+    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(cells)]) == 0
+    data = json.loads(out.read_text())
+    (cell,) = data["cells"]
+    assert (cell["workload"]["name"], cell["workload"]["requests"]) == ("slos-serve-chatbot", 30)
+    hardware = data["settings"][0]["hardware"]
+    assert (hardware["name"], hardware["gpus"]) == ("opt-13b-a100", 1)
+    assert hardware["limits"]["kv_blocks"] == load("opt-13b-a100").kv_tokens // 16
+    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(cells)]) == 0  # step times have the same digest
+    assert "1 of 1 cells were in the file already" in json.loads(out.read_text())["notes"][0]
+    without = tmp_path / "without.json"
+    without.write_text(json.dumps(load("opt-13b-a100").to_json() | {"kv_tokens": None}))
+    assert main([*words, "--profile", str(without)]) == 2
+    assert "has no KV capacity" in capsys.readouterr().err
+    assert main([*words, "--profile", str(without), "--kv-tokens", "8192"]) == 0
+    assert main([*words, "--profile", "opt-13b-a10"]) == 2
+    assert "did you mean 'opt-13b-a100'" in capsys.readouterr().err
+
+
+def test_step_times_keep_their_digest_when_they_have_been_asked_for() -> None:
+    machine = packaged("opt-13b-a100")
+    before = machine.describe()
+    for batch in (1, 3, 70):
+        machine.model.step_time(Shape(batch, batch, 900 * batch))
+    assert machine.describe() == before == packaged("opt-13b-a100").describe()
+    assert packaged("opt-6.7b-a100-40g").describe()["model"] != before["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan"], "what is a replica? give --profile NAME"),
+        (["plan", "--set", "latency.kind=affine"], "a replica without KV capacity"),
+        (["plan", *REPLICA, "--rate", "0"], "rate is 0.0 requests/s: give a positive number"),
+        (["sweep", *REPLICA, "--rates", "1,0"], "rate is 0.0 requests/s: give a positive number"),
+        (["capacity", *REPLICA, "--start", "0"], "rate is 0.0 requests/s: give a positive number"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--scale", "0"], "scale is 0.0: give how many times"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--rate", "1"], "a trace has its own, times --scale"),
+        (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
+        (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
+        (["sweep", *REPLICA, "--rates", "1", "--workload", "STILL"], "still.jsonl, line 1: rate is 0 requests/s"),
+        (["plan", *REPLICA, "--policy", "vllm", "--policy", "edf"], "a plan is for one --policy"),
+        (["plan", *REPLICA, "--policy", "vlm"], "did you mean 'vllm'"),
+        (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
+        (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
+        (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
+        (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
+        (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "--noise 2.0: give a relative spread"),
+        (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
+        (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
+    ],
+)
+def test_what_is_impossible_is_one_sentence_and_status_2(
+    words: list[str], says: str, tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("t_s,input_tokens,output_tokens\n0,10,5\n1,ten,5\n")
+    still = tmp_path / "still.jsonl"
+    still.write_text(
+        '{"format": "rubato-workload/1", "name": "still", "rate": 0, "tiers": {"a": {"ttft": 1}}}\n'
+        '{"id": "x", "at": 1, "tier": "a", "prompt_tokens": 5, "output_tokens": 5}\n'
+    )
+    quiet = [] if words[0] == "figure" else QUIET
+    assert main([{"TRACE": trace, "BAD": str(bad), "STILL": str(still)}.get(word, word) for word in words] + quiet) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error

@@ -1,0 +1,145 @@
+"""Figures: each gives exactly the claims in the file, its checks hold small, and the page is what full runs say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rubato import experiments
+from rubato.cli import main
+from rubato.experiments import Claim, claims, failed, names
+from rubato.intervals import Estimate
+from rubato.papers import page
+
+ROOT = Path(__file__).parents[2]
+FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_figure_gives_its_claims_and_its_checks_hold(name: str) -> None:
+    data = experiments.run(name, small=True, workers=1)
+    assert [claim["name"] for claim in data["claims"]] == list(claims()[name])
+    assert failed(data) == []
+    assert {"seeds", "versions", "judge", "settings", "wall", "cpu", "source", "data"} <= data.keys()
+    json.dumps(data["data"])
+    for claim in data["claims"]:
+        assert {"name", "kind", "paper", "ours", "low", "high", "unit", "relation", "verdict"} <= claim.keys()
+        assert claim["low"] <= claim["ours"] <= claim["high"]
+    figure = experiments.load(name)
+    assert figure.SECONDS > 0.0
+    assert len(figure.cells(False)) >= len(figure.cells(True)) > 0
+
+
+def test_the_claims_file_and_the_figures_are_the_same() -> None:
+    assert sorted(claims()) == names()
+    for own in claims().values():
+        for claim in own.values():
+            assert claim.kind in ("check", "paper")
+            assert claim.relation in ("=", ">=", "<=")
+            assert claim.says
+            assert claim.unit
+
+
+AT_LEAST = Claim("c", "paper", 2.0, ">=", "×", "twice")
+
+
+@pytest.mark.parametrize(
+    ("claim", "low", "high", "verdict"),
+    [
+        (AT_LEAST, 2.0, 2.4, "holds"),
+        (AT_LEAST, 1.9, 2.4, "inconclusive"),
+        (AT_LEAST, 1.2, 1.9, "misses"),
+        (AT_LEAST, -inf, inf, "inconclusive"),
+        (replace(AT_LEAST, relation="<="), 1.2, 1.9, "holds"),
+        (replace(AT_LEAST, relation="<="), 2.1, 2.2, "misses"),
+        (replace(AT_LEAST, relation="=", within=0.1), 1.95, 2.05, "holds"),
+        (replace(AT_LEAST, relation="=", within=0.1), 1.95, 2.15, "inconclusive"),
+        (replace(AT_LEAST, relation="=", within=0.1), 2.15, 2.3, "misses"),
+        (replace(AT_LEAST, relation="="), 2.0, 2.0, "holds"),
+    ],
+)
+def test_verdicts_come_from_the_interval(claim: Claim, low: float, high: float, verdict: str) -> None:
+    assert claim.verdict(Estimate((low + high) / 2 if high < inf else 2.0, low, high)) == verdict
+
+
+def test_a_figure_with_other_claims_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = claims()
+    del known["slos-serve-toy"]["sarathi-third-prefill"]
+    monkeypatch.setattr(experiments, "claims", lambda: known)
+    with pytest.raises(ValueError, match=r"figure 'slos-serve-toy': sarathi-third-prefill stand"):
+        experiments.run("slos-serve-toy", small=True, workers=1)
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_names_and_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["figure", "--names"]) == 0
+    assert capsys.readouterr().out.split("\n")[:-1] == names()
+    assert main(["figure"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in names())
+    assert main(["figure", "slos-serve-tou", "--small"]) == 2
+    assert "did you mean 'slos-serve-toy'" in capsys.readouterr().err
+
+
+def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out, kept = tmp_path / "toy.json", tmp_path / "results" / "figures" / "slos-serve-toy.cells.jsonl"
+    words = ["figure", "slos-serve-toy", "--workers", "1", "--no-progress", "--json", str(out)]
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments.load("slos-serve-toy"), "found", stop)
+        assert main(words) == 2
+    assert kept.exists()
+    assert main(words) == 0
+    assert "about 0.1 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
+    assert "2 of 2 cells were in the file already" in json.loads(out.read_text())["notes"][0]
+    assert not kept.exists()
+
+
+def test_a_check_that_does_not_hold_is_exit_status_1(
+    capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = claims()
+    own = known["slos-serve-toy"]
+    own["sarathi-third-prefill"] = replace(own["sarathi-third-prefill"], paper=12.0)
+    monkeypatch.setattr(experiments, "claims", lambda: known)
+    assert main(["figure", "slos-serve-toy", "--small", "--workers", "1", "--no-progress", "--json", "-"]) == 1
+    captured = capsysbinary.readouterr()
+    assert b"these checks do not hold: sarathi-third-prefill" in captured.err
+    verdicts = {claim["name"]: claim["verdict"] for claim in json.loads(captured.out)["claims"]}
+    assert verdicts["sarathi-third-prefill"] == "misses"
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_what_the_full_runs_say() -> None:
+    assert (ROOT / "docs" / "papers.md").read_text() == page([json.loads(file.read_bytes()) for file in FULL])
+
+
+def test_the_page_opens_with_the_misses_and_takes_full_runs_only() -> None:
+    data = experiments.run("slos-serve-toy", workers=1)
+    text = page([data])
+    misses = text.split("## ")[1]
+    assert misses.startswith("Misses")
+    assert "requests three and four miss their TPOT" in misses
+    assert "simulator-queue" in misses  # not run in full
+    for bad, says in (
+        (data | {"small": True}, "was run with --small"),
+        (data | {"claims": data["claims"][1:]}, "run it again"),
+        (data | {"format": "x"}, "format 'x' is no figure's"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            page([bad])

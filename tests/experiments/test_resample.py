@@ -1,0 +1,94 @@
+"""Traffic drawn anew keeps what it must: rates by the minute, lengths, order, seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from rubato.resample import bootstrapped, busiest, multiplied, window
+from rubato.workloads import Workload
+from rubato.workloads.traces import Offer, Trace, make
+from tests.experiments.machine import KINDS
+
+OFFERS = [Offer(t * 1.7 + (t % 7), 10 + t, 1 + t % 5) for t in range(200)]
+OFFERS.sort(key=lambda o: o.at)
+
+
+def per_minute(times: list[float]) -> Counter[int]:
+    return Counter(int(at // 60.0) for at in times)
+
+
+def test_ten_times_the_traffic_has_ten_times_each_minute() -> None:
+    ten = multiplied(OFFERS, 10.0, seed=4)
+    assert len(ten) == 2000
+    own = per_minute([o.at for o in OFFERS])
+    assert per_minute([o.at for o in ten]) == Counter({minute: 10 * n for minute, n in own.items()})
+    assert [o.at for o in ten] == sorted(o.at for o in ten)
+    assert Counter(o.prompt for o in ten) == Counter({o.prompt: 10 for o in OFFERS})
+    assert ten == multiplied(OFFERS, 10.0, seed=4) != multiplied(OFFERS, 10.0, seed=5)
+    assert len({o.at for o in ten}) > 1900  # copies do not fall on the same instants
+    assert multiplied(OFFERS, 1.0) == OFFERS
+    assert 60 <= len(multiplied(OFFERS, 0.4)) <= 100
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_scale(factor: float) -> None:
+    with pytest.raises(ValueError, match="give how many times"):
+        multiplied(OFFERS, factor)
+
+
+def drawn(offers: Sequence[Offer], seed: int = 0) -> Workload:
+    return make("t", Trace("t", tuple(offers)), KINDS, seed=seed, texts=False)
+
+
+def made(seed: int = 0) -> Workload:
+    return drawn(OFFERS, seed)
+
+
+def test_tiers_are_drawn_by_share_and_lengths_are_the_traces() -> None:
+    big = drawn(OFFERS * 20, 1)
+    shares = {tier: n / len(big.arrivals) for tier, n in Counter(a.tier for a in big.arrivals).items()}
+    assert shares == {"chat": pytest.approx(0.4, abs=0.03), "code": pytest.approx(0.3, abs=0.03),
+                      "summary": pytest.approx(0.3, abs=0.03)}  # fmt: skip
+    assert [(a.at, a.prompt_tokens, a.output_tokens) for a in made().arrivals] == [
+        (o.at, o.prompt, o.output) for o in OFFERS
+    ]
+    assert made(1).arrivals == made(1).arrivals != made(2).arrivals
+    named = drawn([Offer(0.0, 5, 5, "code"), Offer(1.0, 5, 5)])
+    assert named.arrivals[0].tier == "code"
+    with pytest.raises(ValueError, match="tier 'cod', which no kind is of: did you mean 'code'"):
+        drawn([Offer(0.0, 5, 5, "cod")])
+    with pytest.raises(ValueError, match="trace 't' has no requests"):
+        drawn([])
+
+
+def test_blocks_are_stretches_of_the_workload() -> None:
+    load = made()
+    again = bootstrapped(load, 3)
+    assert again.duration == load.duration
+    assert 0.0 <= min(a.at for a in again.arrivals) <= max(a.at for a in again.arrivals) <= load.duration
+    assert len({a.id for a in again.arrivals}) == len(again.arrivals)
+    known = {(a.prompt_tokens, a.output_tokens, a.tier) for a in load.arrivals}
+    assert all((a.prompt_tokens, a.output_tokens, a.tier) in known for a in again.arrivals)
+    gaps = {round(b.at - a.at, 6) for a, b in zip(load.arrivals, load.arrivals[1:], strict=False)}
+    inside = [round(b.at - a.at, 6) for a, b in zip(again.arrivals, again.arrivals[1:], strict=False)]
+    assert sum(gap in gaps for gap in inside) > 0.9 * len(inside)  # neighbours stay neighbours
+    assert again.arrivals == bootstrapped(load, 3).arrivals != bootstrapped(load, 4).arrivals
+
+
+def test_the_busiest_stretch_has_the_most_tokens() -> None:
+    load = made()
+    start, end = busiest(load, 120.0)
+    assert end - start == 120.0
+
+    def tokens(begin: float) -> int:
+        return sum(a.prompt_tokens + a.output_tokens for a in load.arrivals if begin <= a.at < begin + 120.0)
+
+    assert tokens(start) == max(tokens(60.0 * i) for i in range(5))
+    cut = window(load, (start, end))
+    assert (cut.duration, cut.rate) == (120.0, len(cut.arrivals) / 120.0)
+    assert cut.arrivals[0].at < 5.0
+    assert busiest(load, 1e6) == (0.0, load.duration)
+    assert window(load, busiest(load, 1e6)).arrivals == load.arrivals

@@ -1,0 +1,157 @@
+"""Sizing a fleet: enough with n, too little with n - 1, verified on the whole, and what binds told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rubato import sizing
+from rubato.fleetplan import Faster, Plan, Question
+from rubato.intervals import attainment_over_seeds
+from rubato.resample import Stretch, busiest, window
+from rubato.setting import Choice, Setting
+from rubato.types import SLO, Limits, Shape
+from rubato.workloads import Workload
+from tests.experiments.machine import KINDS, MACHINE, mix, setting
+from tests.experiments.test_resample import OFFERS, drawn
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A trace of 340 s, twenty times as dense in its second minute, long prompts."""
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        dense = [replace(o, at=o.at + 0.1 * i) for o in OFFERS if 60.0 <= o.at < 118.0 for i in range(1, 20)]
+        offers = [replace(o, prompt=2 * o.prompt, output=4 * o.output) for o in [*OFFERS, *dense]]
+        return window(drawn(sorted(offers, key=lambda o: o.at), seed), stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, object]:
+        return {"trace": "of a test"}
+
+
+SLOW = replace(MACHINE, model=Faster(MACHINE.model, 0.4))
+QUESTION = Question(Traced(), Setting(SLOW, Choice("sarathi")), seconds=60.0, seeds=(2, 8), price=3.6)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return sizing.plan(QUESTION, workers=1)
+
+
+def test_n_is_enough_and_one_fewer_is_not(plan: Plan) -> None:
+    assert plan.replicas > 1
+    assert plan.with_n.low >= 0.9
+    assert plan.decided
+    assert plan.with_one_fewer.value < 0.9
+    values = {r.key: r.value for r in plan.done.results}
+    own = [values[f"n={plan.replicas} seed={seed}"] for seed in range(plan.seeds)]
+    assert plan.with_n == attainment_over_seeds([v["met"] for v in own], [v["offered"] for v in own])
+
+
+def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: Plan) -> None:
+    assert plan.stretch == (60.0, 120.0)
+    load = Traced().make(0)
+    assert plan.whole["offered"] == len(load.arrivals)
+    assert plan.whole["met"] / plan.whole["offered"] >= 0.9
+    assert plan.whole["busiest"]["offered"] == sum(60.0 <= a.at < 120.0 for a in load.arrivals)
+    assert sum(offered for _, offered in plan.whole["tiers"].values()) == plan.whole["offered"]
+
+
+def test_what_it_costs(plan: Plan) -> None:
+    load = Traced().make(0)
+    assert plan.gpus == 2 * plan.replicas
+    total = 3.6 * plan.gpus * load.duration / 3600.0
+    tokens = sum(a.prompt_tokens + a.output_tokens for a in load.arrivals)
+    assert plan.cost is not None
+    assert plan.cost["total"] == pytest.approx(total)
+    assert plan.cost["per_million_tokens"] == pytest.approx(1e6 * total / tokens)
+
+
+def test_compute_binds_where_kv_is_plenty(plan: Plan) -> None:
+    """A quarter more KV changes nothing; steps as much faster as the missing replica's part do."""
+    assert set(plan.relaxed) == {"compute", "kv", "ttft", "tpot"}
+    assert plan.relaxed_by == max(1.25, plan.replicas / (plan.replicas - 1))
+    values = {r.key: r.value for r in plan.done.results}
+    n = plan.replicas - 1
+    assert all(values[f"n={n} kv relaxed seed={s}"] == values[f"n={n} seed={s}"] for s in range(2))
+    assert "kv" not in plan.binds
+    assert plan.relaxed["compute"] > plan.with_one_fewer.value
+    assert all(plan.relaxed[thing] >= 0.9 for thing in plan.binds)
+
+
+def test_kv_binds_where_it_is_scarce() -> None:
+    """Steps take 10 ms whatever is in them, so all waiting is for KV."""
+    free = replace(MACHINE.model, k=(0.0, 0.0), b=(0.01, 0.0), a=0.0)  # type: ignore[type-var]
+    scarce = replace(MACHINE, model=free, limits=Limits(64, 512, 4096, kv_blocks=70, block=16))
+    kinds = tuple(replace(kind, slo=SLO(ttft=0.12), output=(20, 30)) for kind in KINDS)
+    source = replace(mix(60), kinds=kinds, rate=6.0)
+    found = sizing.plan(Question(source, Setting(scarce, Choice("vllm")), seeds=(2, 2)), workers=1)
+    assert "kv" in found.binds
+    assert "tpot" not in found.relaxed  # nothing promises one
+
+
+def test_text_and_json_say_it(plan: Plan) -> None:
+    text = plan.text()
+    assert f"**{plan.replicas} replicas of test** ({plan.gpus} GPUs), policy sarathi, attain 90 %" in text
+    assert "What binds:" in text
+    assert "Cost at 3.6 a GPU-hour" in text
+    data = plan.to_json()
+    assert (data["format"], data["replicas"], data["judge"]) == ("rubato-plan/1", plan.replicas, "deadline")
+    assert data["seeds"] == list(range(plan.seeds))
+    assert data["attainment"][str(plan.replicas)] == plan.with_n
+
+
+def test_one_replica_is_enough_for_little() -> None:
+    found = sizing.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
+    assert (found.replicas, found.decided, found.binds) == (1, True, [])
+    assert found.with_one_fewer.value == 0.0
+    assert "What binds" not in found.text()
+    assert found.cost is None
+
+
+def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> None:
+    tight = tuple(replace(kind, slo=SLO(0.01, 0.03)) if kind.tier == "code" else kind for kind in KINDS)
+    source = replace(mix(60), kinds=tight, rate=1.0)
+    with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: \d+ of 60 requests \(\d+ of code\)"):
+        sizing.plan(Question(source, setting(), seeds=(2, 2)), workers=1)
+    found = sizing.plan(Question(source, setting(), seeds=(2, 2), exclude=True), workers=1)
+    hopeless = found.hopeless.count
+    assert 0 < hopeless < 60
+    assert found.whole["offered"] == 60 - hopeless
+    assert any(f"{hopeless} of 60 requests" in note and "left out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("met", [850, 901])
+def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
+    monkeypatch: pytest.MonkeyPatch, met: int
+) -> None:
+    """85 %, and a mean just above the target whose interval stays below."""
+    monkeypatch.setattr(sizing, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
+    question = Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
+    with pytest.raises(ValueError, match=rf"{met / 10:.1f} % .*more of them would not attain 90 %"):
+        sizing.plan(question, workers=1)
+
+
+def test_a_faster_model_is_consistent() -> None:
+    fast = Faster(MACHINE.model, 2.0)
+    shape = Shape().plus(100, 20)
+    assert fast.step_time(shape) == MACHINE.model.step_time(shape) / 2
+    assert fast.largest_chunk(0.01, Shape(), 0, 512) == MACHINE.model.largest_chunk(0.02, Shape(), 0, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target": 1.0}, "target is 1.0"),
+        ({"seeds": (1, 4)}, "give at least 2 to begin with"),
+        ({"seconds": 0.0}, "busiest stretch is 0.0 s long"),
+        ({"price": -1.0}, "price is -1.0 a GPU-hour"),
+    ],
+)
+def test_impossible_questions(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Question(**{"source": mix(), "setting": setting(), **changes})  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""A run's records are the same on either driver, stages and causes of misses included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rubato.simulate import Setup, lean_enough, simulated_run
+from rubato.types import SLO
+from rubato.workloads import Workload
+from rubato.workloads.kinds import Kind, Then
+from rubato.workloads.lengths import Normal
+from rubato.workloads.making import make
+from tests.experiments.machine import MACHINE, mix, setting
+from tests.lean.test_equal import SCHEDULERS
+
+
+def setup(policy: str) -> Setup:
+    return Setup(lambda: MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, seed=2, learns=False)
+
+
+def same(load: Workload, policy: str) -> None:
+    fast = simulated_run(load, setup(policy))
+    assert fast.records == simulated_run(load, setup(policy), plain=True).records
+    without = simulated_run(load, setup(policy), times=False).records
+    assert without == tuple(replace(record, times=(), tokens=()) for record in fast.records)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+@pytest.mark.parametrize("rate", [3.0, 80.0])
+def test_of_a_mix(policy: str, rate: float) -> None:
+    same(mix().make(1).rescaled(rate), policy)
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS)
+def test_of_requests_with_stages(policy: str) -> None:
+    """Thinking and an answer, or up to five rounds with a tool and a last word."""
+    think = Kind("think", SLO(0.2, 0.02), (50, 400), (10, 60), then=(Then((5, 30), slo=SLO(tpot=0.04)),))
+    last = Then((5, 30), (20, 90), SLO(0.4, 0.03))
+    tools = Kind("tools", SLO(0.3, 0.03), (50, 900), (5, 30), rounds=Normal(2.0, 1.0, most=5), then=(last,))
+    load = make("stages", [think, tools], 12.0, count=40, seed=1, texts=False)
+    assert max(len(load.parts(one)) for one in load.arrivals) > 2
+    same(load, policy)
+
+
+def test_which_driver_is_taken() -> None:
+    assert lean_enough(setup("edf"))
+    assert not lean_enough(replace(setup("edf"), learns=True))
+    assert not lean_enough(replace(setup("edf"), prefix_cache=True))
+    assert not lean_enough(setup("distserve"))
+    assert not lean_enough(setup("vllm_spec"))
+
+
+def test_an_experiment_whose_schedulers_learn() -> None:
+    load = mix().make(0).rescaled(10.0)
+    own, learning = setting("edf").run(load), setting("edf", learns=True).run(load)
+    assert [r.output for r in learning.records] == [r.output for r in own.records] != []
+    assert setting("edf").describe() != setting("edf", learns=True).describe()

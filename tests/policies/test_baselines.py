@@ -1,0 +1,73 @@
+"""PolyServe's baselines: CO-Chunk's plan, and the routers Random and Minimal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rubato.interfaces import View
+from rubato.policies import PolicyError, load_router
+from rubato.types import Limits
+from tests.doubles import Linear, Seq, request
+from tests.policies.test_tables import LIMITS, decode, fleet, load, prompt, seen, work
+
+
+def test_co_chunk_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then_the_oldest() -> None:
+    begun = Seq(request("begun", 60), 60, 20, 2)
+    plan = load("co_chunk", {"budget": 60}).plan(seen([prompt("a", 30), prompt("b", 30)], [begun, decode("r")]))
+    assert list(work(plan).items()) == [("r", 1), ("begun", 40), ("a", 19)]
+
+
+def test_co_chunks_budget_is_static_whatever_the_tpot() -> None:
+    tight = decode("r", tpot=0.02)  # sarathi would give it 10 tokens: 10 ms + 1 ms a token
+    assert work(load("co_chunk", {"budget": 50}).plan(seen([prompt("a", 90)], [tight]))) == {"r": 1, "a": 49}
+
+
+def test_random_is_seeded_and_even() -> None:
+    held = [request(f"q{i}", 10) for i in range(600)]
+    place = load_router("random", {"seed": 5}).place(held, fleet(0, 0, 0), 0.0).place
+    assert place == load_router("random", {"seed": 5}).place(held, fleet(0, 0, 0), 0.0).place
+    assert place != load_router("random", {"seed": 6}).place(held, fleet(0, 0, 0), 0.0).place
+    assert all(150 < count < 250 for count in Counter(place.values()).values())
+
+
+def replica(id: str, waiting: list[Seq], running: list[Seq], limits: Limits = LIMITS) -> View:
+    return View(id, 0.0, waiting, running, 40, 40, limits, Linear(per_kv=0.0001))
+
+
+def test_minimal_takes_the_shortest_next_iteration() -> None:
+    """One long decode (10 ms + 1 + 40 of KV) against two short ones (10 + 2 + 4.2)."""
+    two = replica("r1", [], [decode("b"), decode("c")])
+    one = replica("r0", [], [decode("a", 401)])
+    router = load_router("minimal")
+    assert router.place([request("x", 10)], [one, two], 0.0).place == {"x": "r1"}
+    assert router.place([request("x", 10)], [one, replica("r2", [], [])], 0.0).place == {"x": "r2"}
+
+
+def test_minimal_counts_what_it_has_just_placed_and_what_waits() -> None:
+    router = load_router("minimal")
+    held = [request(id, 50) for id in "abc"]
+    assert router.place(held, fleet(70, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
+
+
+def test_minimal_tells_full_batches_apart_by_what_waits_behind() -> None:
+    """Both next batches hold 100 tokens of prefill; the second replica has less behind them."""
+    views = [
+        replica("r0", [prompt("a", 100), prompt("b", 300)], []),
+        replica("r1", [prompt("c", 100), prompt("d", 9)], []),
+    ]
+    assert load_router("minimal").place([request("x", 10)], views, 0.0).place == {"x": "r1"}
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "settings", "says"),
+    [
+        (load, "co_chunk", {"budget": 0}, "give at least 1 token"),
+        (load_router, "random", {"seed": -1}, "seed is -1"),
+        (load, "minimal", {}, "has no Scheduler; it defines Router"),
+    ],
+)
+def test_what_is_wrong_is_named(build: object, name: str, settings: dict[str, object], says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        build(name, settings)  # type: ignore[operator]
