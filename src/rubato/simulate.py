@@ -164,7 +164,7 @@ def simulated_run(
 
 
 def lean_enough(setup: Setup) -> bool:
-    """Whether the fast driver can simulate this: a fixed latency model, no prefix cache, plain steps, nothing that moves."""
+    """Whether the fast driver can simulate this: a fixed latency model, no prefix cache, plain steps, nothing moves."""
     router = load_router(router_of(setup.policy) if setup.router == "auto" else setup.router, setup.router_settings)
     plain = load(setup.policy, setup.settings).needs <= SUPPORTS and not hasattr(router, "roles")
     return plain and not (setup.learns or setup.prefix_cache)

@@ -199,7 +199,7 @@ def test_text_that_json_and_sse_could_break(edge: Runs) -> None:
             from dataclasses import replace
 
             result = await super().execute(batch)
-            return replace(result, emitted={id: replace(e, text=awkward) for id, e in result.emitted.items()})
+            return replace(result, emitted={id: e._replace(text=awkward) for id, e in result.emitted.items()})
 
     async def scenario(at: Edge) -> None:
         assert text_of(events((await at.chat(stream=True)).text)) == 3 * awkward
@@ -433,5 +433,25 @@ def test_a_client_that_goes_away_before_its_body_is_read_offers_nothing(edge: Ru
         await client.task
         assert at.cluster.offered == 0
         assert [m["status"] for m in client.sent if "status" in m] == [400]
+
+    edge(scenario)
+
+
+def test_the_simulated_engine_stops_where_it_is_told_to(edge: Callable[..., None]) -> None:
+    """Its words are the same for all: la (token 1), ti (2), do (3), re (4), mi (5), fa (6), sol (7), so (8)."""
+
+    async def scenario(at: Edge) -> None:
+        for given, text, tokens, finish in [
+            ({"stop_token_ids": [2]}, "la ", 2, "stop"),
+            ({"stop_token_ids": [99]}, "la ti do re mi fa ", 6, "length"),
+            ({"stop": "do re"}, "la ti ", 4, "stop"),
+            ({"stop": ["nobody", "i "]}, "la t", 2, "stop"),
+            ({"stop": "fa sol"}, "la ti do re mi fa ", 6, "length"),  # held back, and said in the end
+            ({"stop": "la"}, "", 1, "stop"),
+        ]:
+            answer = (await at.complete(max_tokens=6, **given)).json()
+            choice = answer["choices"][0]
+            told = (choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"])
+            assert told == (text, tokens, finish), given
 
     edge(scenario)
