@@ -109,7 +109,11 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer, start: float) 
                 payload = line[5:].strip()
                 if payload == b"[DONE]":
                     continue
-                if not _fold(answer, orjson.loads(payload), now):
+                try:
+                    if not _fold(answer, orjson.loads(payload), now):
+                        return
+                except (AttributeError, TypeError, LookupError) as error:
+                    answer.fail(f"the stream holds an event of another shape than OpenAI's ({told(error)})")
                     return
     if answer.finish is None:
         answer.fail(
@@ -132,19 +136,21 @@ def _fold(answer: Answer, chunk: dict[str, Any], now: float) -> bool:
         answer.fail(f"error in the stream: {message}")
         return False
     choices = chunk.get("choices")
-    usage = chunk.get("usage")
+    usage = chunk.get("usage") or {}
+    total = usage.get("completion_tokens")  # some servers send null until the end
     if choices:
         choice = choices[0]
         if choice.get("finish_reason"):
             answer.finish = choice["finish_reason"]
-        if usage:
+        if total is not None:
             answer.counted = True
-            answer.count(now, usage.get("completion_tokens", 0))
+            answer.count(now, total)
         elif _text(choice):
             answer.count(now, (answer.tokens[-1] if answer.tokens else 0) + 1)
     if usage:
         answer.prompt_tokens = usage.get("prompt_tokens")
-        answer.total = usage.get("completion_tokens", 0)
+    if total is not None:
+        answer.total = total
     if chunk.get("rubato"):
         answer.server = chunk["rubato"]
     return True

@@ -263,7 +263,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serve import latency_of, lengths_of, simulation_limits
+    from rubato.serve import fair_share_of, latency_of, lengths_of, simulation_limits
     from rubato.simulate import Setup, simulated_run
 
     config = _config(args)
@@ -272,6 +272,9 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.steps:
         model.fit(steps(trace.read(args.steps)))
     bounds = goodput.parse(args.goodput) if args.goodput else None
+    if config.tenants:
+        said = "tenants share by weight; their keys, tiers and limits are not simulated"
+        print(f"rubato simulate: {said}", file=sys.stderr)
 
     def setup(number: int, load: Workload) -> Setup:
         return Setup(
@@ -288,6 +291,7 @@ def _simulate(args: argparse.Namespace) -> int:
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
             rule=args.judge or config.judge,
             prefix_cache=config.prefix_cache,
+            fair=partial(fair_share_of, config) if config.tenants else None,
         )
 
     runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]

@@ -264,7 +264,13 @@ class Cluster:
             self._fair.placed(request.id)
         self._emit(Placed(now, request.id, replica))
         if source is None:
-            self.hosts[replica].submit(request)
+            try:
+                self.hosts[replica].submit(request)
+            except Exception as error:  # a fault of ours: it must not stay in flight for ever, nor go unseen
+                log.exception("replica %s could not take request %r", replica, request.id)
+                if request.id in self._placed:
+                    why = f"replica {replica} could not take it: {type(error).__name__}: {error}"
+                    self._end(request, "failed", why)
         else:
             moving = self._transfer(request.id, self.hosts[source], self.hosts[replica])
             self._transfers[request.id] = asyncio.create_task(moving, name=f"KV of {request.id}")

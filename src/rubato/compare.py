@@ -105,7 +105,7 @@ def read(source: str) -> list[Kept]:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise ValueError(f"{path}: its format is {found!r}, expected {FORMAT!r}: give what `bench --json` wrote")
-    runs = [_kept(run) for run in data["runs"]]
+    runs = [_kept(path, number, run) for number, run in enumerate(_runs(path, data), 1)]
     labels = list(dict.fromkeys(run.label for run in runs))
     if not label and len(labels) != 1:
         raise ValueError(f"{path} holds {', '.join(labels)}: say which, as {path}:{labels[0]}")
@@ -114,12 +114,27 @@ def read(source: str) -> list[Kept]:
     return [run for run in runs if run.label == (label or labels[0])]
 
 
-def _kept(run: Mapping[str, Any]) -> Kept:
-    load = run["workload"]
-    return Kept(
-        run["policy"], run["judge"], load["fingerprint"], load["duration"], run["valid"], run["goodput"],
-        run["requests"],
-    )  # fmt: skip
+def _runs(path: str, data: Mapping[str, Any]) -> list[Any]:
+    runs = data.get("runs")
+    if not isinstance(runs, list) or not runs:
+        raise ValueError(f"{path} holds no runs: give what `bench --json` wrote, all of it")
+    return runs
+
+
+def _kept(path: str, number: int, run: Any) -> Kept:
+    """Raises ValueError for a run of which a part is not there."""
+    try:
+        load, columns = run["workload"], run["requests"]
+        sizes = {len(columns[name]) for name in ("id", "at", "tier", "met", *MEASURES)}
+        if run["goodput"] is not None:
+            sizes.add(len(columns["good"]))
+        if len(sizes) != 1:
+            raise ValueError(f"{path}, run {number}: its requests' columns are of {sizes} rows: the file is damaged")
+        return Kept(
+            run["policy"], run["judge"], load["fingerprint"], load["duration"], run["valid"], run["goodput"], columns
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}, run {number}: a part is not there ({error}): the file is damaged") from error
 
 
 def compare(a: Sequence[Kept], b: Sequence[Kept]) -> Report:

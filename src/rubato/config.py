@@ -1,6 +1,6 @@
 """The configuration of one server: a YAML file, and `a.b=value` overrides on top of it.
 
-    model: HuggingFaceTB/SmolLM2-135M-Instruct
+    model: bundled
     engine: {kind: torch, dtype: bfloat16, kv_gib: 1.0}
     policy: {name: edf, safety: 0.1}
     tiers:

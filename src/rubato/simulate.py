@@ -45,7 +45,7 @@ class Setup:
     prefix_cache: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
-    fair: Callable[[], FairShare] | None = None
+    fair: Callable[[], FairShare | None] | None = None
     learns: bool = True
 
     def given(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from rubato.types import (
     Tokens,
     Transferred,
 )
+
+log = logging.getLogger(__name__)
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
@@ -90,11 +93,15 @@ def decode(line: bytes) -> Event:
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """The events of a log, in order. Raises ValueError naming file, line and what is wrong with it."""
+    """The events of a log, in order; a last line that was cut short is left out, with a warning. Raises ValueError
+    naming file, line and what is wrong with it."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 event = decode(line)
             except ValueError as error:  # of JSON and of pydantic too
+                if not line.endswith(b"\n"):  # a server that was killed while it wrote: what came before is whole
+                    log.warning("%s, line %d: cut short, left out", path, number)
+                    return
                 raise ValueError(f"{path}, line {number}: not an event ({error})") from error
             yield event

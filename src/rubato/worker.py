@@ -236,6 +236,10 @@ class LocalHost:
             self.engine.add(request)
         except ValueError as error:
             return replica.cancel(request.id, self.clock.now(), f"rejected-invalid: {error}", "refused")
+        except Exception as error:  # the engine's fault: told to the client, and the request is nobody's any more
+            log.exception("replica %s: the engine could not take request %r", self.id, request.id)
+            why = f"the engine could not take it: {type(error).__name__}: {error}"
+            return replica.cancel(request.id, self.clock.now(), why, "failed")
         return []
 
     def _forget(self, replica: Replica) -> None:

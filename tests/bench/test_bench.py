@@ -124,6 +124,22 @@ async def usage_at_the_end(server, request, body):
     return response
 
 
+async def null_usage(server, request, body):
+    """Usage with each chunk that counts nothing before the end."""
+    response = await begin(request)
+    for text, total in (("a", None), ("b", None), ("", 2)):
+        chunk = {"choices": [{"delta": {"content": text}}], "usage": {"prompt_tokens": 3, "completion_tokens": total}}
+        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+    await event(response, finish="stop")
+    return response
+
+
+async def another_shape(server, request, body):
+    response = await begin(request)
+    await response.write(b'data: {"choices": [7]}\n\n')
+    return response
+
+
 async def demoted(server, request, body):
     response = await begin(request)
     await event(response, "x", tokens=1)
@@ -206,8 +222,9 @@ async def blocks(server, request, body):
 SCRIPTS = {
     f.__name__: f
     for f in (
-        good, in_lumps, without_usage, usage_at_the_end, demoted, refused, refused_elsewhere, broken, not_json,
-        invalid, disconnects, stops_short, fails_midway, garbles, empty, hangs, waits_for_all, blocks,
+        good, in_lumps, without_usage, usage_at_the_end, null_usage, another_shape, demoted, refused,
+        refused_elsewhere, broken, not_json, invalid, disconnects, stops_short, fails_midway, garbles, empty, hangs,
+        waits_for_all, blocks,
     )
 }  # fmt: skip
 
@@ -242,6 +259,8 @@ OUTCOMES = [
     ("in_lumps", "completed", 6, ""),
     ("without_usage", "completed", 3, ""),
     ("usage_at_the_end", "completed", 10, ""),
+    ("null_usage", "completed", 2, ""),
+    ("another_shape", "failed", 0, "the stream holds an event of another shape"),
     ("demoted", "completed", 1, ""),
     ("refused", "refused", 0, "rejected-slo-infeasible"),
     ("refused_elsewhere", "refused", 0, "slow down"),
@@ -281,7 +300,7 @@ def test_tokens_are_counted_by_usage_and_else_by_chunks(outcomes):
     assert any("1 responses had no usage: one token" in note for note in run.notes)
     assert (records["usage_at_the_end"].tokens, records["usage_at_the_end"].counted) == ((1, 4, 7, 10), False)
     assert any("1 responses had usage at the end only" in note for note in run.notes)
-    assert any("4 completed requests have another output length" in note for note in run.notes)
+    assert any("5 completed requests have another output length" in note for note in run.notes)
 
 
 def test_the_servers_own_word_is_kept(outcomes):

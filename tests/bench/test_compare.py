@@ -116,3 +116,28 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare.read(str(tmp_path / "other.json"))
     with pytest.raises(OSError, match=r"nowhere\.json"):
         compare.read("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.pop("runs"), "holds no runs"),
+        (lambda data: data.update(runs=[]), "holds no runs"),
+        (lambda data: data.update(runs={}), "holds no runs"),
+        (lambda data: data.update(runs=[7]), "run 1: a part is not there"),
+        (lambda data: data["runs"][0].pop("requests"), "run 1: a part is not there .'requests'."),
+        (lambda data: data["runs"][0].pop("goodput"), "run 1: a part is not there .'goodput'."),
+        (lambda data: data["runs"][0]["workload"].pop("duration"), "run 1: a part is not there .'duration'."),
+        (lambda data: data["runs"][0]["requests"].pop("ttft"), "run 1: a part is not there .'ttft'."),
+        (lambda data: data["runs"][0]["requests"]["met"].pop(), "run 1: its requests' columns"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, change, says):
+    path = tmp_path / "a.json"
+    results.write_json(path, [steady("a", 10)])
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=says) as error:
+        compare.read(str(path))
+    assert str(path) in str(error.value)

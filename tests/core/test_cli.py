@@ -11,8 +11,10 @@ import pytest
 from rubato import results, trace
 from rubato.cli import main
 from rubato.simulate import Setup, simulate
-from rubato.types import Limits
-from rubato.workloads import read
+from rubato.types import SLO, Limits
+from rubato.workloads import read, write
+from rubato.workloads.kinds import Kind
+from rubato.workloads.making import make
 from tests.doubles import Linear
 
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]
@@ -133,6 +135,11 @@ def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixt
         (["--scenario", "sa-mixed", "--kinds", "f", "-o", "x"], "leave out --kinds"),
         (["--scenario", "sa-mixed", "--rate", "0", "--count", "3", "-o", "x"], "rate is 0"),
         (["--arrivals", "weekly", "-o", "x"], "arrivals 'weekly'"),
+        (["--count", "0", "-o", "x"], "--count 0: give 1 or more"),
+        (["--trace", "t.csv", "--count", "-1", "-o", "x"], "--count -1: give 1 or more"),
+        (["--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
+        (["--trace", "t.csv", "--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
+        (["--duration", "nan", "-o", "x"], "--duration nan: give seconds above 0"),
         (["--rate", "2"], "name one file"),
         (["a", "-o", "b"], "name one file"),
     ],
@@ -243,6 +250,29 @@ def test_compare_two_simulations(mix: Path, tmp_path: Path, capsysbinary: pytest
     assert report["tiers"]["all"]["attained"]["met_a"] == met[0]["met"]
     assert report["tiers"]["all"]["attained"]["met_b"] == met[1]["met"]
     assert b"edf against vllm" in captured.err
+
+
+def test_simulation_shares_between_tenants_and_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = [Kind("chat", SLO(), prompt=(50, 50), output=(20, 20), tenant=tenant, share=share)
+             for tenant, share in (("flood", 0.9), ("quiet", 0.1))]  # fmt: skip
+    path = tmp_path / "load.jsonl"
+    write(make("two", kinds, 40.0, duration=10.0, texts=False), path)
+    (tmp_path / "tenants.yaml").write_text(
+        "tenants: {flood: {keys: [a]}, quiet: {keys: [b]}}\nfair_share: {window: 4}\n"
+    )
+    means = []
+    for words in ([], ["--config", str(tmp_path / "tenants.yaml")]):
+        out = tmp_path / "out.json"
+        few = ["--policy", "vllm", "--set", "engine.max_seqs=4", *FAST]
+        assert main(["simulate", "--workload", str(path), "--json", str(out), *few, *words]) == 0
+        columns = json.loads(out.read_text())["runs"][0]["requests"]
+        quiet = {a.id for a in read(path).arrivals if a.tenant == "quiet"}
+        waits = [ttft for id, ttft in zip(columns["id"], columns["ttft"], strict=True) if id in quiet]
+        means.append(sum(waits) / len(waits))
+    assert means[1] < means[0] / 2
+    assert "limits are not simulated" in capsys.readouterr().err
 
 
 def test_fit_then_simulate_with_what_it_says(

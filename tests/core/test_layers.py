@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "rubato"
 # A module may import from its own line and those above.
 LAYERS = [
-    ["types"],
+    ["types", "stoptext"],
     ["interfaces", "clock"],
     ["kv", "slo", "lengths", "fairness"],
     ["check", "seq", "latency", "speculation"],

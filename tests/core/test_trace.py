@@ -43,6 +43,20 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
         list(read(tmp_path / "log"))
 
 
+def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = (encode(without_content(e)) for e in events()[:2])
+    for end in (1, len(two) // 2, len(two) - 2):
+        caplog.clear()
+        (tmp_path / "log").write_bytes(one + two[:end])
+        assert [encode(e) for e in read(tmp_path / "log")] == [one]
+        assert "line 2: cut short" in caplog.text
+    (tmp_path / "log").write_bytes(one + two[:20] + b"\n" + two)
+    with pytest.raises(ValueError, match="line 2: not an event"):
+        list(read(tmp_path / "log"))
+
+
 def test_folds() -> None:
     log = events()
     lines = list(timelines(log))

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.types import Batch, Entry, Request, Sampling, Stage  # noqa: E402
@@ -217,3 +219,15 @@ def test_models_that_cannot_be_served_are_refused(
 def test_a_folder_that_is_no_model_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json.*'bundled'"):
         Engine(tmp_path)
+
+
+def test_a_folder_that_lacks_a_tensor_is_an_error_that_names_it(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    engine = Engine(folder, dtype="float32", device="cpu", kv_gib=0.01, block=4)
+    with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.weight'"):
+        asyncio.run(engine.start())

@@ -44,6 +44,23 @@ def test_temperature_draws_from_the_softmax(temperature: float) -> None:
     assert_drawn_from(draw(Sampling(temperature=temperature, seed=1)), dict(enumerate(expected)))
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-300, 1e-6, 1e-4])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_takes_the_likeliest(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    choice = Choice.of(Sampling(temperature=temperature, top_p=top_p, seed=1))
+    assert [choose(logits, [choice]) for _ in range(20)] == [[2]] * 20
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5])
+def test_the_strongest_repetition_penalties_are_still_numbers(penalty: float, temperature: float) -> None:
+    choice = Choice.of(Sampling(temperature=temperature, repetition_penalty=penalty, seed=1))
+    choice.saw([2], output=True)
+    expected = 2 if penalty < 1 else 1
+    assert choose(torch.tensor([[0.0, 50.0, 100.0, -1.0]]), [choice]) == [expected]
+
+
 def test_top_k_draws_from_the_first_k_renormalised() -> None:
     assert_drawn_from(draw(Sampling(temperature=1.0, top_k=3, seed=2)), dict(enumerate(softmax([2.0, 1.0, 0.5]))))
 
@@ -152,6 +169,8 @@ def test_without_a_seed_outputs_differ(tiny: Driver) -> None:
         (Sampling(top_p=0.0), "top_p is 0.0"),
         (Sampling(top_p=1.5), "top_p is 1.5"),
         (Sampling(top_k=-1), "top_k is -1"),
+        (Sampling(repetition_penalty=1e-60), "repetition_penalty is 1e-60"),
+        (Sampling(repetition_penalty=1e60), "repetition_penalty is 1e"),
     ],
 )
 def test_settings_out_of_range_are_refused(sampling: Sampling, words: str) -> None:

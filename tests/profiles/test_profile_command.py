@@ -10,7 +10,7 @@ import pytest
 from rubato import profiles, steptable
 from rubato.cli import main
 from rubato.clock import VirtualClock, run_virtual
-from rubato.engines.simulated import Engine
+from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine
 from rubato.latency.report import error_report
 from rubato.profile import points, profile_of
@@ -25,7 +25,7 @@ def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
 
     async def measured() -> tuple[profiles.Profile, list[Sample]]:
         clock = VirtualClock()
-        engine = Engine(TRUTH, LIMITS, clock, noise=0.02, seed=3, kv_bytes=4096)
+        engine = Engine(TRUTH, LIMITS, clock, noise=0.02, seed=3, link=Link(kv_bytes=4096))
         return await profile_of(engine, "mine", "a model", "simulated", 3, 0, clock, said.append)
 
     profile, samples = run_virtual(measured())

@@ -435,3 +435,23 @@ def test_a_client_that_goes_away_before_its_body_is_read_offers_nothing(edge: Ru
         assert [m["status"] for m in client.sent if "status" in m] == [400]
 
     edge(scenario)
+
+
+def test_the_simulated_engine_stops_where_it_is_told_to(edge: Callable[..., None]) -> None:
+    """Its words are the same for all: la (token 1), ti (2), do (3), re (4), mi (5), fa (6), sol (7), so (8)."""
+
+    async def scenario(at: Edge) -> None:
+        for given, text, tokens, finish in [
+            ({"stop_token_ids": [2]}, "la ", 2, "stop"),
+            ({"stop_token_ids": [99]}, "la ti do re mi fa ", 6, "length"),
+            ({"stop": "do re"}, "la ti ", 4, "stop"),
+            ({"stop": ["nobody", "i "]}, "la t", 2, "stop"),
+            ({"stop": "fa sol"}, "la ti do re mi fa ", 6, "length"),  # held back, and said in the end
+            ({"stop": "la"}, "", 1, "stop"),
+        ]:
+            answer = (await at.complete(max_tokens=6, **given)).json()
+            choice = answer["choices"][0]
+            told = (choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"])
+            assert told == (text, tokens, finish), given
+
+    edge(scenario)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rubato.cluster import Cluster
+from rubato.engines.simulated import ByteText, Engine
+from rubato.server import schemas
+from rubato.server.app import Service, create_app
 from rubato.server.schemas import UNSUPPORTED
+from rubato.types import Finished, Request
+from rubato.worker import LocalHost
 from tests.server.conftest import Edge
 
 
@@ -90,6 +97,8 @@ CHATS: list[tuple[bytes, int, str | None]] = [
     (chat(presence_penalty=2.1), 400, "presence_penalty"),
     (chat(frequency_penalty=-2.1), 400, "frequency_penalty"),
     (chat(repetition_penalty=0), 400, "repetition_penalty"),
+    (chat(repetition_penalty=1e-60), 400, "repetition_penalty"),
+    (chat(repetition_penalty=1e60), 400, "repetition_penalty"),
     (chat(stop_token_ids=[-1]), 400, "stop_token_ids[0]"),
     (chat(stop_token_ids=7), 400, "stop_token_ids"),
     (chat(stop_token_ids=[1] * 65), 400, "stop_token_ids"),
@@ -114,6 +123,15 @@ CHATS: list[tuple[bytes, int, str | None]] = [
     (chat(slo={"e2e_ms": "fast"}), 400, "slo.e2e_ms"),
     (chat(slo={"on_decline": "cry"}), 400, "slo.on_decline"),
     (chat(slo={"stages": []}), 400, "slo.stages"),
+    (chat(slo={"stages": [{"until": "x"}] * 64 + [{}]}), 400, "slo.stages"),
+    (chat(slo={"stages": [{"until": 1}] * 100_000}), 400, "slo.stages[0].until"),
+    (chat(slo={f"x{i}": 1 for i in range(65)}), 400, "slo"),
+    (chat(slo={"x" * 500_000: 1}), 400, "slo." + "x" * 500_000),
+    (chat(messages=HI * 2049), 400, "messages"),
+    (chat(messages=[1] * 500_000), 400, "messages[0]"),
+    (chat(**{f"field_{i}": 1 for i in range(65)}), 400, None),
+    (chat(service_tier="x" * 500_000), 400, "service_tier"),
+    (chat(model="x" * 500_000), 404, "model"),
     (chat(slo={"stages": [{"until": ""}, {}]}), 400, "slo.stages[0].until"),
     (chat(slo={"stages": [{"tpot_ms": 5}, {}]}), 400, "slo.stages[0].until"),
     (chat(slo={"stages": [{"until": "x", "e2e_ms": 5}, {}]}), 400, "slo.stages[0].e2e_ms"),
@@ -126,6 +144,8 @@ TEXTS: list[tuple[bytes, int, str | None]] = [
     (text(prompt=[]), 400, "prompt"),
     (text(prompt=[-1]), 400, "prompt"),
     (text(prompt=[1.5]), 400, "prompt"),
+    (text(prompt=[2**63] * 20), 400, "prompt"),
+    (text(prompt=[2**63 - 1, 10**4000]), 400, "prompt"),
     (text(prompt=[True]), 400, "prompt"),
     (text(prompt=["a", "b"]), 400, "prompt"),
     (text(prompt=[[1], [2]]), 400, "prompt"),
@@ -192,6 +212,97 @@ def test_harmless_unknowns_are_accepted(edge: Callable[..., None]) -> None:
     async def scenario(at: Edge) -> None:
         answer = await at.chat(store=True, metadata={"a": "b"}, prompt_cache_key="k", anything_else=[1])
         assert answer.status_code == 200
+        assert (await at.chat(**{f"field_{i}": 1 for i in range(64)})).status_code == 200
+
+    edge(scenario)
+
+
+def test_what_a_body_says_is_compared_with_known_names_a_bounded_number_of_times(
+    edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def matches(word: str, *given: Any, **more: Any) -> list[str]:
+        looked.append(word)
+        return []
+
+    async def scenario(at: Edge) -> None:
+        assert (await at.chat(**{f"{'y' * 100}{i}": 1 for i in range(5000)})).status_code == 400
+        assert len(looked) <= schemas.MOST_UNKNOWN
+        assert max(map(len, looked)) <= schemas.LONGEST_NAME
+
+    monkeypatch.setattr(schemas, "get_close_matches", matches)
+    edge(scenario)
+
+
+def test_many_messages_are_templated_off_the_event_loop_however_short_they_are(edge: Callable[..., None]) -> None:
+    where: list[bool] = []
+
+    class Text(ByteText):
+        def chat(self, messages: Any) -> tuple[int, ...]:
+            where.append(threading.current_thread() is threading.main_thread())
+            return (1, 2, 3)
+
+    async def scenario(at: Edge) -> None:
+        at.http._transport.app = create_app(Service(at.cluster, Text(), "simulated", 256))  # type: ignore[attr-defined]
+        for count in (1, 2000):
+            assert (await at.chat(messages=[{"role": "user", "content": ""}] * count)).status_code == 200
+        assert where == [True, False]
+
+    edge(scenario)
+
+
+def test_a_request_that_no_replica_can_take_fails_and_leaves_nothing(edge: Callable[..., None]) -> None:
+    class Faulty(Engine):
+        def add(self, request: Request) -> None:
+            raise OverflowError("a fault of ours")
+
+    async def scenario(at: Edge) -> None:
+        for n in (1, 3):
+            for stream in (False, True):
+                answer = await at.complete(n=n, stream=stream)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+                assert "a fault of ours" in answer.json()["error"]["message"]
+        assert at.cluster.in_flight == 0
+        assert at.cluster.finished == at.cluster.offered == 8
+        assert all(host.view().waiting == [] for host in at.cluster.hosts.values())
+
+    edge(scenario, engine=Faulty, max_in_flight=3)
+
+
+def test_a_host_that_will_not_take_a_request_ends_it(
+    edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(self: LocalHost, request: Request) -> None:
+        raise OverflowError("int too big to convert")
+
+    async def scenario(at: Edge) -> None:
+        monkeypatch.setattr(LocalHost, "submit", submit)
+        for _ in range(2):
+            answer = await at.complete(n=2)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+        assert at.cluster.in_flight == 0
+        assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed"] * 4
+        monkeypatch.undo()
+        assert (await at.complete()).status_code == 200
+
+    edge(scenario, max_in_flight=2)
+
+
+def test_what_was_offered_before_an_unexpected_error_does_not_stay_in_flight(
+    edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(at: Edge) -> None:
+        real = Cluster.offer
+
+        def offer(self: Cluster, request: Request, listener: Any = None) -> None:
+            if request.id.endswith("-2"):
+                raise OverflowError("a fault of ours")
+            real(self, request, listener)
+
+        monkeypatch.setattr(Cluster, "offer", offer)
+        assert (await at.complete(n=3)).status_code == 500
+        assert (at.cluster.offered, at.cluster.in_flight) == (2, 0)
 
     edge(scenario)
 
@@ -239,8 +350,6 @@ def test_what_the_tokenizer_cannot_read_is_bad_input(edge: Callable[..., None]) 
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
     async def with_text(at: Edge) -> None:
-        from rubato.server.app import Service, create_app
-
         at.http._transport.app = create_app(Service(at.cluster, Text(), "simulated", 256))
         await scenario(at)
 

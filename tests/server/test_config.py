@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,22 @@ def test_the_operators_page_names_every_setting_and_its_example_is_valid() -> No
     example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     config = load(example)
     assert set(config.tenants) == {"acme", "ops"}
+
+
+def test_the_documents_example_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "serving.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "keys").write_text("sk-ops\n")
+    monkeypatch.setenv("ACME_KEYS", "sk-acme")
+    (tmp_path / "rubato.yaml").write_text(text.replace("/run/secrets/ops", str(tmp_path / "keys")))
+    config = load(tmp_path / "rubato.yaml")
+    assert [tenant.name for tenant in tenants_of(config)] == ["acme", "ops"]
+    engines, _ = build(config, VirtualClock())
+    assert len(engines) == 1
+
+
+def test_the_version_is_the_changelogs() -> None:
+    root = Path(__file__).parents[2]
+    newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1].split()[0]
+    assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"] == newest

@@ -112,6 +112,36 @@ def test_choices_of_one_request_pass_together_and_count_as_one(edge: Runs) -> No
     )
 
 
+def test_every_choice_is_charged_before_any_may_pass(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        first = asyncio.create_task(at.complete(headers=key("a"), max_tokens=7))
+        await at.clock.sleep_until(STEP / 2, 0)
+        assert (await at.complete(headers=key("a"), max_tokens=80, n=8)).status_code == 429
+        assert (await at.complete(headers=key("a"), max_tokens=29, n=3)).status_code == 200  # 3 + 7, then 3 + 87
+        assert (await first).status_code == 200
+
+    edge(scenario, tenants=[tenant("a", tokens_per_minute=100)])
+
+
+def test_errors_say_what_is_left_too(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = [
+            await at.complete(headers=key("a"), max_tokens=-1),
+            await at.complete(headers=key("a"), max_tokens=1000),
+            await at.complete(headers=key("a"), model="other"),
+            await at.chat(headers=key("a"), messages=[{"role": "user", "content": "x" * 5000}]),
+            await at.chat(headers=key("a")),
+            await at.chat(headers=key("a"), service_tier="nothing"),
+        ]
+        assert [a.status_code for a in answers] == [400, 400, 404, 413, 200, 400]
+        left = [a.headers["x-ratelimit-remaining-requests"] for a in answers]
+        assert left == ["2", "2", "2", "2", "1", "1"]
+        other = await at.complete(headers=key("b"), max_tokens=-1)
+        assert not any(name.startswith("x-ratelimit") for name in other.headers)
+
+    edge(scenario, tenants=[tenant("a", requests_per_minute=2), tenant("b")], max_body_bytes=4096)
+
+
 def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(edge: Runs) -> None:
     async def scenario(at: Edge) -> None:
         sums = []

@@ -104,12 +104,14 @@ def test_whatever_the_document_allows_or_forbids(url_and_document: tuple[str, An
             continue  # nothing about it could be wrong
 
         @LIMITS
-        @given(case=operation.as_strategy(generation_mode=mode))
-        def ask(case: schemathesis.Case) -> None:
+        @given(case=operation.as_strategy(generation_mode=mode), own=st.booleans())
+        def ask(case: schemathesis.Case, own: bool) -> None:
+            if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+                case.body["model"] = "simulated"  # past the first check, so that what else is said is looked at too
             if mode == GenerationMode.POSITIVE and isinstance(case.body, dict):
-                # past the first check, so that what else is said is looked at too
-                case.body |= {"model": "simulated", "max_tokens": 3}
-                case.body |= {"prompt": "abc"} if "chat" not in case.path else {"messages": [HI]}
+                case.body["max_tokens"] = 3
+                if not own:
+                    case.body |= {"prompt": "abc"} if "chat" not in case.path else {"messages": [HI]}
             case.call_and_validate(headers=key("a"), checks=CHECKS, timeout=20)
 
         ask()
@@ -140,8 +142,18 @@ def bodies(text: bool) -> Any:
     prompt = st.text(min_size=1, max_size=50)
     slo = st.fixed_dictionaries({}, optional={"ttft_ms": ms, "tpot_ms": ms, "e2e_ms": ms})
     messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": prompt}), min_size=1, max_size=3)
-    content: Any = {"prompt": prompt} if text else {"messages": messages}
+    ids = st.lists(st.integers(0, 255) | st.integers(0, 2**70), min_size=1, max_size=40)
+    content: Any = {"prompt": prompt | ids} if text else {"messages": messages}
+    logprobs = {"logprobs": st.integers(0, 20)} if text else {"top_logprobs": st.integers(0, 20)}
+    penalty = st.floats(-2, 2)
     optional = {
+        "n": st.integers(1, 4),
+        "min_p": st.floats(0, 1),
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "repetition_penalty": st.floats(0.01, 100),
+        "stop_token_ids": st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 20), max_size=8),
+        **logprobs,
         "temperature": st.none() | st.floats(0, 2),
         "top_p": st.floats(0.1, 1),
         "top_k": st.integers(-1, 100),
@@ -153,9 +165,14 @@ def bodies(text: bool) -> Any:
         "user": st.text(),
         "slo": slo,
     }
-    return st.fixed_dictionaries(
-        {"model": st.just("simulated"), "max_tokens": st.integers(1, 20), **content}, optional=optional
-    )
+    usual = {"model": st.just("simulated"), "max_tokens": st.integers(1, 20), **content}
+    if not text:
+        usual["logprobs"] = st.booleans()
+    return st.fixed_dictionaries(usual, optional=optional).map(_top_with_logprobs)
+
+
+def _top_with_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in body.items() if k != "top_logprobs" or body["logprobs"]}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

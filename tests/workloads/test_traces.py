@@ -103,6 +103,7 @@ def test_mooncakes_blocks_are_kept(tmp_path):
         ("at,prompt_tokens,output_tokens\n0,5,-1\n", "line 2: output_tokens is '-1'"),
         ("at,prompt_tokens,output_tokens\n0,5\n", "line 2: output_tokens is None"),
         ("at,prompt_tokens,output_tokens\ninf,5,5\n", "line 2: at is 'inf': expected a time"),
+        ("at,prompt_tokens,output_tokens\nnan,5,5\n", "line 2: at is 'nan': expected a time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "line 2: TIMESTAMP is 'yesterday'"),
         ("t_s,input_tokens,output_tokens,slo_ratio\n0,5,5,0\n", "line 2: slo_ratio is '0': expected 1.2"),
         ('{"timestamp":0,"input_length":700,"output_length":5,"hash_ids":[1]}\n', "line 1: hash_ids .* expected 2"),

@@ -14,6 +14,7 @@ import numpy as np
 from rubato.clock import COMPLETION, Clock
 from rubato.interfaces import KV, LatencyModel
 from rubato.speculation.acceptance import Acceptance, Draft, Process
+from rubato.stoptext import StopText
 from rubato.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
@@ -78,13 +79,15 @@ class _Progress:
     process: Process | None = None
     draft: Draft | None = None
     drafted: int = 0  # tokens in the drafter's KV
+    stop: StopText | None = None  # where the request has stop strings
 
 
 class Engine:
     """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
-    to its max_tokens. A request never goes beyond its max_tokens. link: what moving KV here costs.
+    to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, which are looked
+    for in the words it is given, one token a word: the same for all requests. link: what moving KV here costs.
     drafter: None = this engine does not speculate.
     """
 
@@ -130,6 +133,10 @@ class Engine:
         if request.progress is not None:
             times = request.progress.times
             seq.stage, seq.output, seq.total = len(times) - 1, len(times[-1]), sum(map(len, times))
+        if request.sampling.stop:
+            seq.stop = StopText(request.sampling.stop)
+            for number in range(1, seq.total + 1):  # its client has had these
+                seq.stop.add(WORDS[number % len(WORDS)])
 
     async def execute(self, batch: Batch) -> StepResult:
         """Raises ValueError for tree nodes to verify that were not drafted here."""
@@ -176,17 +183,12 @@ class Engine:
             token = seq.total + 1
             ids = (token % 256,)
             out = Emitted(1, WORDS[token % len(WORDS)], ids, logprobs=_logprobs(ids[0], request.sampling.logprobs))
+        if request.sampling.stop or request.sampling.stop_ids:
+            out = _stopped(seq, out)
         seq.output += out.tokens
         seq.total += out.tokens
-        if seq.total >= request.sampling.max_tokens:
-            return out._replace(finish="length")
-        if lengths is None or seq.output < lengths[seq.stage]:
-            return out
-        if seq.stage + 1 == len(request.stages):
-            return out._replace(finish="stop")
-        seq.stage += 1
-        seq.output = 0
-        return out._replace(stage_done=True)
+        out = out if out.finish else _ended(seq, out, lengths)
+        return out._replace(text=out.text + seq.stop.flush()) if out.finish and seq.stop else out
 
     def _verified(self, seq: _Progress, entry: Entry, lengths: Sequence[int] | None) -> Emitted:
         """The accepted ones and one more, cut where the stage or the request ends."""
@@ -237,6 +239,38 @@ class Engine:
         if self._drafter.latency is None:
             return 0.0
         return sum(self._drafter.latency.step_time(shape) for shape in steps if shape.seqs)
+
+
+def _stopped(seq: _Progress, out: Emitted) -> Emitted:
+    """`out` with what of its text is final by now, cut after the token that is one of the request's stop ids or that
+    completes a stop string; neither of these is said."""
+    stop = seq.stop or StopText(())
+    text, found, tokens = "", False, 0
+    while tokens < out.tokens and not found:
+        id = out.token_ids[tokens]
+        tokens += 1
+        if id in seq.request.sampling.stop_ids:
+            found = True
+        else:
+            said, found = stop.add(WORDS[(seq.total + tokens) % len(WORDS)])
+            text += said
+    if tokens < out.tokens:
+        ids, logprobs = out.token_ids[:tokens], out.logprobs[:tokens]
+        out = out._replace(tokens=tokens, token_ids=ids, logprobs=logprobs, tried=tokens - 1)
+    return out._replace(text=text, finish="stop" if found else None)
+
+
+def _ended(seq: _Progress, out: Emitted, lengths: Sequence[int] | None) -> Emitted:
+    """`out`, already counted in `seq`, with what it is the end of."""
+    if seq.total >= seq.request.sampling.max_tokens:
+        return out._replace(finish="length")
+    if lengths is None or seq.output < lengths[seq.stage]:
+        return out
+    if seq.stage + 1 == len(seq.request.stages):
+        return out._replace(finish="stop")
+    seq.stage += 1
+    seq.output = 0
+    return out._replace(stage_done=True)
 
 
 def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:

@@ -25,6 +25,7 @@ from rubato.server.prometheus import Metrics
 from rubato.server.slo_input import Tiers
 from rubato.server.tenants import Tenant, Tenants
 
+MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 16_384  # characters; tokenizing more than this would hold up the loop, and all streams, by milliseconds
 
 
@@ -82,6 +83,12 @@ class _Edge:
         self.books.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
 
+    def enter(self, http: Request) -> Tenant:
+        """Whose request this is; from here on also its errors carry what is left to that tenant."""
+        tenant = self.tenants.of(http.headers)
+        http.state.meter = self.meters.get(tenant.name)
+        return tenant
+
 
 def create_app(service: Service) -> FastAPI:
     """The app. The cluster is started and ended by the caller; `app.state.books` has every event of a request."""
@@ -89,7 +96,7 @@ def create_app(service: Service) -> FastAPI:
     edge = _Edge(service)
     app.state.draining = False  # set when no request is taken any more: /health says so
     app.state.books = edge.books
-    _add_error_shapes(app)
+    _add_error_shapes(app, service)
     _add_completions(app, edge)
     _add_models(app, edge)
     _add_operations(app, edge)
@@ -104,11 +111,11 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         arrival = service.cluster.clock.now()
-        tenant = edge.tenants.of(http.headers)
+        tenant = edge.enter(http)
         body = schemas.parse(schemas.ChatCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
         dialogue = body.dialogue()
-        long = sum(len(message["content"]) for message in dialogue) > LONG_TEXT
+        long = sum(MESSAGE + len(message["content"]) for message in dialogue) > LONG_TEXT
         prompt = await _encode(service.text.chat, dialogue, long, "messages")
         return _offer(edge, http, tenant, arrival, body, prompt)
 
@@ -116,7 +123,7 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
     async def completion(http: Request) -> Response:
         """OpenAI's text completion, of a string or of token ids."""
         arrival = service.cluster.clock.now()
-        tenant = edge.tenants.of(http.headers)
+        tenant = edge.enter(http)
         body = schemas.parse(schemas.TextCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
         prompt = body.prompt
@@ -197,7 +204,7 @@ async def _encode(encode: Callable[[Any], Sequence[int]], content: Any, long: bo
 def _check_model(service: Service, name: str) -> None:
     if name not in service.names:
         known = ", ".join(service.names)
-        message = f"The model {name!r} does not exist; this server serves {known}."
+        message = f"The model {name[:256]!r} does not exist; this server serves {known}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -212,7 +219,7 @@ def _offer(
     service = edge.service
     tier = edge.tenants.tiers(tenant).resolve(body.service_tier)
     meter = edge.meters.get(tenant.name)
-    door = service.cluster if meter is None else Door(edge.books, meter)
+    door = service.cluster if meter is None else Door(edge.books, meter, body.choices)
     reply = answer(
         body,
         prompt,
@@ -270,10 +277,15 @@ def _json(content: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def _add_error_shapes(app: FastAPI) -> None:
+def _add_error_shapes(app: FastAPI, service: Service) -> None:
+    def answered(http: Request, error: ApiError) -> Response:
+        meter: Meter | None = getattr(http.state, "meter", None)
+        reply = error.response()
+        return reply if meter is None else _WithHeaders(reply, lambda: meter.headers(service.cluster.clock.now()))
+
     async def api_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return answered(http, error)
 
     async def http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -289,10 +301,10 @@ def _add_error_shapes(app: FastAPI) -> None:
         return ApiError(400, f"{param}: {first['msg']}.", param=param, code="invalid_value").response()
 
     async def gone(http: Request, error: Exception) -> Response:
-        return ApiError(400, "The client went away before its body was read.").response()
+        return answered(http, ApiError(400, "The client went away before its body was read."))
 
     async def unexpected(http: Request, error: Exception) -> Response:
-        return ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error").response()
+        return answered(http, ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error"))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

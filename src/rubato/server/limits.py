@@ -108,11 +108,13 @@ class Books:
 class Door:
     """What one API request sees of the cluster when its tenant is limited. All its choices pass, or none does.
 
-    Charged are the prompt and the most that may come out; what did not come out is given back at the end.
+    Charged are the prompt, once, and the most that may come out of each choice; what did not come out is given back at
+    the end. choices: how many will be offered.
     """
 
-    def __init__(self, books: Books, meter: Meter) -> None:
+    def __init__(self, books: Books, meter: Meter, choices: int) -> None:
         self._books, self._cluster, self._meter = books, books.cluster, meter
+        self._choices = choices
         self._refusal: tuple[str, float] | None = None
         self._asked = False
         self._open = 0
@@ -123,7 +125,7 @@ class Door:
         prompt, most = request.prompt, request.sampling.max_tokens
         if not self._asked:
             self._asked = True
-            self._refusal = self._meter.refusal(prompt + most, now)
+            self._refusal = self._meter.refusal(prompt + self._choices * most, now)
             if self._refusal is None and self._meter.requests is not None:
                 self._meter.requests.take(1, now)
         else:

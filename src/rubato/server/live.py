@@ -135,10 +135,10 @@ class Answer(Response):
             live.gone = True
             self._cancel(live)
 
-        for request in self._form.requests:
-            self._cluster.offer(request, live)
         watcher = asyncio.create_task(_watch(receive, gone))
         try:
+            for request in self._form.requests:
+                self._cluster.offer(request, live)
             await live.ready()
             if live.gone:
                 return

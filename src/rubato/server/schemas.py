@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from rubato.server.errors import ApiError
 from rubato.types import Sampling
@@ -59,6 +59,11 @@ MOST_STOPS = 4
 MOST_STOP_IDS = 64
 MOST_LOGPROBS = 20
 INT64 = 2**63
+MOST_STAGES = 64
+MOST_MESSAGES = 2048  # OpenAI's bound, too
+MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with every known name
+LONGEST_NAME = 64  # characters of a name that are compared
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
 
 
@@ -74,6 +79,13 @@ class Body(BaseModel):
 class SLODimensions(Body):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_UNKNOWN:
+            raise ValueError(f"{len(value)} fields given: it has {', '.join(cls.model_fields)}")
+        return value
+
     ttft_ms: float | None = Field(default=None, ge=LEAST_MS)
     tpot_ms: float | None = Field(default=None, ge=LEAST_MS)
 
@@ -84,7 +96,7 @@ class StageBody(SLODimensions):
 
 class SLOBody(SLODimensions):
     e2e_ms: float | None = Field(default=None, ge=LEAST_MS)
-    stages: list[StageBody] | None = Field(default=None, min_length=1)
+    stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MOST_STAGES, fail_fast=True)
     on_decline: Literal["best_effort", "refuse"] | None = None
 
 
@@ -133,11 +145,11 @@ class Completion(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION, le=MOST_REPETITION)
     n: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Any = None
-    stop_token_ids: list[StopId] | None = Field(default=None, max_length=MOST_STOP_IDS)
+    stop_token_ids: list[StopId] | None = Field(default=None, max_length=MOST_STOP_IDS, fail_fast=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -180,7 +192,7 @@ class Completion(Body):
 
 
 class ChatCompletion(Completion):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
@@ -234,6 +246,8 @@ class TextCompletion(Completion):
         if isinstance(value, list) and value and all(type(t) is int for t in value):
             if min(value) < 0:
                 raise ValueError(f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
+            if max(value) >= INT64:
+                raise ValueError("a token id is 2**63 or more: give the ids of the model's own vocabulary")
             return tuple(value)
         if isinstance(value, list) and len(value) > 1 and all(isinstance(t, str | list) for t in value):
             raise ValueError(f"{len(value)} prompts given: send one prompt per request")
@@ -262,6 +276,7 @@ def parse(schema: type[B], raw: bytes) -> B:
 
 def _refuse_unsupported(body: Completion) -> None:
     known = [*type(body).model_fields, *UNSUPPORTED]
+    unknown = 0
     for name, value in (body.model_extra or {}).items():
         if name in UNSUPPORTED:
             unused = UNSUPPORTED[name]
@@ -273,7 +288,14 @@ def _refuse_unsupported(body: Completion) -> None:
                 raise ApiError(
                     400, f"{name}: not supported by this server{hint}.", param=name, code="unsupported_parameter"
                 )
-        elif name not in known and (near := get_close_matches(name, known, 1, cutoff=0.85)):
+            continue
+        unknown += 1
+        if unknown > MOST_UNKNOWN:
+            raise ApiError(
+                400, f"The body has more than {MOST_UNKNOWN} fields that this server does not know.",
+                code="unknown_parameter",
+            )  # fmt: skip
+        if near := get_close_matches(name[:LONGEST_NAME], known, 1, cutoff=0.85):
             raise ApiError(
                 400, f"{name}: unknown parameter; did you mean {near[0]}?", param=name, code="unknown_parameter"
             )
@@ -291,7 +313,7 @@ def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
         return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         fields = StageBody.model_fields if "stages" in first["loc"] else SLOBody.model_fields
-        near = get_close_matches(str(first["loc"][-1]), fields, 1, cutoff=0.0)
+        near = get_close_matches(str(first["loc"][-1])[:LONGEST_NAME], fields, 1, cutoff=0.0)
         message = f"unknown field; did you mean {near[0]}?"
     elif first["type"] != "value_error" and isinstance(first["input"], int | float | str | bool):
         message = f"{message}, got {first['input']!r:.100}"

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from math import inf
 
 from rubato.server.errors import ApiError
-from rubato.server.schemas import SLOBody, StageBody
+from rubato.server.schemas import LONGEST_NAME, SLOBody, StageBody
 from rubato.types import SLO, OnDecline, Stage
 
 # The dimension -> headers that state it in milliseconds, the first of which wins.
@@ -90,9 +90,10 @@ class Tiers:
         if name in ("auto", "default", "priority"):
             return self.default
         known = sorted({*self._named, "auto", "default", "priority"})
-        near = get_close_matches(name, known, 1)
+        near = get_close_matches(name[:LONGEST_NAME], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-        raise ApiError(400, f"service_tier: unknown tier {name!r}; {hint}", param="service_tier", code="invalid_value")
+        message = f"service_tier: unknown tier {name[:LONGEST_NAME]!r}; {hint}"
+        raise ApiError(400, message, param="service_tier", code="invalid_value")
 
 
 class TenantTiers:

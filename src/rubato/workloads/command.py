@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 from rubato.workloads import file, scenarios, traces
@@ -69,6 +70,10 @@ def asked(args: argparse.Namespace, kinds: Callable[[], Sequence[Kind]], seed: i
 
     Raises ValueError for what contradicts or is impossible, OSError for a file that cannot be opened.
     """
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count {args.count}: give 1 or more")
+    if args.duration is not None and not 0.0 < args.duration < inf:
+        raise ValueError(f"--duration {args.duration}: give seconds above 0")
     made = _scenario(args, seed) if args.scenario else _trace_or_mix(args, kinds, seed)
     return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,7 +32,7 @@ USUAL = {"chat": chat, "code": code, "summary": summary}
 
 
 class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     mean: float | None = None
     std: float | None = None
@@ -40,7 +40,8 @@ class _Shape(BaseModel):
     percentiles: Mapping[float, float] | None = None
 
 
-_Tokens = int | tuple[int, int] | _Shape
+_Whole = Annotated[int, Field(strict=True)]  # else YAML's `yes` and `true` are taken for 1
+_Tokens = _Whole | tuple[_Whole, _Whole] | _Shape
 
 
 class _Kind(BaseModel):
@@ -48,10 +49,10 @@ class _Kind(BaseModel):
 
     app: str
     tier: str = ""
-    share: float = Field(default=1.0, gt=0)
+    share: float = Field(default=1.0, gt=0, strict=True)
     prompt: _Tokens | None = None
     output: _Tokens | None = None
-    ttft_slowdown: float | None = Field(default=None, gt=0)
+    ttft_slowdown: float | None = Field(default=None, gt=0, strict=True)
 
 
 class _Mix(BaseModel):

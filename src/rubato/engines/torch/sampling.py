@@ -20,6 +20,8 @@ from rubato.types import Logprob, Sampling
 
 NUCLEUS = 1024  # tokens looked at first for top-p: a sort of the whole vocabulary is needed only by very flat rows
 MOST_LOGPROBS = 20  # OpenAI's bound
+LEAST_TEMPERATURE = 1e-5  # below it (vLLM's bound) the likeliest token is all there is; far below float32 has only 0
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has no number for (OpenAI's value)
 
 
@@ -131,7 +133,7 @@ def _some_top(settings: Sequence[Sampling]) -> bool:
 
 
 def _greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0.0 or sampling.top_k == 1
+    return sampling.temperature < LEAST_TEMPERATURE or sampling.top_k == 1
 
 
 def _check(s: Sampling) -> None:
@@ -147,8 +149,11 @@ def _check(s: Sampling) -> None:
     for name, value in (("presence_penalty", s.presence_penalty), ("frequency_penalty", s.frequency_penalty)):
         if not -2.0 <= value <= 2.0:
             raise ValueError(f"{name} is {value}: give a number from -2 to 2, 0 being off")
-    if not 0.0 < s.repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty is {s.repetition_penalty}: give a number above 0, 1 being off")
+    if not LEAST_REPETITION <= s.repetition_penalty <= MOST_REPETITION:
+        raise ValueError(
+            f"repetition_penalty is {s.repetition_penalty}: give a number from {LEAST_REPETITION:g} to "
+            f"{MOST_REPETITION:g}, 1 being off"
+        )
     if s.logprobs is not None and not 0 <= s.logprobs <= MOST_LOGPROBS:
         raise ValueError(f"logprobs is {s.logprobs}: give a whole number from 0 to {MOST_LOGPROBS}, or none")
     if any(id < 0 for id in s.stop_ids):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from rubato.engines.torch.sampling import Choice
-from rubato.engines.torch.text import Detokeniser, StopText
+from rubato.engines.torch.text import Detokeniser
+from rubato.stoptext import StopText
 from rubato.types import Emitted, FinishReason, Logprob, Progress, Request
 
 

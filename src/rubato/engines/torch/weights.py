@@ -78,7 +78,7 @@ class Weights:
 
 
 def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Raises FileNotFoundError without safetensors, KeyError (with the tensor's name) where one is missing."""
+    """Raises FileNotFoundError without safetensors, ValueError (with the tensor's name) where one is missing."""
     tensors = _Tensors(folder, dtype, device)
     layers = []
     for i in range(config.layers):
@@ -130,7 +130,7 @@ class _Tensors:
 
     def get(self, name: str) -> Tensor:
         if name not in self.where:
-            raise KeyError(f"the model's safetensors hold no tensor {name!r}")
+            raise ValueError(f"the model's safetensors hold no tensor {name!r}: the folder is not complete")
         tensor: Tensor = self.where[name].get_tensor(name)
         return tensor.to(self.device, self.dtype)
 
