@@ -307,13 +307,13 @@ class Plan:
     """
 
     work: tuple[Work, ...] = ()
-    decode: bool = False
-    steady: int = 0
     preempt: tuple[str, ...] = ()
     demote: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
     drop: Mapping[str, str] = field(default_factory=dict)
     wake_at: float | None = None
+    decode: bool = False
+    steady: int = 0
     handoff: Mapping[str, HandoffReason] = field(default_factory=dict)
 
 

@@ -119,5 +119,7 @@ def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int
 def test_what_it_cannot_do_is_refused() -> None:
     request = Request("a", (Stage(4),), 0.0, group="g")
     setup = Setup(Linear, Limits(4, 64, 200, 20, 16), "vllm", learns=False)
-    with pytest.raises(ValueError, match="shares KV"):
-        lean([request], {"a": (3,)}, setup)
+    end = lean([request], {"a": (3,)}, setup).events["a"][-1]
+    assert isinstance(end, Finished)
+    assert end.outcome == "failed"
+    assert "shares KV" in end.reason

@@ -36,7 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     source = ROOT / "src"
-    wanted = {str(p.relative_to(source)) for p in (source / "rubato").rglob("*.py")} | {"rubato/py.typed"}
+    kinds = ("*.py", "py.typed", "profiles/data/*.json", "experiments/claims.yaml")
+    wanted = {str(p.relative_to(source)) for kind in kinds for p in (source / "rubato").rglob(kind)}
     info = {name for name in names if ".dist-info/" in name}
     assert set(names) - info == wanted
     assert {Path(name).name for name in info} >= {"LICENSE", "NOTICE", "entry_points.txt", "METADATA"}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rubato.cluster import Cluster
-from rubato.engines.simulated import ByteText, Engine
+from rubato.engines.simulated import Engine
 from rubato.server import schemas
 from rubato.server.app import Service, create_app
 from rubato.server.schemas import UNSUPPORTED
@@ -235,21 +235,25 @@ def test_what_a_body_says_is_compared_with_known_names_a_bounded_number_of_times
     edge(scenario)
 
 
-def test_many_messages_are_templated_off_the_event_loop_however_short_they_are(edge: Callable[..., None]) -> None:
-    where: list[bool] = []
+def test_many_messages_are_templated_off_the_event_loop_however_short_they_are(
+    edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[str] = []
 
-    class Text(ByteText):
-        def chat(self, messages: Any) -> tuple[int, ...]:
-            where.append(threading.current_thread() is threading.main_thread())
-            return (1, 2, 3)
+    async def to_thread(function: Callable[..., Any], *args: Any) -> Any:
+        where.append("thread")  # which virtual time would not wait for
+        return function(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
 
     async def scenario(at: Edge) -> None:
-        at.http._transport.app = create_app(Service(at.cluster, Text(), "simulated", 256))  # type: ignore[attr-defined]
         for count in (1, 2000):
-            assert (await at.chat(messages=[{"role": "user", "content": ""}] * count)).status_code == 200
-        assert where == [True, False]
+            answer = await at.chat(messages=[{"role": "user", "content": ""}] * count)
+            where.append(f"{count} messages: {answer.status_code}")
 
     edge(scenario)
+    assert where[0] == "1 messages: 200"
+    assert where[1] == "thread"
 
 
 def test_a_request_that_no_replica_can_take_fails_and_leaves_nothing(edge: Callable[..., None]) -> None:
