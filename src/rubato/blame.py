@@ -8,6 +8,26 @@ from rubato.interfaces import LatencyModel
 from rubato.seq import Seq
 from rubato.types import Batch, Cause, Shape
 
+Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
+
+
+def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
+    """What a step of `predicted` seconds costs each of its decodes, beyond a step of its own."""
+    together = latency.step_time(decodes)
+    return predicted - together, together - latency.step_time(Shape().plus(1, decodes.kv // decodes.seqs))
+
+
+def of_chunk(latency: LatencyModel, predicted: float, decodes: Shape, tokens: int, start: int) -> tuple[Shares, float]:
+    """The same for a chunk of prefill; and the seconds it takes alone."""
+    beside = latency.step_time(decodes.plus(tokens, start))
+    alone = latency.step_time(Shape().plus(tokens, start))
+    return (predicted - beside, beside - alone), alone
+
+
+def of_idle(whole: Shape, decodes: Shape) -> Cause:
+    """Who had the step that a running sequence had no part in."""
+    return "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
+
 
 def blame(
     batch: Batch, seconds: float, seqs: Mapping[str, Seq], running: Mapping[str, Seq], latency: LatencyModel
@@ -23,22 +43,19 @@ def blame(
     for entry in batch.entries:
         if entry.count == 1 or entry.count == 1 + len(entry.verify):
             decodes = decodes.plus(entry.count, entry.start)
-    with_decodes = latency.step_time(decodes) if decodes.seqs else 0.0
-    one = latency.step_time(Shape().plus(1, decodes.kv // decodes.seqs)) if decodes.seqs else 0.0
+    each = of_decode(latency, predicted, decodes) if decodes.seqs else (0.0, 0.0)
     for entry in batch.entries:
         seq = seqs[entry.seq]
         if entry.count == 1 or entry.count == 1 + len(entry.verify):
-            by_prefill, by_decode = predicted - with_decodes, with_decodes - one
+            by_prefill, by_decode = each
         else:
-            beside = latency.step_time(decodes.plus(entry.count, entry.start))
-            alone = latency.step_time(Shape().plus(entry.count, entry.start))
-            by_prefill, by_decode = predicted - beside, beside - alone
+            (by_prefill, by_decode), alone = of_chunk(latency, predicted, decodes, entry.count, entry.start)
             if seq.total_output:  # its prefill is the price of a preemption
                 seq.lose("preemption", alone * scale)
         seq.lose("prefill interference", by_prefill * scale)
         seq.lose("decode interference", by_decode * scale)
     in_batch = {entry.seq for entry in batch.entries}
-    idle: Cause = "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
+    idle = of_idle(whole, decodes)
     for seq in running.values():
         if seq.id not in in_batch:
             seq.lose(idle, seconds)

@@ -13,7 +13,7 @@ from typing import Any
 from rubato.clock import PLAN, Clock
 from rubato.fairness import FairShare
 from rubato.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
-from rubato.policies import load, load_router, router_of
+from rubato.policies import load, router_for
 from rubato.slo import StageTimes, judge
 from rubato.types import (
     Event,
@@ -436,7 +436,7 @@ def cluster_of(
             for i, make in enumerate(makers)
         ]
 
-    placing = load_router(router_of(policy) if router == "auto" else router, router_settings)
+    placing = router_for(policy, router, router_settings)
     return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
 
 

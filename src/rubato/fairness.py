@@ -136,6 +136,7 @@ class FairShare:
         shares = self._shares(now)
         spent = {tenant: account.load for tenant, account in self._accounts.items()}
         total = sum(spent.values())
+        ttft, tpot = self._tightest(0), self._tightest(1)
         through = []
         for request in sorted(held, key=lambda r: self._order(r, fleet, now)):
             entry, tenant = self._entries[request.id], request.tenant
@@ -144,7 +145,7 @@ class FairShare:
                 entry.stall = min(view.latency.step_time(_alone(request)) for view in fleet)
             alone = len(shares) == 1 and total == 0.0
             # alone it takes more of the tightest TTFT than its share, and there is somebody to mind
-            stalls = len(shares) > 1 and entry.stall > shares[tenant] * self._tightest(0)
+            stalls = len(shares) > 1 and entry.stall > shares[tenant] * ttft
             much = inf if stalls else entry.load
             if not (alone or total + much <= HEADROOM or spent[tenant] + much <= shares[tenant]):
                 if spent[tenant] > 0.0:
@@ -153,7 +154,7 @@ class FairShare:
                 if paid > now:
                     self.wake_at = min(paid, self.wake_at or inf)
                     continue
-                entry.account.debt = PAUSE * max(entry.load * entry.expected * min(self._tightest(1), 1.0), entry.stall)
+                entry.account.debt = PAUSE * max(entry.load * entry.expected * min(tpot, 1.0), entry.stall)
             through.append(request)
             spent[tenant] += entry.load
             total += entry.load

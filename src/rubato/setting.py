@@ -20,7 +20,7 @@ import yaml
 from rubato import profiles
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lengths import Oracle
-from rubato.policies import load, load_router, router_of
+from rubato.policies import load, router_for
 from rubato.records import Run
 from rubato.resample import Stretch, bootstrapped, busiest, multiplied, window
 from rubato.simulate import Setup, simulated_run
@@ -111,7 +111,7 @@ class Choice:
         own, _, other = text.partition("@")
         choice = cls(*_parsed(own), *_parsed(other or router))
         load(choice.policy, choice.settings)
-        load_router(router_of(choice.policy) if choice.router == "auto" else choice.router, choice.router_settings)
+        router_for(choice.policy, choice.router, choice.router_settings)
         return choice
 
 

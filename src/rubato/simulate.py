@@ -15,7 +15,7 @@ from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS
 from rubato.metrics import Timeline, timelines
-from rubato.policies import load, load_router, router_of
+from rubato.policies import load, router_for
 from rubato.records import Record, Run
 from rubato.slo import StageTimes
 from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
@@ -166,7 +166,7 @@ def simulated_run(
 def lean_enough(setup: Setup) -> bool:
     """Whether the fast driver can simulate this: a model that does not learn, plain steps, no KV shared or
     moved, no shares that are paid back with time."""
-    router = load_router(router_of(setup.policy) if setup.router == "auto" else setup.router, setup.router_settings)
+    router = router_for(setup.policy, setup.router, setup.router_settings)
     plain = load(setup.policy, setup.settings).needs <= SUPPORTS and not hasattr(router, "roles")
     return plain and not (setup.learns or setup.prefix_cache or setup.fair)
 

@@ -13,7 +13,7 @@ import pytest
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, cluster_of, local_cluster
 from rubato.engines.simulated import Engine
-from rubato.policies import load
+from rubato.policies import load, load_router
 from rubato.types import Batch, Event, Finished, Limits, Offered, Placed, Plan, Request, Stepped, StepResult, Tokens
 from rubato.worker import LocalHost
 from tests.doubles import Linear, request
@@ -111,7 +111,7 @@ def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.Monkey
             return Plan(preempt=("nobody",))
 
     monkeypatch.setattr("rubato.cluster.load", lambda name, settings: Wrong())
-    monkeypatch.setattr("rubato.cluster.router_of", lambda name: "least_loaded")
+    monkeypatch.setattr("rubato.cluster.router_for", lambda policy, router, settings: load_router("least_loaded"))
     _, events, _ = scenario([(0.0, offer(request("a")))], policy="mine")
     assert "policy 'mine'" in ends(events)["a"].reason
     assert "'nobody'" in ends(events)["a"].reason

@@ -18,7 +18,7 @@ from rubato.cluster import Cluster
 from rubato.engines.simulated import Drafter, Link
 from rubato.interfaces import Assigner, View
 from rubato.kv import blocks_for
-from rubato.policies import describe, load_router, router_of
+from rubato.policies import describe, load_router, router_for
 from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
 from rubato.speculation.acceptance import Acceptance
@@ -91,7 +91,7 @@ def loads(draw: st.DrawFn) -> Load:
 
 def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
     """As many replicas as the policy works with; what moves between them takes time."""
-    router = load_router(router_of(policy))
+    router = router_for(policy, "auto")
     link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
     replicas = 3 if isinstance(router, Assigner) else 1
     drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if "draft" in load_policy(policy).needs else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from rubato.blame import of_chunk, of_decode, of_idle
 from rubato.lean.run import Run
 from rubato.slo import TOLERANCE, deadlines
-from rubato.types import Cause, Shape
+from rubato.types import Cause
 
 if TYPE_CHECKING:
     from rubato.lean.host import LeanHost
@@ -37,7 +38,7 @@ def blame(seq: LeanSeq, host: LeanHost) -> dict[Cause, float]:
 
 def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tuple[tuple[Cause, float], ...]:
     """What one step cost it, beyond what it would have taken alone."""
-    model = host.latency.step_time
+    model = host.latency
     seconds = run.ends[i] - (run.ends[i - 1] if i else run.begin)
     whole = run.shape(i)
     single = run.decodes(i)
@@ -46,29 +47,22 @@ def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tupl
             single = single.plus(1, part.start + i)
     mine = [p for p in run.chunks if p.seq is seq]
     if not mine and not decodes:
-        return ((_idle(whole, single), seconds),)
-    predicted = model(whole)
+        return ((of_idle(whole, single), seconds),)
+    predicted = model.step_time(whole)
     scale = seconds / predicted if predicted > 0.0 else 0.0
     if not mine or mine[0].tokens == 1:
-        with_decodes = model(single)
-        alone = model(Shape().plus(1, single.kv // single.seqs))
-        return (
-            ("prefill interference", (predicted - with_decodes) * scale),
-            ("decode interference", (with_decodes - alone) * scale),
-        )
-    tokens, start = mine[0].tokens, mine[0].start + i * mine[0].tokens
-    beside = model(single.plus(tokens, start))
-    alone = model(Shape().plus(tokens, start))
-    again = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
+        by_prefill, by_decode = of_decode(model, predicted, single)
+        again = 0.0
+    else:
+        tokens, start = mine[0].tokens, mine[0].start + i * mine[0].tokens
+        (by_prefill, by_decode), alone = of_chunk(model, predicted, single, tokens, start)
+        resumed = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
+        again = alone if resumed else 0.0
     return (
-        *((("preemption", alone * scale),) if again else ()),
-        ("prefill interference", (predicted - beside) * scale),
-        ("decode interference", (beside - alone) * scale),
+        ("preemption", again * scale),
+        ("prefill interference", by_prefill * scale),
+        ("decode interference", by_decode * scale),
     )
-
-
-def _idle(whole: Shape, single: Shape) -> Cause:
-    return "prefill interference" if whole.tokens > 2 * single.tokens else "decode interference"
 
 
 def _first_late(seq: LeanSeq, host: LeanHost) -> int:

@@ -87,7 +87,6 @@ class LeanHost:
         self.decoding_kv = 0  # tokens they have in KV
         self.run: Run | None = None
         self.log: list[Run] = []  # what was run, for whoever has missed
-        self.tpots: dict[float, int] = {}
         self._log_most = 1024
         self._phases = [0] * limits.block  # of the decoding: at which ticks, modulo block, they need another
         self._milestones: list[tuple[int, int, LeanSeq]] = []

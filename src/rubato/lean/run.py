@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,10 +54,6 @@ class Run:
         """The i-th step's entries of one token that are not in `chunks`."""
         return Shape(self.seqs, self.seqs, self.kv + (i + 1) * self.seqs)
 
-    def seconds(self) -> list[float]:
-        """Each step's."""
-        return [b - a for a, b in pairwise([self.begin, *self.ends])]
-
 
 class Steps:
     """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""
@@ -87,7 +82,7 @@ class Steps:
             self._decodes(run)
             return
         # From one step to the next only three sums of a shape change, each by the same.
-        shape = run.shape(0) if run.chunks else run.decodes(0)
+        shape = run.shape(0)
         tokens, seqs, square, chunks = shape.tokens, shape.seqs, shape.chunk_sq, shape.chunks
         kv, context, chunk_kv = shape.kv, shape.chunk_context, shape.chunk_kv
         in_chunks = sum(part.tokens for part in run.chunks if part.tokens > 1)
@@ -117,7 +112,7 @@ class Steps:
         if at >= len(self._factors):
             keep = max(0, at - DRAWN)  # steps that were worked out in vain are worked out again
             drawn = self._rng.lognormal(-(self._noise**2) / 2, self._noise, DRAWN)
-            self._factors = self._factors[keep:] + [float(f) for f in drawn]
+            self._factors = self._factors[keep:] + drawn.tolist()
             self._first += keep
             at -= keep
         return self._factors[at]

@@ -37,9 +37,11 @@ def load_router(name: str, settings: Mapping[str, object] | None = None) -> Rout
     return cast(Router, _build(name, "Router", settings or {}))
 
 
-def router_of(policy: str) -> str:
-    """The module whose Router goes with this policy: its own, or `least_loaded`. Raises PolicyError."""
-    return policy if hasattr(_module(policy), "Router") else "least_loaded"
+def router_for(policy: str, router: str, settings: Mapping[str, object] | None = None) -> Router:
+    """`router`; for "auto" the policy's own, or `least_loaded` where it has none. Raises PolicyError."""
+    if router == "auto":
+        router = policy if hasattr(_module(policy), "Router") else "least_loaded"
+    return load_router(router, settings)
 
 
 def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
