@@ -2,10 +2,12 @@
 
     python benchmarks/fair_share.py [--policy edf --policy vllm] [--cell "flood, fair share"] [--seconds 30]
 
-Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone, and alone on half the
-machine: the engine has one thread of two), offers the same (fair), or `--flood` times as much: with tenants configured,
-so that the fair share holds, and without, first come first served. What `quiet` attains beside the flood must not be
-below what it attains on half the machine. Keep the machine quiet.
+Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is absent (alone, and alone with one of
+the engine's two threads), offers the same (fair), `--share` times as much, which should be about half of what the
+machine holds, or `--flood` times as much: with tenants configured, so that the fair share holds, and without, first
+come first served. What `quiet` attains beside the flood must not be below what it attains beside a neighbour that
+takes its share and no more. Alone on one thread it has the other core for HTTP and the clients, which nobody has
+beside a flood: that cell is kinder than half a machine. Keep the machine quiet.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", action="append")
     parser.add_argument("--rate", type=float, default=1.2, help="requests a second of the quiet tenant")
+    parser.add_argument("--share", type=float, default=1.5, help="times as much from one that takes its share")
     parser.add_argument("--flood", type=float, default=8.0, help="times as much from the loud one")
     parser.add_argument("--cell", action="append", help="only these")
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -79,6 +82,7 @@ def main() -> None:
         "alone": (True, {"quiet": args.rate}, None),
         "alone, half": (True, {"quiet": args.rate}, 1),
         "fair": (True, {"quiet": args.rate, "loud": args.rate}, None),
+        "at its share": (True, {"quiet": args.rate, "loud": args.share * args.rate}, None),
         "flood, fair share": (True, {"quiet": args.rate, "loud": args.flood * args.rate}, None),
         "flood, no tenants": (False, {"quiet": args.rate, "loud": args.flood * args.rate}, None),
     }

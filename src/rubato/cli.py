@@ -124,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file")
-    parser.add_argument("--policy", help="scheduling policy, by name or dotted module")
-    parser.add_argument("--router", help="routing policy, by name or dotted module")
+    parser.add_argument("--policy", help="scheduling policy: a name, a file.py or a dotted module")
+    parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")
     parser.add_argument("--replicas", type=int)
     parser.add_argument(
         "--set",

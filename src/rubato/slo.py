@@ -43,6 +43,13 @@ class Deadlines:
             return min(self.first, self.end)
         return min(self.first + i * self.tpot, self.end)
 
+    def tokens(self, n: int) -> NDArray[np.float64]:
+        """Of the first n, 1 or more."""
+        due: NDArray[np.float64] = np.full(n, self.first)
+        due[1:] += np.arange(1, n) * self.tpot
+        np.minimum(due, self.end, out=due)
+        return due
+
 
 def deadlines(
     slo: SLO, arrival: float, start: float, first_token_at: float | None, continues: float | None
@@ -142,8 +149,7 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
 def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], due: Deadlines) -> float:
     if len(tokens) < MANY:
         return float(min(due.token(i) - t for i, t in enumerate(tokens)))
-    of_each = np.minimum(due.first + np.arange(1, len(tokens)) * due.tpot, due.end) - tokens[1:]
-    return float(min(due.token(0) - tokens[0], of_each.min()))
+    return float((due.tokens(len(tokens)) - tokens).min())
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:

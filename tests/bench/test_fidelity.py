@@ -110,11 +110,31 @@ def test_the_rule(
     attainment: bool,
     e2e: bool,
 ) -> None:
-    cell = fidelity.Cell("edf", 1.0, 5.0, "chat", *(fidelity.Figures(*three) for three in (one, two, simulated)))
+    figures = (fidelity.Figures(*three, ttft=1.0) for three in (one, two, simulated))
+    cell = fidelity.Cell("edf", 1.0, 5.0, "chat", *figures)
     assert (cell.attainment_holds, cell.e2e_holds) == (attainment, e2e)
     assert cell.verdict() == ("holds" if attainment and e2e else "fails: attainment, e2e" if not (attainment or e2e)
                               else "fails: e2e" if attainment else "fails: attainment")  # fmt: skip
     assert cell.verdict() in fidelity.table([cell], "about")
+
+
+@pytest.mark.parametrize(("two", "simulated", "holds"), [(1.0, 1.14, True), (1.0, 1.16, False), (1.2, 1.39, True)])
+def test_ttft_is_judged_where_the_rule_says_so(fidelity: ModuleType, two: float, simulated: float, holds: bool) -> None:
+    figures = [fidelity.Figures(300, 0.8, 2.0, ttft) for ttft in (1.0, two, simulated)]
+    strict = fidelity.Cell("edf", 1.0, 5.0, "all", *figures, fidelity.Rule(0.03, 0.07, 0.15))
+    assert strict.holds == holds
+    assert strict.verdict() == ("holds" if holds else "fails: TTFT")
+    assert "P99 of TTFT within 15 %" in fidelity.table([strict], "about")
+    assert fidelity.Cell("edf", 1.0, 5.0, "all", *figures).holds
+
+
+def test_all_tiers_together(fidelity: ModuleType) -> None:
+    run = simulated_run(load(7), Setup(lambda: replace(TRUE), LIMITS, "vllm"))
+    parts = [fidelity.tier_figures([run], tier) for tier in ("chat", "code")]
+    whole = fidelity.tier_figures([run], "all")
+    assert whole.requests == sum(part.requests for part in parts)
+    assert whole.e2e == pytest.approx(sum(part.e2e * part.requests for part in parts) / whole.requests)
+    assert min(p.ttft for p in parts) <= whole.ttft <= max(p.ttft for p in parts)
 
 
 def test_a_workload_is_as_long_as_its_rarest_tier_needs(fidelity: ModuleType) -> None:

@@ -357,7 +357,7 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "shortest.py").write_text(
         "from dataclasses import dataclass\n"
         "from typing import ClassVar\n"
-        "from rubato.policies._packing import Packing, admit_in_order, run_in_order\n"
+        "from rubato.packing import Packing, admit_in_order, run_in_order\n"
         "SOURCE = 'mine'\n"
         "@dataclass\n"
         "class Scheduler:\n"

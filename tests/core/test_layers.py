@@ -13,7 +13,7 @@ LAYERS = [
     ["types", "stoptext"],
     ["interfaces", "clock"],
     ["kv", "slo", "lengths", "fairness"],
-    ["check", "seq", "latency", "speculation"],
+    ["check", "seq", "latency", "speculation", "packing"],
     ["blame"],
     ["replica", "policies", "metrics", "trace", "engines"],
     ["worker"],

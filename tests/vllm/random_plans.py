@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import Packing
+from rubato.packing import Packing
 from rubato.types import Event, Plan
 
 SOURCE = "chance"

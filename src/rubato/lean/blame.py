@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rubato.blame import of_chunk, of_decode, of_idle
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.blame import Shares, of_chunk, of_decode, of_idle
+from rubato.interfaces import LatencyModel
 from rubato.lean.run import Run
 from rubato.slo import TOLERANCE, deadlines
 from rubato.types import Cause
@@ -13,6 +18,40 @@ from rubato.types import Cause
 if TYPE_CHECKING:
     from rubato.lean.host import LeanHost
     from rubato.lean.seq import LeanSeq
+
+INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
+
+
+class Costs:
+    """What each step of a replica cost each that decoded in it, the same for all: worked out once, when wanted."""
+
+    def __init__(self, latency: LatencyModel) -> None:
+        self._latency = latency
+        self._until = 0  # the step from which on nothing is worked out yet
+        self._shares: NDArray[np.float64] = np.zeros((2, 1024))
+
+    def between(self, first: int, end: int, log: Sequence[Run]) -> NDArray[np.float64]:
+        """(2, end - first): seconds lost in each step to prefill, and to decodes, of others; none below 0."""
+        while self._shares.shape[1] < end:
+            self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)], axis=1)
+        at = bisect_right(log, self._until, key=_tick) - 1
+        while self._until < end:
+            run = log[max(at, 0)]
+            ticks = range(max(self._until, run.tick), min(run.tick + len(run.ends), end))
+            for tick in ticks:
+                self._shares[:, tick] = self._step(run, tick - run.tick)
+            self._until = max(self._until, ticks.stop)
+            at += 1
+        return self._shares[:, first:end]
+
+    def _step(self, run: Run, i: int) -> Shares:
+        decodes = run.all_decodes(i)
+        if not decodes.seqs:
+            return 0.0, 0.0
+        predicted = self._latency.step_time(run.shape(i))
+        scale = run.seconds(i) / predicted if predicted > 0.0 else 0.0
+        by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
+        return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 
 
 def blame(seq: LeanSeq, host: LeanHost) -> dict[Cause, float]:
@@ -27,24 +66,49 @@ def blame(seq: LeanSeq, host: LeanHost) -> dict[Cause, float]:
     for tick, seconds, again in seq.waits:
         if tick <= last:
             lose("preemption" if again else "queue", seconds)
-    decodes = {t for spans in seq.spans_now() for a, b in spans for t in range(a, min(b, last + 1))}
+    decoded = [span for spans in seq.spans_now() for span in spans]
     for begin, end in seq.begun:
-        for tick in range(begin, min(last + 1, host.tick if end < 0 else end)):
-            run = _run_of(host.log, tick)
-            for cause, seconds in _step(seq, run, tick - run.tick, tick in decodes, host):
-                lose(cause, seconds)
+        stop = min(last + 1, host.tick if end < 0 else end)
+        for first, after, decodes in _pieces(begin, stop, decoded):
+            if decodes and after - first > 1:
+                _lose_each(lost, host.costs.between(first, after, host.log))
+                continue
+            for tick in range(first, after):
+                run = host.log[bisect_right(host.log, tick, key=_tick) - 1]
+                for cause, seconds in _step(seq, run, tick - run.tick, decodes, host):
+                    lose(cause, seconds)
     return lost
+
+
+def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
+    """The steps [begin, stop) in parts, and whether each brought a token a step. A part of one that did may also have
+    been the end of a prefill; one of more was not."""
+    at = begin
+    for a, b in decoded:
+        first, after = max(a, at), min(b, stop)
+        if first < after:
+            if at < first:
+                yield at, first, False
+            yield first, after, True
+            at = after
+    if at < stop:
+        yield at, stop, False
+
+
+def _lose_each(lost: dict[Cause, float], shares: NDArray[np.float64]) -> None:
+    """Add up step by step, as floats add up; of two causes with the same sum in the end, the earlier one counts."""
+    rows = [(int(np.argmax(row > 0.0)), cause, row) for cause, row in zip(INTERFERENCE, shares, strict=True)]
+    for _, cause, row in sorted(rows, key=lambda item: item[0]):
+        if row.any():
+            lost[cause] = float(np.add.accumulate(np.concatenate([[lost.get(cause, 0.0)], row]))[-1])
 
 
 def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tuple[tuple[Cause, float], ...]:
     """What one step cost it, beyond what it would have taken alone."""
     model = host.latency
-    seconds = run.ends[i] - (run.ends[i - 1] if i else run.begin)
+    seconds = run.seconds(i)
     whole = run.shape(i)
-    single = run.decodes(i)
-    for part in run.chunks:
-        if part.tokens == 1:
-            single = single.plus(1, part.start + i)
+    single = run.all_decodes(i)
     mine = [p for p in run.chunks if p.seq is seq]
     if not mine and not decodes:
         return ((of_idle(whole, single), seconds),)
@@ -69,20 +133,28 @@ def _first_late(seq: LeanSeq, host: LeanHost) -> int:
     """The step that brought the first token that was late; the last step, if none was."""
     continues: float | None = None
     for stage, start, spans in zip(seq.request.stages, seq.starts, seq.spans_now(), strict=False):
-        ticks = [t for a, b in spans for t in range(a, b)]
-        if not ticks:
-            break
         times = host.times(spans)
+        if not len(times):
+            break
         due = deadlines(
             stage.slo, seq.request.arrival, start, float(times[0]), continues if stage.prompt == 0 else None
         )
-        for i, (tick, at) in enumerate(zip(ticks, times, strict=True)):
-            if at > due.token(i) + TOLERANCE:
-                return tick
-        last = due.token(len(ticks) - 1)
+        late = times > due.tokens(len(times)) + TOLERANCE
+        if late.any():
+            return _nth(spans, int(np.argmax(late)))
+        last = due.token(len(times) - 1)
         continues = last if last < float("inf") else float(times[-1])
     return host.tick - 1
 
 
-def _run_of(log: list[Run], tick: int) -> Run:
-    return log[bisect_right(log, tick, key=lambda run: run.tick) - 1]
+def _nth(spans: Iterable[tuple[int, int]], n: int) -> int:
+    """The n-th step, from 0, of these."""
+    for a, b in spans:
+        if n < b - a:
+            return a + n
+        n -= b - a
+    raise AssertionError("fewer steps than tokens")
+
+
+def _tick(run: Run) -> int:
+    return run.tick

@@ -19,7 +19,7 @@ from rubato.check import check
 from rubato.clock import COMPLETION, PLAN, HandClock
 from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
-from rubato.lean.blame import blame
+from rubato.lean.blame import Costs, blame
 from rubato.lean.run import Part, Run, Steps
 from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
 from rubato.lean.view import LeanView
@@ -40,7 +40,7 @@ from rubato.types import (
 )
 
 NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
-LONGEST = 32  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+LONGEST = 8  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 
 
 class LeanHost:
@@ -87,6 +87,7 @@ class LeanHost:
         self.decoding_kv = 0  # tokens they have in KV
         self.run: Run | None = None
         self.log: list[Run] = []  # what was run, for whoever has missed
+        self.costs = Costs(latency)
         self._log_most = 1024
         self._phases = [0] * limits.block  # of the decoding: at which ticks, modulo block, they need another
         self._milestones: list[tuple[int, int, LeanSeq]] = []
@@ -105,6 +106,8 @@ class LeanHost:
         self._order = 0
         self._version = 0
         self._planned = False
+        self._plan: Plan | None = None  # the last one, where it can be carried out again
+        self._steady = 0  # for how many more steps it stands, unless something happens
         self._view = LeanView(self)
 
     # ----------------------------------------------------------------- Host
@@ -131,7 +134,7 @@ class LeanHost:
         raise ValueError(NO_HANDOFF)
 
     def view(self) -> View:
-        return self._view.at(self.clock.time)
+        return self._view
 
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
@@ -180,13 +183,16 @@ class LeanHost:
         self.kv_free = run.free - run.needs[-1]
         if self._ran is not None:
             self._ran(run)
-        for seq in self._book(run):
+        came = self._book(run)
+        for seq in came:
             if not seq.ended:
                 self._token(seq, now)
         for seq in self._ending:
             self._release(seq)
         self._ending.clear()
         self._planned = True
+        if came or run.chunks:
+            self._steady = 0
         return True
 
     def plan(self, version: int) -> None:
@@ -199,10 +205,7 @@ class LeanHost:
         if not self.known:
             self._flush()
             return
-        view = self._view.at(now)
-        plan = self.scheduler.plan(view)
-        if not self._plainly_possible(plan):
-            check(plan, view, self._policy)
+        plan = self._next()
         events = self._carry_out(plan, now)
         self._outbox += events
         self._flush()
@@ -211,6 +214,18 @@ class LeanHost:
                 self._plan_at(now)
             elif plan.wake_at is not None:
                 self._at(plan.wake_at, PLAN, self, self._version)
+
+    def _next(self) -> Plan:
+        """The last plan while it stands, else what the policy says."""
+        if self._steady > 0 and self._plan is not None and self.blocks_due() <= self.kv_free:
+            return self._plan
+        view = self._view
+        plan = self.scheduler.plan(view)
+        if not self._plainly_possible(plan):
+            check(plan, view, self._policy)
+        again = not (plan.preempt or plan.drop or plan.demote or plan.promote)
+        self._plan, self._steady = plan if again else None, plan.steady + 1
+        return plan
 
     # ----------------------------------------------------------------- a plan is carried out
 
@@ -261,7 +276,7 @@ class LeanHost:
             self._join(seq)
 
     def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
-        most = min(plan.steady + 1, LONGEST) if plan.decode else 1
+        most = min(self._steady, LONGEST) if plan.decode else 1
         while self._milestones and not self._due(*self._milestones[0]):
             heappop(self._milestones)
         if self._milestones:
@@ -270,6 +285,7 @@ class LeanHost:
             most = min(most, max(1, part.seq.pending // part.tokens))
         run = Run(now, self.tick, self.decoding, self.decoding_kv, chunks, order, self.kv_free)
         self._count_blocks(run, most)
+        self._steady -= len(run.needs)
         self._steps.take(run)
         self.run = run
         self._keep(run)
@@ -470,6 +486,7 @@ class LeanHost:
 
     def _changed(self, now: float) -> None:
         """Something came: the run ends with the step that is under way."""
+        self._steady = 0
         run = self.run
         if run is None:
             if not self._planned:

@@ -54,6 +54,18 @@ class Run:
         """The i-th step's entries of one token that are not in `chunks`."""
         return Shape(self.seqs, self.seqs, self.kv + (i + 1) * self.seqs)
 
+    def all_decodes(self, i: int) -> Shape:
+        """All entries of one token of the i-th step."""
+        shape = self.decodes(i)
+        for part in self.chunks:
+            if part.tokens == 1:
+                shape = shape.plus(1, part.start + i)
+        return shape
+
+    def seconds(self, i: int) -> float:
+        """That the i-th step took."""
+        return self.ends[i] - (self.ends[i - 1] if i else self.begin)
+
 
 class Steps:
     """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""

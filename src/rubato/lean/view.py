@@ -27,13 +27,12 @@ class LeanView(View):
         for name, value in (
             ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
             ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
-            ("now", 0.0),
         ):  # fmt: skip
             put(self, name, value)
 
-    def at(self, now: float) -> LeanView:
-        object.__setattr__(self, "now", now)
-        return self
+    @property
+    def now(self) -> float:
+        return self._host.clock.time
 
     @property
     def waiting(self) -> Sequence[SeqView]:
@@ -92,7 +91,8 @@ class LeanView(View):
     @property
     def pending(self) -> int:
         host = self._host
-        host.sync()
+        if host.run is not None and host.run.chunks:
+            host.sync()
         return host.pending + len(host.running) - len(host.prefilling)
 
     @property

@@ -1,7 +1,8 @@
 """Scheduling and routing policies, one file each; a module's name is the policy's name.
 
 A policy module defines a dataclass `Scheduler` (and/or `Router`) whose fields are its settings, and `SOURCE`, where it
-comes from. `load` and `load_router` also take a dotted module of anyone's (`my_pkg.my_policy`).
+comes from. `load` and `load_router` also take a file (`my_policy.py`) or a dotted module (`my_pkg.my_policy`) of
+anyone's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -58,12 +61,30 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
 def _module(name: str) -> ModuleType:
     if name in names():
         return importlib.import_module(f"{__name__}.{name}")
+    if name.endswith(".py"):
+        return _file(Path(name))
     if "." in name and importlib.util.find_spec(name.split(".")[0]) is not None:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise PolicyError(f"policy module {name!r} cannot be imported: {error}") from error
     raise PolicyError(f"unknown policy {name!r}{nearest(name, names())}; `rubato policies` lists them")
+
+
+def _file(path: Path) -> ModuleType:
+    """The module in a file of anyone's: read once, whatever other name leads to it."""
+    key = f"rubato policy {path.resolve()}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise PolicyError(f"there is no policy file {str(path)!r}")
+        module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look there
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[key]
+            raise PolicyError(f"policy file {str(path)!r} cannot be run: {type(error).__name__}: {error}") from error
+    return sys.modules[key]
 
 
 def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from rubato.interfaces import Dispatch, View
 from rubato.kv import blocks_for
-from rubato.policies._packing import Packing, run_in_order
+from rubato.packing import Packing, run_in_order
 from rubato.types import Event, HandoffReason, Plan, Request, Role
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"

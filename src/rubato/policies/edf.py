@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.policies._packing import Packing
+from rubato.packing import Packing
 from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"

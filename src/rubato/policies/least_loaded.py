@@ -23,13 +23,11 @@ class Router:
         pass
 
     def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
-        load = {view.id: self._load(view) for view in fleet}
+        per = self.per_request
+        load = [view.pending + per * view.count for view in fleet]
         place = {}
         for request in held:
-            replica = min(load, key=lambda id: load[id])
-            place[request.id] = replica
-            load[replica] += request.stages[0].prompt + self.per_request
+            least = load.index(min(load))
+            place[request.id] = fleet[least].id
+            load[least] += request.stages[0].prompt + per
         return Dispatch(place, {})
-
-    def _load(self, view: View) -> int:
-        return view.pending + self.per_request * view.count

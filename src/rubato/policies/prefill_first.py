@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
-from rubato.policies._packing import Packing, run_in_order
+from rubato.packing import Packing, run_in_order
 from rubato.types import Event, Plan
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"

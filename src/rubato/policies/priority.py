@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.policies._packing import Packing
+from rubato.packing import Packing
 from rubato.types import Event, Plan
 
 SOURCE = (

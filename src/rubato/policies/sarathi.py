@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import decode_first
+from rubato.packing import decode_first
 from rubato.types import Event, Plan
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.policies._packing import Packing, admit_in_order, decode_first, run_in_order
+from rubato.packing import Packing, admit_in_order, decode_first, run_in_order
 from rubato.types import Event, Plan
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"

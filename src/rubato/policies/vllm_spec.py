@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
+from rubato.packing import Packing, admit_in_order, run_in_order
 from rubato.policies import vllm
-from rubato.policies._packing import Packing, admit_in_order, run_in_order
 from rubato.types import Event, Plan, Work
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
