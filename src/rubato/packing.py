@@ -26,10 +26,19 @@ class Packing:
         self.running = view.running_ids
         most = limits.max_running
         self.slots_left = len(view.waiting) if most is None else most - len(self.running)
-        self.shape = Shape()
         self.work: dict[str, int] = {}
         self.preempted: list[SeqView] = []
         self.decode = False
+        self._shape = Shape()
+        self._added: list[tuple[int, int]] = []  # not in `_shape` yet: few policies ask for it
+
+    @property
+    def shape(self) -> Shape:
+        """The batch so far."""
+        for tokens, cached in self._added:
+            self._shape = self._shape.plus(tokens, cached)
+        self._added.clear()
+        return self._shape
 
     def decode_all(self) -> bool:
         """One token of every running sequence that has one pending, before anything else; False if not all fit."""
@@ -40,7 +49,7 @@ class Packing:
         self.tokens_left -= decodes.tokens
         self.seqs_left -= decodes.seqs
         self.kv_left -= need
-        self.shape = decodes
+        self._shape = decodes
         return True
 
     def steady(self) -> int:
@@ -81,7 +90,7 @@ class Packing:
         self.tokens_left -= tokens
         self.seqs_left -= 1
         self.kv_left -= self._new_blocks(seq, tokens)
-        self.shape = self.shape.plus(tokens, seq.cached)
+        self._added.append((tokens, seq.cached))
 
     def remove(self, seq: SeqView) -> None:
         """Take its work out of the batch again."""
@@ -90,7 +99,7 @@ class Packing:
         self.tokens_left += tokens
         self.seqs_left += 1
         self.kv_left += self._new_blocks(seq, tokens)
-        self.shape = self.shape.minus(tokens, seq.cached)
+        self._shape = self.shape.minus(tokens, seq.cached)
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""
@@ -108,7 +117,7 @@ class Packing:
             work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
             decode=self.decode,
             steady=steady,
-            preempt=tuple(s.id for s in self.preempted),
+            preempt=tuple([s.id for s in self.preempted]),
             demote=tuple(demote),
             promote=tuple(promote),
             drop=drop or {},

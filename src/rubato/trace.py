@@ -51,7 +51,12 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 def encode(event: Event) -> bytes:
     """One line, newline included."""
-    return b'{"kind":"%s",' % type(event).__name__.encode() + orjson.dumps(event)[1:] + b"\n"
+    return b'{"kind":"%s",' % type(event).__name__.encode() + orjson.dumps(event, default=_named)[1:] + b"\n"
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """A named tuple by its names."""
+    return cast(dict[str, Any], value._asdict())
 
 
 def without_content(event: Event) -> Event:

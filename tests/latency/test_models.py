@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from rubato.latency.dims import Dims
 from rubato.types import Batch, Entry, Sample, Shape
 from tests.latency.every import COMPONENTS, affines, batch, entries, rooflines
 
-FEATURES = [f.name for f in fields(Shape)]
+FEATURES = list(Shape._fields)
 
 
 linear: st.SearchStrategy[LatencyModel] = st.one_of(rooflines, affines)
@@ -30,7 +30,7 @@ def test_never_faster_when_any_feature_grows(
     model: LatencyModel, parts: list[tuple[int, int]], name: str, more: int
 ) -> None:
     shape = batch(parts)
-    assert model.step_time(replace(shape, **{name: getattr(shape, name) + more})) >= model.step_time(shape)
+    assert model.step_time(shape._replace(**{name: getattr(shape, name) + more})) >= model.step_time(shape)
 
 
 def test_one_token_is_a_decode_and_two_are_a_chunk() -> None:
@@ -47,7 +47,7 @@ def test_the_terms_of_the_affine_form() -> None:
     entries = (Entry("d", 9, 1, (), True), Entry("p", 4, 10, (), False))
     shape = Batch(entries).shape
     assert model.step_time(shape) == 1000.0 + 2 * 7.0 + (11 + 100) + 0.5 * 24 + 0.25 * 40 + 0.125 * 100
-    assert model.step_time(replace(shape, tokens=50)) - model.step_time(shape) == (4 * 50 + 10) - (11 + 100)
+    assert model.step_time(shape._replace(tokens=50)) - model.step_time(shape) == (4 * 50 + 10) - (11 + 100)
 
 
 @given(rooflines, st.integers(1, 5000), st.integers(0, 8))

@@ -6,7 +6,7 @@ On the virtual clock it is the simulator; on the wall clock it stands in for a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, log
 
 import numpy as np
@@ -142,7 +142,7 @@ class Engine:
         """Raises ValueError for tree nodes to verify that were not drafted here."""
         shape = batch.shape
         if self._drafter is not None and self._drafter.latency is not None:
-            shape = replace(shape, spec_steps=0)
+            shape = shape._replace(spec_steps=0)
         seconds = self._latency.step_time(shape)
         emitted = {e.seq: self._emit(self._seqs[e.seq], e) for e in batch.entries if e.sample}
         if self._drafter is not None:

@@ -278,18 +278,15 @@ class _Decode:
         return self  # only ever grows what it remembers
 
     def time(self, batch: int, kv: int) -> float:
-        row = self._rows.get(batch)
-        if row is None:
-            row = self._rows[batch] = self._row(batch)
+        row = self._rows.get(batch) or self._row(batch)
         i = self._piece(row, kv)
         return row[0][i] + row[1][i] * (max(kv, 4) - self._x[i])
 
     def line(self, batch: int, kv: int) -> tuple[float, float, float, float]:
         """What `time` goes by here, as `Line` has it."""
-        at_least = self.time(batch, kv)
         if kv < 4:
-            return at_least, 0.0, 4.0, 4.0
-        row = self._rows[batch]
+            return self.time(batch, kv), 0.0, 4.0, 4.0
+        row = self._rows.get(batch) or self._row(batch)
         i = self._piece(row, kv)
         last = i == len(row[1]) - 1
         return row[0][i], row[1][i], self._x[i], float("inf") if last else self._x[i + 1]
@@ -303,9 +300,10 @@ class _Decode:
         return i if i < len(row[1]) else len(row[1]) - 1
 
     def _row(self, batch: int) -> tuple[list[float], list[float]]:
-        """(seconds at each knot, seconds per token after it)."""
+        """(seconds at each knot, seconds per token after it); remembered."""
         upper = int(np.clip(np.searchsorted(self._batches, batch), 1, len(self._batches) - 1))
         low, high = self._batches[upper - 1], self._batches[upper]
         part = (batch - low) / (high - low)
         seconds = self._times[upper - 1] + part * (self._times[upper] - self._times[upper - 1])
-        return seconds[:-1].tolist(), (np.diff(seconds) / np.diff(knots())).tolist()
+        row = self._rows[batch] = (seconds[:-1].tolist(), (np.diff(seconds) / np.diff(knots())).tolist())
+        return row

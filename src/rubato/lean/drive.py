@@ -30,6 +30,7 @@ def drive(
     """
     clock = HandClock()
     heap: list[tuple[float, int, int, LeanHost, int]] = []
+    hosts: list[LeanHost] = []
     count = itertools.count()
 
     def at(when: float, rank: int, host: LeanHost, version: int) -> None:
@@ -38,10 +39,12 @@ def drive(
     def maker(number: int) -> HostMaker:
         def host(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
                  options: Mapping[str, Any]) -> LeanHost:  # fmt: skip
-            return make(
+            made = make(
                 number, id=id, scheduler=load(policy, settings), clock=clock, emit=emit, at=at, policy=policy,
                 lengths=options["lengths"], rule=options["rule"],
             )  # fmt: skip
+            hosts.append(made)
+            return made
 
         return host
 
@@ -65,5 +68,7 @@ def drive(
                     host.plan(version)
         else:
             host.plan(version)
+    for host in hosts:
+        host.log.clear()  # a host is in cycles: what it holds would stay until the next search for such
     if cluster.in_flight:
         raise RuntimeError(f"virtual time stands still: {cluster.in_flight} requests are left and nothing will happen")

@@ -40,7 +40,7 @@ from rubato.types import (
 )
 
 NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
-LONGEST = 8  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 
 
 class LeanHost:
@@ -180,19 +180,18 @@ class LeanHost:
         self._advance(run, len(run.ends))
         self.run = None
         now = run.ends[-1]
-        self.kv_free = run.free - run.needs[-1]
         if self._ran is not None:
             self._ran(run)
-        came = self._book(run)
-        for seq in came:
-            if not seq.ended:
-                self._token(seq, now)
-        for seq in self._ending:
-            self._release(seq)
-        self._ending.clear()
         self._planned = True
-        if came or run.chunks:
-            self._steady = 0
+        if run.chunks or self._resting or self._ending or self._due_now():
+            for seq in self._book(run):
+                if not seq.ended:
+                    self._token(seq, now)
+            for seq in self._ending:
+                self._release(seq)
+            self._ending.clear()
+            if run.order or self.waiting or self.prefilling:
+                self._steady = 0
         return True
 
     def plan(self, version: int) -> None:
@@ -277,10 +276,11 @@ class LeanHost:
 
     def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
         most = min(self._steady, LONGEST) if plan.decode else 1
-        while self._milestones and not self._due(*self._milestones[0]):
-            heappop(self._milestones)
-        if self._milestones:
-            most = min(most, self._milestones[0][0] - self.tick)
+        milestones = self._milestones
+        while milestones and not self._due(*milestones[0]):
+            heappop(milestones)
+        if milestones:
+            most = min(most, milestones[0][0] - self.tick)
         for part in chunks:
             most = min(most, max(1, part.seq.pending // part.tokens))
         run = Run(now, self.tick, self.decoding, self.decoding_kv, chunks, order, self.kv_free)
@@ -295,13 +295,13 @@ class LeanHost:
 
     def _count_blocks(self, run: Run, most: int) -> None:
         """KV blocks taken when each step begins, cumulated; fewer steps than `most` when they would run short."""
-        block, phases, needs, need = self.limits.block, self._phases, run.needs, 0
+        block, phases, needs, free, need = self.limits.block, self._phases, run.needs, run.free, 0
         for i in range(most):
             need += phases[-(run.tick + i) % block]
             for part in run.chunks:
                 before = part.start + i * part.tokens
                 need += blocks_for(before + part.tokens, block) - blocks_for(before, block)
-            if i and need > run.free:
+            if need > free and i:
                 break
             needs.append(need)
 
@@ -321,6 +321,10 @@ class LeanHost:
             part.seq._cached += steps * part.tokens
             self.pending -= steps * part.tokens
         self.kv_free = run.free - run.needs[min(done, len(run.needs) - 1)]
+
+    def _due_now(self) -> bool:
+        """Whether somebody's first or last token of a stage may have come."""
+        return bool(self._milestones) and self._milestones[0][0] <= self.tick
 
     def _book(self, run: Run) -> list[LeanSeq]:
         """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
@@ -509,11 +513,12 @@ class LeanHost:
             self._plan_at(self.clock.time)
 
     def _flush(self) -> None:
+        if not self._outbox:
+            return
         events, self._outbox = self._outbox, []
         for event in events:
             self._emit(event)
-        if events:
-            self.scheduler.observe(events)
+        self.scheduler.observe(events)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts are what looking at every sequence gives."""

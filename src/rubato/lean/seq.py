@@ -113,7 +113,10 @@ class LeanSeq:
 
     @property
     def due(self) -> float:
-        return self.deadlines.token(self.output)
+        due = self.deadlines
+        i = self._output + self.host.tick if self.state == DECODING else self._output
+        at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of everyone, every step
+        return at if at < due.end else due.end
 
     @property
     def missed(self) -> bool:
