@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,12 @@ ON_SITE = [page for page in PAGES if page != "README.md"]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
         build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))  # strict: a warning raises
-    yield folder
+    return folder
 
 
 def article(site: Path, page: str) -> str:
