@@ -23,7 +23,7 @@ LESS = {
     "workload": "--rate 10 --duration 1.2",
     "bench": "--no-progress",
     "sweep": "--rates 2 --duration 5 --seeds 0 --workers 1 --no-progress",
-    "capacity": "--count 200 --seeds 0 --targets 0.9 --tolerance 0.5 --workers 1 --no-progress",
+    "capacity": "--count 300 --start 60 --seeds 0 --targets 0.99 --tolerance 0.5 --workers 1 --no-progress",
     "plan": "--workers 1 --no-progress",
 }
 ELSEWHERE = {"serve", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
@@ -33,8 +33,12 @@ SHOWN = next(words for words in commands("capacity.md") if words[0] == "plan")  
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Under the manual's own policy."""
+    policy = tmp_path_factory.mktemp("policy") / "my_policy.py"
+    policy.write_text(fenced("policies.md", "python")[0])
     with servers(tmp_path_factory.mktemp("docs")) as start:
         yield start(
+            policy=str(policy),
             served_name="SmolLM2-135M-Instruct",
             engine={"kind": "simulated", "max_length": 1024},
             latency={"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
