@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-vllm setup serve check format bench clean
+.PHONY: demo test test-vllm setup serve docs check format bench clean
 
 demo: setup  ## measure this machine, then three classes of requests, policy against policy
 	$(BIN)/rubato demo
@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml
 
 serve: setup  ## serve the bundled model on PORT until stopped
 	$(BIN)/rubato serve bundled --port $(PORT)
+
+docs: setup  ## the manual as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 check: setup  ## lint, format, types
 	$(BIN)/ruff check .

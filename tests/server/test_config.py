@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rubato.clock import VirtualClock
-from rubato.config import Config, ConfigError, TenantSettings, load
+from rubato.config import Config, ConfigError, load
 from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.latency.roofline import Model as Roofline
@@ -226,28 +225,6 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("# nothing yet\n")
     assert load(path) == Config()
-
-
-def test_the_operators_page_names_every_setting_and_its_example_is_valid() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    for name in [*Config.model_fields, *TenantSettings.model_fields]:
-        assert f"`{name}`" in page, name
-    example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
-    config = load(example)
-    assert set(config.tenants) == {"acme", "ops"}
-
-
-def test_the_documents_example_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    root = Path(__file__).parents[2]
-    text = (root / "docs" / "serving.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
-    (tmp_path / "keys").write_text("sk-ops\n")
-    monkeypatch.setenv("ACME_KEYS", "sk-acme")
-    (tmp_path / "rubato.yaml").write_text(text.replace("/run/secrets/ops", str(tmp_path / "keys")))
-    config = load(tmp_path / "rubato.yaml")
-    assert [tenant.name for tenant in tenants_of(config)] == ["acme", "ops"]
-    engines, _ = build(config, VirtualClock())
-    assert len(engines) == 1
 
 
 def test_the_version_is_the_changelogs() -> None:

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 from rubato.interfaces import Router, Scheduler
 
+PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
+
 
 class PolicyError(ValueError):
     """An unknown policy or setting; the message names the nearest known one."""
@@ -93,6 +95,12 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
     if cls is None:
         has = [k for k in ("Scheduler", "Router") if hasattr(module, k)]
         raise PolicyError(f"policy {name!r} has no {kind}; it defines {' and '.join(has) or 'neither'}")
+    if not hasattr(cls, "__dataclass_fields__"):
+        raise PolicyError(
+            f"policy {name!r}: {kind} is no dataclass; its fields are to be the settings, put @dataclass there"
+        )
+    if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
+        raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
     known = _settings(cls)
     for key, value in settings.items():
         if key not in known:

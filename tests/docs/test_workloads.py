@@ -1,8 +1,7 @@
 """The examples of docs/workloads.md do what they say."""
 
+import json
 import re
-import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,19 +9,14 @@ import pytest
 from rubato.cli import main
 from rubato.workloads import mix, read, scenarios
 from rubato.workloads.arrivals import parse
+from tests.docs.pages import PAGES, blocks, commands
 
-DOCS = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text(encoding="utf-8")
-
-
-def blocks(begins):
-    """The indented blocks whose first line begins so."""
-    found = re.findall(r"(?:^    .*\n|^\n)+", DOCS, flags=re.MULTILINE)
-    texts = [re.sub(r"^    ", "", block.strip("\n"), flags=re.MULTILINE) for block in found if block.strip()]
-    return [text for text in texts if text.startswith(begins)]
+PAGE = "workloads.md"
+DOCS = PAGES[PAGE]
 
 
 def test_python_examples_run():
-    one, two = blocks("from rubato")
+    one, two = blocks(PAGE, "from rubato")
     made = {}
     exec(one, made)
     assert len(made["load"].arrivals) == 1000
@@ -32,24 +26,32 @@ def test_python_examples_run():
 
 
 def test_kinds_are_read(tmp_path):
-    (text,) = blocks("tiers:")
+    (text,) = blocks(PAGE, "tiers:")
     (tmp_path / "mix.yaml").write_text(text)
     assert [kind.app for kind in mix.read(tmp_path / "mix.yaml")] == ["chat", "summary", "code", "search"]
 
 
 def test_commands_make_workloads(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (text,) = blocks("tiers:")
+    (text,) = blocks(PAGE, "tiers:")
     (tmp_path / "mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", text, flags=re.MULTILINE))
     rows = [f"2023-11-16 18:15:{second},5,5" for second in (46, 46, 47)]
     (tmp_path / "code.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     (tmp_path / "conv.csv").write_text("t_s,input_tokens,output_tokens\n0,50,5\n2,60,5\n")
-    (words,) = blocks("rubato workload")
-    for line in words.replace(".csv.gz", ".csv").splitlines():
-        command, *rest = shlex.split(line, comments=True)[1:]
-        if command == "workload":
-            assert main([command, *rest]) == 0
+    for words in commands(PAGE):
+        if words[0] == "workload":
+            assert main([word.replace(".csv.gz", ".csv") for word in words]) == 0
     assert [len(read(name).arrivals) for name in ("chat.jsonl", "conv.jsonl")] == [1000, 2]
+
+
+def test_the_header_shown_is_read(tmp_path):
+    (header,) = blocks(PAGE, '{"format"')
+    (tmp_path / "mine.jsonl").write_text(
+        header.replace("\n", " ") + '\n{"id": "a", "at": 0, "tier": "free", "prompt_tokens": 5, "output_tokens": 1}\n'
+    )
+    made = read(tmp_path / "mine.jsonl")
+    assert set(made.tiers) == set(json.loads(header)["tiers"])
+    assert (made.name, made.seed, made.arrivals[0].id) == ("mine", 1, "a")
 
 
 def test_words_for_arrivals_are_understood():

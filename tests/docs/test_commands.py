@@ -1,0 +1,51 @@
+"""The commands on the pages are ones that can be given; those that take little time are."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from rubato.cli import _parser
+from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+OTHERS = {"--scheduler-cls", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = [a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(action.choices)
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}:{' '.join(words)}" for page, words in COMMANDS])
+def test_commands_are_understood(page: str, words: list[str]) -> None:
+    _parser().parse_args(words)
+
+
+def test_every_subcommand_but_the_tour_has_an_example() -> None:
+    shown = {words[0] for _, words in COMMANDS} | {"demo"}  # `make demo`
+    shown |= {span.split()[1] for page in PAGES for span in spans(page) if span.startswith("rubato ")}
+    assert shown == set(subcommands())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_and_targets_in_sentences_exist(page: str) -> None:
+    known = {word for sub in subcommands().values() for word in sub._option_string_actions} | OTHERS
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
+    said = {word for span in spans(page) for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}
+    assert said <= known
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join([*spans(page), *blocks(page)])
+    asked = set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE))
+    assert asked <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_ours_exist(page: str) -> None:
+    pattern = r"(?<![\w/.])((?:benchmarks|tests|docs|policies|rubato)/[\w/.]+)"
+    named = {path for code in [*spans(page), *blocks(page)] for path in re.findall(pattern, code)}
+    places = (ROOT, ROOT / "src", ROOT / "src" / "rubato")
+    assert not [path for path in named if not any((place / path).exists() for place in places)]

@@ -1,0 +1,96 @@
+"""The configurations, settings, metrics and names that pages state are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rubato import policies, profiles
+from rubato.clock import VirtualClock
+from rubato.config import Config, TenantSettings, load
+from rubato.engines.vllm.control import Settings, settings_of
+from rubato.engines.vllm.seq import KEYS
+from rubato.serve import build, latency_of, simulation_limits, tenants_of
+from rubato.server.prometheus import Metrics
+from tests.docs.pages import PAGES, blocks, fenced, prose
+
+EXAMPLES = [(page, text) for page in PAGES for text in fenced(page, "yaml")]
+
+
+def column(page: str, heading: str, at: int = 0) -> list[str]:
+    """The code in one column of the tables below this heading (and above the next), row by row."""
+    section = prose(page).split(f"{heading}\n")[1].split("\n#")[0]
+    section = re.sub(r"^\|.*\n(?=\|--)", "", section, flags=re.MULTILINE)  # the tables' heads
+    rows = [line.split("|")[at + 1] for line in section.splitlines() if line.startswith("|")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize(("page", "text"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
+def test_configurations_load(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "rubato.yaml").write_text(text)
+    config = load(tmp_path / "rubato.yaml")
+    policies.load(config.policy.name, config.policy.settings)
+    policies.router_for(config.policy.name, config.router.name, config.router.settings)
+    latency_of(config)
+    if config.engine.name == "simulated":
+        assert simulation_limits(config)["kv_blocks"] == config.engine.settings["kv_blocks"]
+
+
+def test_the_operators_example_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "keys").write_text("sk-ops\n")
+    monkeypatch.setenv("ACME_KEYS", "sk-acme")
+    (example,) = fenced("serving.md", "yaml")
+    (tmp_path / "rubato.yaml").write_text(example.replace("/run/secrets/ops", str(tmp_path / "keys")))
+    config = load(tmp_path / "rubato.yaml")
+    assert [tenant.name for tenant in tenants_of(config)] == ["acme", "ops"]
+    engines, _ = build(config, VirtualClock())
+    assert len(engines) == 1
+
+
+def test_settings_are_named_all_of_them() -> None:
+    assert set(column("serving.md", "## Configuration")) == set(Config.model_fields)
+    assert set(column("serving.md", "## Tenants and keys")) == set(TenantSettings.model_fields)
+
+
+def test_defaults_are_as_stated() -> None:
+    section = PAGES["serving.md"].split("## Configuration\n")[1]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+|true|false) \|", section, re.MULTILINE))
+    assert len(rows) >= 4
+    assert {name: json.loads(text) for name, text in rows.items()} == {
+        name: Config.model_fields[name].default for name in rows
+    }
+
+
+def test_metrics_are_named_all_of_them() -> None:
+    exposed = set(re.findall(r"^# TYPE (\S+)", Metrics("m", list, lambda: 0).text().decode(), re.MULTILINE))
+    section = PAGES["serving.md"].split("## Metrics\n")[1].split("\n## ")[0]
+    of_vllm = section.split("From vLLM:")[1]
+    named = {f"vllm:{name}" for name in re.findall(r"`(\w+)`", of_vllm)}
+    assert named | set(column("serving.md", "## Metrics")) == exposed
+
+
+def test_settings_and_keys_inside_vllm() -> None:
+    page = "vllm.md"
+    assert set(column(page, "# Our schedulers inside vLLM")) == set(Settings.__dataclass_fields__)
+    assert set(column(page, "## Stating an SLO")) == set(KEYS)
+    (shell,) = blocks(page, "pip install")
+    (given,) = re.findall(r"--additional-config '(.*)'", shell)
+    assert settings_of(json.loads(given)).policy == "edf"
+    (body,) = blocks(page, '{"model"')
+    assert set(json.loads(body.replace("[...]", "[]"))["vllm_xargs"]) <= set(KEYS)
+
+
+def test_policies_and_profiles_are_named_all_of_them() -> None:
+    assert set(column("README.md", "## Measuring and simulating")) == set(policies.names())
+    assert column("latency.md", "## Hardware profiles")[: len(profiles.names())] == profiles.names()
+
+
+def test_the_profile_is_loaded_as_shown() -> None:
+    (example,) = blocks("latency.md", "from rubato import profiles")
+    made: dict[str, object] = {}
+    exec(example, made)
+    assert f"{made['profile'].kv_tokens:,}" in PAGES["latency.md"]  # type: ignore[attr-defined]

@@ -1,0 +1,111 @@
+"""The policy of docs/policies.md: short, run as the page says, held to what every policy is held to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rubato import interfaces, policies
+from rubato.cli import main
+from rubato.engines.simulated import Engine
+from rubato.interfaces import SeqView, View
+from rubato.types import Plan, Work
+from tests.docs.pages import PAGES, commands, fenced
+from tests.policies import test_properties as properties
+
+PAGE = "policies.md"
+SEEN, SAID = (PAGES[PAGE].split(f"## What it {what}\n")[1].split("\n## ")[0] for what in ("sees", "says"))
+OPTIONAL = {"handoff", "draft", "tree"}  # needs that an engine does not have by itself
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "my_policy.py"
+    path.write_text(fenced(PAGE, "python")[0])
+    return path
+
+
+def test_it_is_short(example: Path) -> None:
+    assert len([line for line in example.read_text().splitlines() if line.strip()]) <= 25
+
+
+def test_the_pages_commands_run_it(
+    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(example.parent)
+    made, plain, small = commands(PAGE)
+    assert main(made) == 0
+    tables = []
+    for words in (plain, small):
+        capsys.readouterr()
+        assert main([*words, "--json", "run.json"]) == 0
+        (run,) = json.loads(Path("run.json").read_bytes())["runs"]
+        assert run["policy"] == "my_policy.py"
+        tables.append(capsys.readouterr().out)
+    assert tables[0] != tables[1]  # the setting arrived
+
+
+def test_it_works_wherever_a_policy_is_named(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an experiment with a setting; as a dotted module."""
+    monkeypatch.chdir(example.parent)
+    words = ["sweep", "--profile", "llama-3.1-8b-a100", "--rates", "2", "--seeds", "0", "--duration", "3", "--workers"]
+    assert main([*words, "1", "--no-progress", "--policy", "my_policy.py:budget=256"]) == 0
+    Path("my_package").mkdir()
+    Path("my_package/my_policy.py").write_text(example.read_text())
+    monkeypatch.syspath_prepend(str(example.parent))
+    assert policies.load("my_package.my_policy", {"budget": 7}).budget == 7  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        properties.test_every_request_ends_once_and_is_served_or_refused,
+        properties.test_work_is_bounded,
+        properties.test_same_seed_same_events,
+        properties.test_a_policy_does_not_change_what_it_sees,
+        properties.test_rebuildable_mid_run,
+        properties.test_no_starvation_under_a_steady_stream_of_tighter_requests,
+    ],
+)
+def test_it_keeps_what_every_policy_keeps(example: Path, holds: object) -> None:
+    holds(policy=str(example))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("table", "shown"), [("view", View), ("seq", SeqView)])
+def test_what_it_sees_is_there(table: str, shown: type) -> None:
+    rows = SEEN.split(f"| `{table}.` | |")[1].split("\n\n")[0]
+    named = [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")]
+    assert len(named) > 7
+    assert not [name for name in named if not hasattr(shown, name)]
+
+
+def test_latency_models_are_asked_as_stated() -> None:
+    calls = re.findall(r"`(step_time|largest_chunk)\(([^)]*)\)`", SEEN)
+    assert len(calls) == 2
+    for name, given in calls:
+        assert len(inspect.signature(getattr(interfaces.LatencyModel, name)).parameters) == 1 + len(given.split(", "))
+
+
+def test_what_it_says_is_understood() -> None:
+    words = set(re.findall(r"`(?:Plan\.)?([a-z_]+)`", SAID))
+    assert words == set(Plan.__dataclass_fields__) - {"work", "handoff"}
+    assert "`Plan(work=(Work(id, tokens), ...))`" in SAID
+    assert Work._fields[:2] == ("seq", "tokens")
+
+
+def test_needs_are_those_that_are_matched() -> None:
+    entry = PAGES[PAGE].split("- **`needs`**")[1].split("- **")[0]
+    assert set(re.findall(r"`(\w+)`", entry)) == Engine.supports | OPTIONAL
+
+
+def test_a_router_is_asked_as_stated() -> None:
+    assert "`place(held, fleet, now) -> Dispatch`" in PAGES[PAGE]
+    assert list(inspect.signature(interfaces.Router.place).parameters) == ["self", "held", "fleet", "now"]
+    (shortest,) = re.findall(r"`policies/(\w+)\.py` is the shortest", PAGES[PAGE])
+    folder = Path(policies.__file__).parent
+    lines = {name: len((folder / f"{name}.py").read_text().splitlines()) for name in properties.ROUTERS}
+    assert shortest == min(lines, key=lambda name: lines[name])

@@ -1,0 +1,94 @@
+"""The commands of the pages, given in a folder with the files they speak of; those that take long, on less."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rubato import trace
+from rubato.cli import main
+from rubato.simulate import Setup, simulate
+from rubato.types import Limits
+from rubato.workloads import read
+from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced
+from tests.doubles import Linear
+from tests.processes.conftest import Server, servers
+
+# Added at the end, where the last word counts. A workload of less, one seed, cells one by one.
+LESS = {
+    "workload": "--rate 10 --duration 1.2",
+    "bench": "--no-progress",
+    "sweep": "--rates 2 --duration 5 --seeds 0 --workers 1 --no-progress",
+    "capacity": "--count 300 --start 60 --seeds 0 --targets 0.99 --tolerance 0.5 --workers 1 --no-progress",
+    "plan": "--workers 1 --no-progress",
+}
+ELSEWHERE = {"serve", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
+
+SHOWN = next(words for words in commands("capacity.md") if words[0] == "plan")  # with what it prints
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Under the manual's own policy."""
+    policy = tmp_path_factory.mktemp("policy") / "my_policy.py"
+    policy.write_text(fenced("policies.md", "python")[0])
+    with servers(tmp_path_factory.mktemp("docs")) as start:
+        yield start(
+            policy=str(policy),
+            served_name="SmolLM2-135M-Instruct",
+            engine={"kind": "simulated", "max_length": 1024},
+            latency={"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
+        )
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder: files that pages take as given."""
+    monkeypatch.chdir(tmp_path)
+    Path("replica.yaml").write_text(fenced("capacity.md", "yaml")[0])
+    kinds = blocks("workloads.md", "tiers:")[0]
+    Path("mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", kinds, flags=re.MULTILINE))  # has no texts
+    Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
+    shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
+    return tmp_path
+
+
+def log_of_steps(workload: str) -> None:
+    """As a server writes it, of batches with and without prefill."""
+    with trace.TraceWriter(Path("trace.jsonl")) as log:
+        for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
+            setup = Setup(Linear, Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
+            for event in simulate(list(read(workload).requests()), {}, setup):
+                log(event)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "latency.md"])
+def test_commands_work(page: str, desk: Path, server: Server) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["workload", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
+    log_of_steps("first.jsonl")
+    assert main(["simulate", "--workload", "first.jsonl", "--json", "other.json"]) == 0
+    stands_for = {"http://127.0.0.1:8000": server.url, "NAME": "llama-3.1-8b-a100"}
+    for words in commands(page):
+        if (words[0] in ELSEWHERE and "--list" not in words) or words == SHOWN:
+            continue
+        given = [stands_for.get(word, word) for word in words]
+        assert main([*given, *([] if "--list" in words else LESS.get(words[0], "").split())]) == 0, words
+
+
+def test_the_plan_prints_what_the_page_shows(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHOWN, "--no-progress"]) == 0
+    shown = re.findall(r"^>(?: (.*))?$", PAGES["capacity.md"], re.MULTILINE)
+    assert capsys.readouterr().out.split("\n") == [*shown, ""]
+
+
+def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = fenced("README.md", "python")
+    exec(example.replace("http://127.0.0.1:8000", server.url), {})
+    text, verdict = capsys.readouterr().out.splitlines()
+    assert text
+    assert "'met': True" in verdict

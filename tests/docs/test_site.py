@@ -1,0 +1,52 @@
+"""The site builds without a warning, shows the pages as they are meant, and asks nothing of other hosts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.docs.pages import PAGES, ROOT, blocks, prose
+
+ON_SITE = [page for page in PAGES if page != "README.md"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))  # strict: a warning raises
+    return folder
+
+
+def article(site: Path, page: str) -> str:
+    name = page.removesuffix(".md")
+    html = (site if name == "index" else site / name) / "index.html"
+    return html.read_text(encoding="utf-8").split("<article", 1)[1].split("</article>")[0]
+
+
+@pytest.mark.parametrize("page", ON_SITE)
+def test_code_and_tables_are_shown_as_such(site: Path, page: str) -> None:
+    html = article(site, page)
+    assert html.count("<pre") == len(blocks(page))
+    assert html.count("<table") == len(re.findall(r"^(?:> )?\|[-|: ]+\|$", prose(page), re.MULTILINE))
+    text = re.sub(r"<(code|pre|table).*?</\1>", "", html, flags=re.DOTALL)
+    assert not re.findall(r"^(?:<p>)?(?:[|#]|[-*] |```).*|.*(?:`|\*\*|\]\().*", text, re.MULTILINE)
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    pages = [html.read_text(encoding="utf-8") for html in site.rglob("*.html")]
+    assert len(pages) == len(ON_SITE) + 1  # and the one for what is not found
+    for html in pages:
+        assert not re.findall(r"<(?!a )[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", html)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Those of the other pages are looked at by the build."""
+    links = re.findall(r"\]\(([^)#]+)", PAGES["README.md"])
+    assert links
+    assert not [link for link in links if not (ROOT / link).is_file()]
