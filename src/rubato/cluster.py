@@ -224,11 +224,12 @@ class Cluster:
             moved = [r for r in held if r.handoff is not None]
             held = moved + self._fair.open([r for r in held if r.handoff is None], views, now)
             self._ask_again(self._fair.wake_at)
-        joining = [r for r in held if r.group in self._groups]
+        joining = [r for r in held if r.group in self._groups] if self._groups else []
         for request in joining:
             if request.id in self._held and request.group in self._groups:
                 self._submit(request, self._groups[request.group][0], now)
-        held = [r for r in held if r.group not in self._groups and r.id in self._held]
+        if joining:
+            held = [r for r in held if r.group not in self._groups and r.id in self._held]
         if not held:
             return bool(joining)
         dispatch = self._router.place(held, views, now)

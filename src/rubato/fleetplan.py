@@ -66,14 +66,14 @@ def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) 
     setting = question.setting.with_replicas(replicas)
     if relaxed:
         load, setting = relax(load, setting, relaxed, by)
-    return _counts(setting.run(load, seed, times=False).records)
+    return _counts(setting.run(load, seed, times=False, causes=False).records)
 
 
 def whole(question: Question, replicas: int) -> dict[str, Any]:
     """The whole workload as it is, under seed 0: met and offered, also of its busiest stretch alone; tokens."""
     load = question.load(0)
     stretch = question.stretch(0)
-    records = question.setting.with_replicas(replicas).run(load, times=False).records
+    records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
     return _counts(records) | {
         "busiest": _counts([r for r in records if stretch[0] <= r.at < stretch[1]]),
         "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),

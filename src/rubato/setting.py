@@ -146,8 +146,8 @@ class Setting:
     lengths: Lengths = unknown
     learns: bool = False
 
-    def run(self, load: Workload, seed: int = 0, *, times: bool = True) -> Run:
-        """The workload, simulated. seed: of the noise in step times; times: keep when each token came out."""
+    def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
+        """The workload, simulated. seed: of the noise in step times; times, causes: as `simulated_run` has them."""
         setup = Setup(
             latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
             limits=self.hardware.limits,
@@ -162,7 +162,7 @@ class Setting:
             rule=self.rule,
             learns=self.learns,
         )
-        return simulated_run(load, setup, self.choice.label, times=times)
+        return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
 
     def with_replicas(self, replicas: int) -> Setting:
         return replace(self, replicas=replicas)

@@ -135,12 +135,14 @@ async def _run(
 
 
 def simulated_run(
-    workload: Workload, setup: Setup, label: str | None = None, *, times: bool = True, plain: bool = False
-) -> Run:
+    workload: Workload, setup: Setup, label: str | None = None, *, times: bool = True, causes: bool = True,
+    plain: bool = False,
+) -> Run:  # fmt: skip
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
 
-    times: keep when each token came out; without, a run of many long requests takes less memory. The fast driver
-    (`lean`) is taken where it can do what is asked, unless plain. Raises ValueError for requests whose tools take time.
+    times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
+    miss why; without, the fast driver is faster where many miss. That driver (`lean`) is taken where it can do what is
+    asked, unless plain. Raises ValueError for requests whose tools take time.
     """
     if waits := workload.pauses():
         raise ValueError(
@@ -150,7 +152,7 @@ def simulated_run(
         events = simulate(list(workload.requests()), workload.truth(), setup)
         lines = {line.request.id: line for line in timelines(events)}
     else:
-        lines = lean_lines(workload.requests(), workload.truth(), setup, times=times)
+        lines = lean_lines(workload.requests(), workload.truth(), setup, times=times, causes=causes)
     records = tuple(_record(arrival, lines[arrival.id], times) for arrival in workload.arrivals)
     settings = {
         "simulated": True,
@@ -174,8 +176,9 @@ def lean_enough(setup: Setup) -> bool:
 
 
 def lean_lines(
-    requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: Setup, *, times: bool = True
-) -> dict[str, Timeline]:
+    requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: Setup, *, times: bool = True,
+    causes: bool = True,
+) -> dict[str, Timeline]:  # fmt: skip
     """What became of each request, by id, with the times of its tokens if wanted. Raises as `lean.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
@@ -184,7 +187,7 @@ def lean_lines(
         model = setup.scheduler_model()
         return LeanHost(
             truth=setup.latency(), latency=model, limits=setup.limits, targets=truth, noise=setup.noise,
-            seed=setup.seed + number, ended=ended if times else None, **given,
+            seed=setup.seed + number, ended=ended if times else None, causes=causes, **given,
         )  # fmt: skip
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:

@@ -384,7 +384,8 @@ class StepResult:
 class Verdict:
     """The judgement of one finished request (`slo.judge`). Measured times in seconds, None where there is none.
 
-    met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, else None.
+    met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, where it was
+    worked out; else None.
     ttft is measured from arrival, tpot is the mean (last - first)/(n - 1), both of the whole request.
     margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
     """

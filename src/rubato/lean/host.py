@@ -47,7 +47,7 @@ class LeanHost:
     """truth: the time steps take; latency: what the scheduler believes, which does not learn here. targets: request id
     -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each
     run when it is over, `ended` each request's token times with its end. at: has the host called (`complete`, `plan`)
-    at a time, in the order of ranks.
+    at a time, in the order of ranks. causes: work out why requests miss.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class LeanHost:
         seed: int = 0,
         ran: Callable[[Run], None] | None = None,
         ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
+        causes: bool = True,
     ) -> None:
         self.id = id
         self.limits = limits
@@ -102,6 +103,7 @@ class LeanHost:
         self._rule = rule
         self._ran = ran
         self._ended = ended
+        self._causes = causes
         self._outbox: list[Event] = []
         self._order = 0
         self._version = 0
@@ -310,7 +312,8 @@ class LeanHost:
         if last > len(self._ends):
             self._ends = np.concatenate([self._ends, np.zeros(max(len(self._ends), len(run.ends)))])
         self._ends[run.tick : last] = run.ends
-        self.log.append(run)
+        if self._causes:
+            self.log.append(run)
 
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
@@ -464,7 +467,7 @@ class LeanHost:
         del self.known[seq.id]
         if len(self.log) > self._log_most:
             since = min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick)
-            self.log = [run for run in self.log if run.tick + len(run.ends) > since]
+            del self.log[: max(0, bisect_right(self.log, since, key=_tick) - 1)]
             self._log_most = 2 * len(self.log) + 1024
 
     def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
@@ -472,7 +475,7 @@ class LeanHost:
             StageTimes(start, self.times(spans)) for start, spans in zip(seq.starts, seq.spans_now(), strict=True)
         ]
         verdict = judge(seq.request, stages, outcome, self._rule)
-        if outcome == "completed" and not verdict.met:
+        if self._causes and outcome == "completed" and not verdict.met:
             lost = blame(seq, self)
             if lost:
                 verdict = replace(verdict, cause=max(lost.items(), key=lambda item: item[1])[0])
@@ -533,3 +536,7 @@ class LeanHost:
 
 def _key(seq: LeanSeq) -> tuple[float, int]:
     return seq.key
+
+
+def _tick(run: Run) -> int:
+    return run.tick

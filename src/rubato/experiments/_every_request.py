@@ -1,0 +1,30 @@
+"""A policy that looks at every running request in every step, for `simulator_speed`: what one by one costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from rubato.interfaces import View
+from rubato.packing import decode_first
+from rubato.types import Event, Plan
+
+SOURCE = "ours, to measure the simulator by"
+
+
+@dataclass
+class Scheduler:
+    """`sarathi` with a budget, which also asks when the most urgent token is due."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    budget: int = 2048
+    _urgent: float = field(default=inf, init=False)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        self._urgent = min([seq.due for seq in view.running], default=inf)
+        return decode_first(view, self.budget).plan()
