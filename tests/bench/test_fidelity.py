@@ -1,4 +1,4 @@
-"""Simulated against live: what the fit run gives, on logs whose truth is known because they were simulated; the rule."""
+"""Simulated against live: what a fit run gives, on logs whose truth is known because they were simulated; the rule."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from rubato.learned import Learned, delivered, learned, lengthened, outside
-from rubato.rig import at_least
-from rubato.table import Cell, Figures, Off, Rule, figures, table
+from rubato.fidelity.learned import Learned, delivered, learned, lengthened, outside
+from rubato.fidelity.rig import at_least
+from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
 from rubato.metrics import timelines
 from rubato.simulate import Setup, simulate, simulated_run
@@ -112,7 +112,7 @@ def test_ttft_is_judged_where_the_rule_says_so(two: float, simulated: float, hol
 
 
 def test_a_share_of_the_bound_has_the_spread_of_the_seeds() -> None:
-    """Two seeds, off by 2 and 4 % where 6 % are allowed: t with one degree of freedom is 12.7, the half width 12.7 %."""
+    """Two seeds, off by 2 and 4 % where 6 % are allowed: t is 12.7, the half width 12.7 %."""
     both = Off(-0.03, 0.06, (-0.02, -0.04)).share()
     assert (both.value, both.low) == (pytest.approx(0.5), 0.0)
     assert both.high == pytest.approx((0.03 + 12.706 * 0.01) / 0.06, rel=1e-4)

@@ -1,8 +1,8 @@
 """The simulator against live runs: the same requests on a server twice and in simulation, at 60, 90 and 120 % of load.
 
 The embedded engine with the bundled model, `vllm` and `edf`, 300 requests or more in each live run, the latency model
-from other runs (`rubato.fidelity`). It needs the torch extra and two free cores. A small run does without: its server is
-the simulated engine on the wall clock, whose step times are given, one policy at one load for about a second. What then
+from other runs (`rubato.fidelity`). It needs the torch extra and two free cores. A small run does without: a server of
+the simulated engine in real time, whose step times are given, one policy at one load for about a second. What then
 differs is the event loop, HTTP and whatever else the machine does.
 
 A cell is one policy at one load. They share one fit run, made by the first; a run that is resumed fits again, and the
