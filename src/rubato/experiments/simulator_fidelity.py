@@ -1,9 +1,9 @@
-"""The simulator against live runs: the same requests on a server twice and in simulation, at 60, 90 and 120 % of load.
+"""The simulator against live runs: the same requests on a server twice, and in simulation.
 
-The embedded engine with the bundled model, `vllm` and `edf`, 300 requests or more in each live run, the latency model
-from other runs (`rubato.fidelity`). It needs the torch extra and two free cores. A small run does without: a server of
-the simulated engine in real time, whose step times are given, one policy at one load for about a second. What then
-differs is the event loop, HTTP and whatever else the machine does.
+The embedded engine with the bundled model, `vllm` and `edf` at 60, 90 and 120 % of what simulated `vllm` holds, 300
+requests or more in each live run, the latency model from other runs (`rubato.fidelity`). It needs the torch extra and
+two free cores. A small run does without: a server of the simulated engine in real time, whose step times are given, one
+policy at one load for half a second. What then differs is the event loop, HTTP and whatever else the machine does.
 
 A cell is one policy at one load. They share one fit run, made by the first; a run that is resumed fits again, and the
 rates and SLOs of its cells follow from that fit: each cell's data says which.
@@ -30,7 +30,7 @@ SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live r
 SECONDS = 1800.0
 ALONE = True
 
-SMALL = replace(LOADS, policies=("vllm",), loads=(0.6,), per_tier=8, seeds=2, warmup=1)
+SMALL = replace(LOADS, policies=("vllm",), loads=(0.3,), per_tier=5, seeds=2, warmup=1, search=20.0)
 STEPS = Model(k=(1e-5, 2e-5), b=(4e-3, 2e-3), a=1e-8)  # of the simulated engine
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=8192, kv_blocks=4096, block=16)
 MEASURES = {"attainment": "attainment-worst", "e2e": "e2e-worst", "TTFT": "ttft-p99-worst"}
@@ -134,6 +134,7 @@ def draw(data: Any, axes: Any) -> None:
         at = [i + 0.12 * (place - 1) for i in range(len(data))]
         axes.plot(at, [100 * v[run]["attained"] for v in data], mark, label=label)
     axes.set_xticks(range(len(data)), names)
+    axes.set_xlim(-0.5, len(data) - 0.5)
     axes.set_ylim(0, 103)
     axes.set_ylabel("SLO attainment (%, of offered)")
     axes.set_xlabel("policy, load (1 = simulated vllm attains 90 %)")

@@ -38,7 +38,8 @@ LENIENT = Rule()
 @dataclass(frozen=True)
 class Scale:
     """How long a run is. per_tier: requests at least; poisson: seconds of the fit run's open-loop part; seeds: of the
-    noise, for each live run; pooled: all tiers are one row; warmup: requests before each live run that do not count."""
+    noise, for each live run; pooled: all tiers are one row; warmup: requests before each live run that do not count;
+    search: seconds of the workload, at 1/s, on which the rate that vllm holds is found."""
 
     policies: tuple[str, ...]
     loads: tuple[float, ...]
@@ -48,6 +49,7 @@ class Scale:
     rule: Rule = LENIENT
     pooled: bool = False
     warmup: int = 6
+    search: float = 60.0
 
 
 FULL = Scale(("vllm", "edf", "sarathi"), (0.7, 1.0), 200, 60.0, 5)
@@ -126,7 +128,7 @@ class Rig:
         what = Learned(self.given, replace(self.given)) if self.given else self.learn(scale)
         slos = promises(what.truth)
         load = at_least(lambda count: self.load("cell", slos, CELLS_SEED, count=count), scale.per_tier)
-        rate = self.held(self.load("fit-load", slos, FIT_SEED, duration=60.0), what)
+        rate = self.held(self.load("fit-load", slos, FIT_SEED, duration=scale.search), what)
         return Ground(what, slos, rate, load)
 
     def load(self, name: str, slos: Mapping[str, SLO], seed: int, rate: float = 1.0, **length: Any) -> Workload:
@@ -147,7 +149,8 @@ class Rig:
         rough = affine.Model()
         rough.fit(lengthened(first)[0])
         slos = promises(rough)
-        rate = 0.85 * self.held(self.load("fit-load", slos, FIT_SEED, duration=60.0), Learned(rough, rough, noise=0.05))
+        tried = self.load("fit-load", slos, FIT_SEED, duration=scale.search)
+        rate = 0.85 * self.held(tried, Learned(rough, rough, noise=0.05))
         load = self.load("fit-load", slos, FIT_SEED, rate, count=max(20, round(rate * scale.poisson)))
         with self.server("vllm", {}, "fit-load", rough) as server:
             run = self.offer(server.url, load, f"{rate:.2f}/s")
