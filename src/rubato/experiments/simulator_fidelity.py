@@ -30,9 +30,10 @@ SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live r
 SECONDS = 1800.0
 ALONE = True
 
-SMALL = replace(LOADS, policies=("vllm",), loads=(0.3,), per_tier=5, seeds=2, warmup=1, search=20.0)
-STEPS = Model(k=(1e-5, 2e-5), b=(4e-3, 2e-3), a=1e-8)  # of the simulated engine
-LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=8192, kv_blocks=4096, block=16)
+SMALL = replace(LOADS, policies=("vllm",), loads=(0.9,), per_tier=5, seeds=2, warmup=1, search=20.0)
+STEPS = Model(k=(5e-6, 1e-5), b=(5e-3, 2.5e-3), a=1e-8)  # of the simulated engine
+# few sequences at once: a workload of 20 s is enough to find a rate that vllm does not hold
+LIMITS = Limits(max_seqs=10, max_tokens=2048, max_length=8192, kv_blocks=4096, block=16)
 MEASURES = {"attainment": "attainment-worst", "e2e": "e2e-worst", "TTFT": "ttft-p99-worst"}
 
 
