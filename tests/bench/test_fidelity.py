@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, outside
-from rubato.fidelity.rig import at_least
+from rubato.fidelity.rig import apart, at_least
 from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
 from rubato.metrics import timelines
@@ -119,6 +119,14 @@ def test_a_share_of_the_bound_has_the_spread_of_the_seeds() -> None:
     alike = Off(0.03, 0.06, (0.03, 0.03, 0.03)).share()
     assert alike.low == pytest.approx(alike.high)
     assert Off(0.03, 0.06, (0.03,)).share().high == inf
+
+
+def test_runs_on_one_server_are_told_apart() -> None:
+    first = events(load(7), "vllm")
+    second = [replace(e, at=e.at + 1000.0) for e in first]
+    count = len(load(7).arrivals)
+    assert apart(first, count) == [first]
+    assert apart([*first, *second], count) == [first, second]
 
 
 def test_all_tiers_together() -> None:

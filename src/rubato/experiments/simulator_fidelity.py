@@ -3,7 +3,8 @@
 The embedded engine with the bundled model, `vllm` and `edf` at 60, 90 and 120 % of what simulated `vllm` holds, 300
 requests or more in each live run, the latency model from other runs (`rubato.fidelity`). It needs the torch extra and
 two free cores. A small run does without: a server of the simulated engine in real time, whose step times are given, one
-policy at one load for half a second. What then differs is the event loop, HTTP and whatever else the machine does.
+policy at one load for half a second, both live runs on one server. What then differs is the event loop, HTTP and
+whatever else the machine does.
 
 A cell is one policy at one load. They share one fit run, made by the first; a run that is resumed fits again, and the
 rates and SLOs of its cells follow from that fit: each cell's data says which.
@@ -30,7 +31,7 @@ SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live r
 SECONDS = 1800.0
 ALONE = True
 
-SMALL = replace(LOADS, policies=("vllm",), loads=(0.9,), per_tier=5, seeds=2, warmup=1, search=20.0)
+SMALL = replace(LOADS, policies=("vllm",), loads=(0.9,), per_tier=5, seeds=2, warmup=1, search=20.0, fresh=False)
 STEPS = Model(k=(5e-6, 1e-5), b=(5e-3, 2.5e-3), a=1e-8)  # of the simulated engine
 # few sequences at once: a workload of 20 s is enough to find a rate that vllm does not hold
 LIMITS = Limits(max_seqs=10, max_tokens=2048, max_length=8192, kv_blocks=4096, block=16)

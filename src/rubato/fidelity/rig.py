@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rubato.latency import affine
 from rubato.records import Run
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO, Event, Limits
+from rubato.types import SLO, Event, Limits, Offered
 from rubato.workloads import Workload
 from rubato.workloads.kinds import Kind, chat, code, summary
 from rubato.workloads.making import make
@@ -39,7 +41,8 @@ LENIENT = Rule()
 class Scale:
     """How long a run is. per_tier: requests at least; poisson: seconds of the fit run's open-loop part; seeds: of the
     noise, for each live run; pooled: all tiers are one row; warmup: requests before each live run that do not count;
-    search: seconds of the workload, at 1/s, on which the rate that vllm holds is found."""
+    search: seconds of the workload, at 1/s, on which the rate that vllm holds is found; fresh: a server of its own for
+    each live run of a cell, else one for both."""
 
     policies: tuple[str, ...]
     loads: tuple[float, ...]
@@ -50,6 +53,7 @@ class Scale:
     pooled: bool = False
     warmup: int = 6
     search: float = 60.0
+    fresh: bool = True
 
 
 FULL = Scale(("vllm", "edf", "sarathi"), (0.7, 1.0), 200, 60.0, 5)
@@ -188,14 +192,17 @@ class Rig:
 
     def cell(self, policy: str, share: float, ground: Ground, scale: Scale) -> Outcome:
         what, load = ground.what, ground.load.rescaled(share * ground.rate)
+        name = f"{policy}-{share:g}"
         live: list[Run] = []
-        paces: list[float] = []
-        for number in (1, 2):
-            name = f"{policy}-{share:g}-{number}"
-            with self.server(policy, {}, name, what.believed) as server:
-                live.append(self.offer(server.url, load, name, warmup=scale.warmup))
-            results.write_records(self.out / f"{name}.records.jsonl", live[-1])
-            paces.append(pace(what.truth, lengthened(self.events(name))[0]))
+        logs: list[list[Event]] = []
+        for numbers in ((1,), (2,)) if scale.fresh else ((1, 2),):
+            log = f"{name}-{numbers[0]}"
+            with self.server(policy, {}, log, what.believed) as server:
+                live += [self.offer(server.url, load, f"{name}-{n}", warmup=scale.warmup) for n in numbers]
+            logs += apart(self.events(log), scale.warmup + len(load.arrivals))
+        for number, run in enumerate(live, start=1):
+            results.write_records(self.out / f"{name}-{number}.records.jsonl", run)
+        paces = [pace(what.truth, lengthened(events)[0]) for events in logs]
         seeds: list[list[Run]] = [[] for _ in range(scale.seeds)]
         for other in reversed(paces):  # each live run is simulated at the speed of the other
             now = replace(what, truth=scaled(what.truth, other))
@@ -213,6 +220,12 @@ class Rig:
             )
             say("  " + "  ".join(rows[-1].texts()))
         return Outcome(tuple(rows), (live[0], live[1]), tuple(every))
+
+
+def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
+    """The log of several runs, one after another on one server, each of `count` requests: that of each run."""
+    starts = [e.at for e in events if isinstance(e, Offered)][::count]
+    return [[e for e in events if start <= e.at < end] for start, end in pairwise([*starts, inf])]
 
 
 def torch_rig(out: Path, threads: int | None = None) -> Rig:
