@@ -1,19 +1,17 @@
-"""The figures of `benchmarks/fidelity.py`, on logs whose truth is known because they were simulated."""
+"""Simulated against live: what a fit run gives, on logs whose truth is known because they were simulated; the rule."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
+from math import inf
 
 import pytest
 
-pytest.importorskip("torch")
-
+from rubato.fidelity.learned import Learned, delivered, learned, lengthened, outside
+from rubato.fidelity.rig import apart, at_least
+from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
+from rubato.metrics import timelines
 from rubato.simulate import Setup, simulate, simulated_run
 from rubato.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
 from rubato.workloads import Workload
@@ -22,20 +20,6 @@ from rubato.workloads.making import make
 
 LIMITS = Limits(64, 2048, 4096, 4096, 16)
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
-
-
-@pytest.fixture(scope="module")
-def fidelity() -> Iterator[ModuleType]:
-    path = Path(__file__).parents[2] / "benchmarks" / "fidelity.py"
-    spec = importlib.util.spec_from_file_location("fidelity", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "fidelity", module)
-        patch.syspath_prepend(str(path.parent))  # where the script finds its table
-        spec.loader.exec_module(module)
-        yield module
 
 
 def load(seed: int, rate: float = 5.0) -> Workload:
@@ -48,13 +32,13 @@ def events(asked: Workload, policy: str, **settings: object) -> list[Event]:
     return simulate(list(asked.requests()), {}, Setup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15))
 
 
-def test_the_fit_run_gives_back_what_was_put_in(fidelity: ModuleType) -> None:
+def test_the_fit_run_gives_back_what_was_put_in() -> None:
     """Step times with a spread of 15 %, and 30 ms outside the server until the first token, 20 ms at the last."""
     asked = load(7)
-    known = fidelity.Learned(TRUE, TRUE, None, None, noise=0.15, gap=0.0, first=0.03, last=0.02)
+    known = Learned(TRUE, TRUE, noise=0.15, first=0.03, last=0.02)
     server = Setup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
-    client = fidelity.delivered(simulated_run(asked, server), known)
-    found = fidelity.learned(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
+    client = delivered(simulated_run(asked, server), known)
+    found = learned(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
     assert (found.first, found.last) == (pytest.approx(0.03), pytest.approx(0.02))
     assert found.gap == pytest.approx(0.0, abs=1e-9)
     assert found.noise == pytest.approx(0.15, rel=0.15)
@@ -62,15 +46,15 @@ def test_the_fit_run_gives_back_what_was_put_in(fidelity: ModuleType) -> None:
         assert found.truth.step_time(shape) == pytest.approx(TRUE.step_time(shape), rel=0.08)
 
 
-def test_requests_that_do_not_match_their_log_are_an_error(fidelity: ModuleType) -> None:
+def test_requests_that_do_not_match_their_log_are_an_error() -> None:
     asked = load(7)
     run = simulated_run(asked, Setup(lambda: replace(TRUE), LIMITS, "vllm"))
-    lines = list(fidelity.timelines(events(replace(asked, arrivals=load(8).arrivals[:60]), "vllm")))
+    lines = list(timelines(events(replace(asked, arrivals=load(8).arrivals[:60]), "vllm")))
     with pytest.raises(ValueError, match="could be matched"):
-        fidelity.outside(run.records[:60], lines)
+        outside(run.records[:60], lines)
 
 
-def test_time_between_steps_counts_only_while_somebody_waits(fidelity: ModuleType) -> None:
+def test_time_between_steps_counts_only_while_somebody_waits() -> None:
     """Steps of 10 ms; 2 ms pass between the first two, 4 ms before the third, then nobody is here for a second."""
 
     def step(end: float) -> Stepped:
@@ -86,7 +70,7 @@ def test_time_between_steps_counts_only_while_somebody_waits(fidelity: ModuleTyp
         offered(0.0, "a"), step(0.010), step(0.022), step(0.036), finished(0.036, "a"), offered(1.0, "b"), step(1.010),
         finished(1.010, "b"),
     ]  # fmt: skip
-    samples, usual = fidelity.lengthened(log)
+    samples, usual = lengthened(log)
     assert usual == pytest.approx(0.003)
     assert [s.seconds for s in samples] == pytest.approx([0.013, 0.012, 0.014, 0.013])
 
@@ -103,43 +87,60 @@ def test_time_between_steps_counts_only_while_somebody_waits(fidelity: ModuleTyp
     ],
 )
 def test_the_rule(
-    fidelity: ModuleType,
     one: tuple[int, float, float],
     two: tuple[int, float, float],
     simulated: tuple[int, float, float],
     attainment: bool,
     e2e: bool,
 ) -> None:
-    figures = (fidelity.Figures(*three, ttft=1.0) for three in (one, two, simulated))
-    cell = fidelity.Cell("edf", 1.0, 5.0, "chat", *figures)
-    assert (cell.attainment_holds, cell.e2e_holds) == (attainment, e2e)
+    three = (Figures(*each, ttft=1.0) for each in (one, two, simulated))
+    cell = Cell("edf", 1.0, 5.0, "chat", *three)
+    assert (cell.attainment.holds, cell.e2e.holds) == (attainment, e2e)
     assert cell.verdict() == ("holds" if attainment and e2e else "fails: attainment, e2e" if not (attainment or e2e)
                               else "fails: e2e" if attainment else "fails: attainment")  # fmt: skip
-    assert cell.verdict() in fidelity.table([cell], "about")
+    assert cell.verdict() in table([cell], "about")
 
 
 @pytest.mark.parametrize(("two", "simulated", "holds"), [(1.0, 1.14, True), (1.0, 1.16, False), (1.2, 1.39, True)])
-def test_ttft_is_judged_where_the_rule_says_so(fidelity: ModuleType, two: float, simulated: float, holds: bool) -> None:
-    figures = [fidelity.Figures(300, 0.8, 2.0, ttft) for ttft in (1.0, two, simulated)]
-    strict = fidelity.Cell("edf", 1.0, 5.0, "all", *figures, fidelity.Rule(0.03, 0.07, 0.15))
+def test_ttft_is_judged_where_the_rule_says_so(two: float, simulated: float, holds: bool) -> None:
+    three = [Figures(300, 0.8, 2.0, ttft) for ttft in (1.0, two, simulated)]
+    strict = Cell("edf", 1.0, 5.0, "all", *three, Rule(0.03, 0.07, 0.15))
     assert strict.holds == holds
     assert strict.verdict() == ("holds" if holds else "fails: TTFT")
-    assert "P99 of TTFT within 15 %" in fidelity.table([strict], "about")
-    assert fidelity.Cell("edf", 1.0, 5.0, "all", *figures).holds
+    assert "P99 of TTFT within 15 %" in table([strict], "about")
+    assert Cell("edf", 1.0, 5.0, "all", *three).holds
 
 
-def test_all_tiers_together(fidelity: ModuleType) -> None:
+def test_a_share_of_the_bound_has_the_spread_of_the_seeds() -> None:
+    """Two seeds, off by 2 and 4 % where 6 % are allowed: t is 12.7, the half width 12.7 %."""
+    both = Off(-0.03, 0.06, (-0.02, -0.04)).share()
+    assert (both.value, both.low) == (pytest.approx(0.5), 0.0)
+    assert both.high == pytest.approx((0.03 + 12.706 * 0.01) / 0.06, rel=1e-4)
+    alike = Off(0.03, 0.06, (0.03, 0.03, 0.03)).share()
+    assert alike.low == pytest.approx(alike.high)
+    assert Off(0.03, 0.06, (0.03,)).share().high == inf
+
+
+def test_runs_on_one_server_are_told_apart() -> None:
+    first = events(load(7), "vllm")
+    second = [replace(e, at=e.at + 1000.0) for e in first]
+    count = len(load(7).arrivals)
+    assert apart(first, count) == [first]
+    assert apart([*first, *second], count) == [first, second]
+
+
+def test_all_tiers_together() -> None:
     run = simulated_run(load(7), Setup(lambda: replace(TRUE), LIMITS, "vllm"))
-    parts = [fidelity.tier_figures([run], tier) for tier in ("chat", "code")]
-    whole = fidelity.tier_figures([run], "all")
+    parts = [figures([run], tier) for tier in ("chat", "code")]
+    whole = figures([run], "all")
     assert whole.requests == sum(part.requests for part in parts)
     assert whole.e2e == pytest.approx(sum(part.e2e * part.requests for part in parts) / whole.requests)
     assert min(p.ttft for p in parts) <= whole.ttft <= max(p.ttft for p in parts)
 
 
-def test_a_workload_is_as_long_as_its_rarest_tier_needs(fidelity: ModuleType) -> None:
+def test_a_workload_is_as_long_as_its_rarest_tier_needs() -> None:
     kinds = [chat(SLO(), share=5.0), code(SLO(), share=1.0)]
-    short = fidelity.at_least(lambda count: make("w", kinds, 1.0, count=count, seed=2), 10)
+    short = at_least(lambda count: make("w", kinds, 1.0, count=count, seed=2), 10)
     tiers = [a.tier for a in short.arrivals]
     assert tiers.count("code") == 10
     assert tiers[-1] == "code"

@@ -25,7 +25,7 @@ LAYERS = [
     ["fit", "profile"],
     ["bench", "compare", "plot", "simulate", "serverprocess", "cells", "resample"],
     ["setting"],
-    ["alone", "little", "sweep"],
+    ["alone", "little", "sweep", "fidelity"],
     ["capacity", "plot_sweep", "fleetplan"],
     ["sizing", "experiments"],
     ["papers"],
