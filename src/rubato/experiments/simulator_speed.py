@@ -1,4 +1,4 @@
-"""Requests simulated in a CPU second of one core, whether time grows with their number, and memory.
+"""Requests simulated in a CPU second, growth with their number, memory.
 
 Replicas of Llama-3.1-8B on an H200, inputs uniform from 1 to 8192 tokens, outputs from 1 to 2048, Poisson arrivals at
 80 % of the rate at which `sarathi` attains 90 % (TTFT 1 s, TPOT 50 ms): `sarathi` with a budget of 2048 tokens, and a
@@ -25,7 +25,7 @@ from rubato.simulate import Setup, lean_lines, simulate
 from rubato.types import SLO, Limits, Request, Sampling, Stage
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
-SECONDS = 480.0
+SECONDS = 150.0
 ALONE = True
 
 PROFILE = "llama-3.1-8b-h200"
