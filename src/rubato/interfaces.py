@@ -148,7 +148,8 @@ class LatencyModel(Protocol):
     """Step time from batch shape (SYSTEMS: §0, latency models)."""
 
     def step_time(self, shape: Shape) -> float:
-        """Seconds that a batch of this shape takes; 0 < finite, non-decreasing in every feature."""
+        """Seconds that a batch of this shape takes: above 0, finite, never less when an entry is added to the batch or
+        one in it grows."""
         ...
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:

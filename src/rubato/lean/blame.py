@@ -2,80 +2,47 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.blame import Shares, of_chunk, of_decode, of_idle
+from rubato.blame import of_chunk, of_decode, of_idle
 from rubato.interfaces import LatencyModel
+from rubato.lean.log import Log
 from rubato.lean.run import Run
 from rubato.slo import TOLERANCE, deadlines
 from rubato.types import Cause
 
 if TYPE_CHECKING:
-    from rubato.lean.host import LeanHost
     from rubato.lean.seq import LeanSeq
 
 INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
 
 
-class Costs:
-    """What each step of a replica cost each that decoded in it, the same for all: worked out once, when wanted."""
-
-    def __init__(self, latency: LatencyModel) -> None:
-        self._latency = latency
-        self._until = 0  # the step from which on nothing is worked out yet
-        self._shares: NDArray[np.float64] = np.zeros((2, 1024))
-
-    def between(self, first: int, end: int, log: Sequence[Run]) -> NDArray[np.float64]:
-        """(2, end - first): seconds lost in each step to prefill, and to decodes, of others; none below 0."""
-        while self._shares.shape[1] < end:
-            self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)], axis=1)
-        at = bisect_right(log, self._until, key=_tick) - 1
-        while self._until < end:
-            run = log[max(at, 0)]
-            ticks = range(max(self._until, run.tick), min(run.tick + len(run.ends), end))
-            for tick in ticks:
-                self._shares[:, tick] = self._step(run, tick - run.tick)
-            self._until = max(self._until, ticks.stop)
-            at += 1
-        return self._shares[:, first:end]
-
-    def _step(self, run: Run, i: int) -> Shares:
-        decodes = run.all_decodes(i)
-        if not decodes.seqs:
-            return 0.0, 0.0
-        predicted = self._latency.step_time(run.shape(i))
-        scale = run.seconds(i) / predicted if predicted > 0.0 else 0.0
-        by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
-        return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
-
-
-def blame(seq: LeanSeq, host: LeanHost) -> dict[Cause, float]:
-    """Seconds lost to each cause until the first token that was late."""
+def blame(seq: LeanSeq, log: Log, latency: LatencyModel, tick: int) -> dict[Cause, float]:
+    """Seconds lost to each cause until the first token that was late; `tick` steps are done."""
     lost: dict[Cause, float] = {}
 
     def lose(cause: Cause, seconds: float) -> None:
         if seconds > 0.0:
             lost[cause] = lost.get(cause, 0.0) + seconds
 
-    last = _first_late(seq, host)
-    for tick, seconds, again in seq.waits:
-        if tick <= last:
+    last = _first_late(seq, log, tick)
+    for at, seconds, again in seq.waits:
+        if at <= last:
             lose("preemption" if again else "queue", seconds)
     decoded = [span for spans in seq.spans_now() for span in spans]
     for begin, end in seq.begun:
-        stop = min(last + 1, host.tick if end < 0 else end)
+        stop = min(last + 1, tick if end < 0 else end)
         for first, after, decodes in _pieces(begin, stop, decoded):
             if decodes and after - first > 1:
-                _lose_each(lost, host.costs.between(first, after, host.log))
+                _lose_each(lost, log.shares(first, after))
                 continue
-            for tick in range(first, after):
-                run = host.log[bisect_right(host.log, tick, key=_tick) - 1]
-                for cause, seconds in _step(seq, run, tick - run.tick, decodes, host):
+            for at in range(first, after):
+                run = log.at(at)
+                for cause, seconds in _step(seq, run, at - run.tick, decodes, latency):
                     lose(cause, seconds)
     return lost
 
@@ -103,9 +70,8 @@ def _lose_each(lost: dict[Cause, float], shares: NDArray[np.float64]) -> None:
             lost[cause] = float(np.add.accumulate(np.concatenate([[lost.get(cause, 0.0)], row]))[-1])
 
 
-def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tuple[tuple[Cause, float], ...]:
+def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, model: LatencyModel) -> tuple[tuple[Cause, float], ...]:
     """What one step cost it, beyond what it would have taken alone."""
-    model = host.latency
     seconds = run.seconds(i)
     whole = run.shape(i)
     single = run.all_decodes(i)
@@ -129,11 +95,11 @@ def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, host: LeanHost) -> tupl
     )
 
 
-def _first_late(seq: LeanSeq, host: LeanHost) -> int:
+def _first_late(seq: LeanSeq, log: Log, tick: int) -> int:
     """The step that brought the first token that was late; the last step, if none was."""
     continues: float | None = None
     for stage, start, spans in zip(seq.request.stages, seq.starts, seq.spans_now(), strict=False):
-        times = host.times(spans)
+        times = log.times(spans)
         if not len(times):
             break
         due = deadlines(
@@ -144,7 +110,7 @@ def _first_late(seq: LeanSeq, host: LeanHost) -> int:
             return _nth(spans, int(np.argmax(late)))
         last = due.token(len(times) - 1)
         continues = last if last < float("inf") else float(times[-1])
-    return host.tick - 1
+    return tick - 1
 
 
 def _nth(spans: Iterable[tuple[int, int]], n: int) -> int:
@@ -154,7 +120,3 @@ def _nth(spans: Iterable[tuple[int, int]], n: int) -> int:
             return a + n
         n -= b - a
     raise AssertionError("fewer steps than tokens")
-
-
-def _tick(run: Run) -> int:
-    return run.tick

@@ -8,18 +8,16 @@ token or the end of a sequence, at the end of a prefill, when KV runs short, and
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rubato.check import check
 from rubato.clock import COMPLETION, PLAN, HandClock
 from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
-from rubato.lean.blame import Costs, blame
+from rubato.lean.blame import blame
+from rubato.lean.log import Log
+from rubato.lean.pool import Pool
 from rubato.lean.run import Part, Run, Steps
 from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
 from rubato.lean.view import LeanView
@@ -84,17 +82,11 @@ class LeanHost:
         self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
         self.kv_free = limits.kv_blocks
         self.pending = 0  # tokens, of the waiting and the prefilling
-        self.decoding = 0  # sequences that the next step of all decodes advances
-        self.decoding_kv = 0  # tokens they have in KV
+        self.pool = Pool(limits.block)
         self.run: Run | None = None
-        self.log: list[Run] = []  # what was run, for whoever has missed
-        self.costs = Costs(latency)
-        self._log_most = 1024
-        self._phases = [0] * limits.block  # of the decoding: at which ticks, modulo block, they need another
-        self._milestones: list[tuple[int, int, LeanSeq]] = []
+        self.log = Log(latency, causes)
         self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
         self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
-        self._ends: NDArray[np.float64] = np.zeros(1024)
         self._steps = Steps(truth, noise, seed)
         self._emit = emit
         self._at = at
@@ -103,7 +95,6 @@ class LeanHost:
         self._rule = rule
         self._ran = ran
         self._ended = ended
-        self._causes = causes
         self._outbox: list[Event] = []
         self._order = 0
         self._version = 0
@@ -185,7 +176,7 @@ class LeanHost:
         if self._ran is not None:
             self._ran(run)
         self._planned = True
-        if run.chunks or self._resting or self._ending or self._due_now():
+        if run.chunks or self._resting or self._ending or self.pool.due(self.tick):
             for seq in self._book(run):
                 if not seq.ended:
                     self._token(seq, now)
@@ -218,7 +209,7 @@ class LeanHost:
 
     def _next(self) -> Plan:
         """The last plan while it stands, else what the policy says."""
-        if self._steady > 0 and self._plan is not None and self.blocks_due() <= self.kv_free:
+        if self._steady > 0 and self._plan is not None and self.pool.blocks(self.tick) <= self.kv_free:
             return self._plan
         view = self._view
         plan = self.scheduler.plan(view)
@@ -251,7 +242,7 @@ class LeanHost:
                 self._begin(seq, now, events)
             if seq.state == PREFILLING:
                 chunks.append(Part(seq, seq._cached, work.tokens))
-        if plan.work or (plan.decode and self.decoding):
+        if plan.work or (plan.decode and self.pool.count):
             self._run(plan, now, tuple(chunks), order)
         return events
 
@@ -259,7 +250,7 @@ class LeanHost:
         """Those that could decode and are not asked to."""
         for seq in self.running.values():
             if seq.state == DECODING and seq.id not in at_work:
-                self._leave(seq, PREFILLING)
+                self.pool.leave(seq, self.tick, PREFILLING)
                 self._resting.append(seq)
 
     def _begin(self, seq: LeanSeq, now: float, events: list[Event]) -> None:
@@ -274,68 +265,36 @@ class LeanHost:
             self.prefilling[seq.id] = seq
         else:
             self.pending -= 1
-            self._join(seq)
+            self.pool.join(seq, self.tick)
 
     def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
         most = min(self._steady, LONGEST) if plan.decode else 1
-        milestones = self._milestones
-        while milestones and not self._due(*milestones[0]):
-            heappop(milestones)
-        if milestones:
-            most = min(most, milestones[0][0] - self.tick)
+        most = self.pool.steps_left(self.tick, most)
         for part in chunks:
             most = min(most, max(1, part.seq.pending // part.tokens))
-        run = Run(now, self.tick, self.decoding, self.decoding_kv, chunks, order, self.kv_free)
-        self._count_blocks(run, most)
+        run = Run(now, self.tick, self.pool.count, self.pool.kv, chunks, order, self.kv_free)
+        self.pool.count_blocks(run, most)
         self._steady -= len(run.needs)
         self._steps.take(run)
         self.run = run
-        self._keep(run)
+        self.log.keep(run)
         self.kv_free = run.free - run.needs[0]
         self._version += 1
         self._at(run.ends[-1], COMPLETION, self, self._version)
-
-    def _count_blocks(self, run: Run, most: int) -> None:
-        """KV blocks taken when each step begins, cumulated; fewer steps than `most` when they would run short."""
-        block, phases, needs, free, need = self.limits.block, self._phases, run.needs, run.free, 0
-        for i in range(most):
-            need += phases[-(run.tick + i) % block]
-            for part in run.chunks:
-                before = part.start + i * part.tokens
-                need += blocks_for(before + part.tokens, block) - blocks_for(before, block)
-            if need > free and i:
-                break
-            needs.append(need)
-
-    def _keep(self, run: Run) -> None:
-        last = run.tick + len(run.ends)
-        if last > len(self._ends):
-            self._ends = np.concatenate([self._ends, np.zeros(max(len(self._ends), len(run.ends)))])
-        self._ends[run.tick : last] = run.ends
-        if self._causes:
-            self.log.append(run)
 
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
         run.done = done
         self.tick += steps
-        self.decoding_kv += steps * run.seqs
+        self.pool.kv += steps * run.seqs
         for part in run.chunks:
             part.seq._cached += steps * part.tokens
             self.pending -= steps * part.tokens
         self.kv_free = run.free - run.needs[min(done, len(run.needs) - 1)]
 
-    def _due_now(self) -> bool:
-        """Whether somebody's first or last token of a stage may have come."""
-        return bool(self._milestones) and self._milestones[0][0] <= self.tick
-
     def _book(self, run: Run) -> list[LeanSeq]:
         """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
-        came: list[LeanSeq] = []
-        while self._milestones and self._milestones[0][0] <= self.tick:
-            entry = heappop(self._milestones)
-            if self._due(*entry):
-                came.append(entry[2])
+        came = self.pool.came(self.tick)
         for part in run.chunks:
             seq = part.seq
             if seq.ended:
@@ -349,10 +308,10 @@ class LeanHost:
                 came.append(seq)
             self.pending -= left
             del self.prefilling[seq.id]
-            self._join(seq)
+            self.pool.join(seq, self.tick)
         for seq in self._resting:
             if not seq.ended and seq.id in self.running:
-                self._join(seq)
+                self.pool.join(seq, self.tick)
         self._resting.clear()
         if len(came) > 1:
             named = {seq.id for seq in run.order}
@@ -367,7 +326,7 @@ class LeanHost:
             seq.first_token(now)
         output = seq.output
         if output < seq.target:
-            self._aim(seq)
+            self.pool.aim(seq, self.tick)
             return
         if seq.total_output >= seq.most:
             self._outbox.append(self._end(seq, now, "completed", "length"))
@@ -375,7 +334,7 @@ class LeanHost:
         if seq.stage + 1 == len(seq.request.stages):
             self._outbox.append(self._end(seq, now, "completed", "stop"))
             return
-        self._leave(seq, PREFILLING)
+        self.pool.leave(seq, self.tick, PREFILLING)
         seq.next_stage(now)
         if seq.pending > 1:
             self.pending += seq.pending
@@ -383,37 +342,14 @@ class LeanHost:
             if next(reversed(self.running)) != seq.id:  # in order of start
                 self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
         else:
-            self._join(seq)
-
-    # ----------------------------------------------------------------- the pool of those that decode
-
-    def _join(self, seq: LeanSeq) -> None:
-        self.decoding += 1
-        self.decoding_kv += seq._cached
-        seq.decode(self.tick)
-        self._phases[seq._cached % self.limits.block] += 1
-        self._aim(seq)
-
-    def _leave(self, seq: LeanSeq, state: int) -> None:
-        if seq.state == DECODING:
-            self.decoding -= 1
-            self.decoding_kv -= seq.cached
-            self._phases[seq._cached % self.limits.block] -= 1
-        seq.halt(self.tick, state)
-
-    def _aim(self, seq: LeanSeq) -> None:
-        """When somebody must look at it next."""
-        seq.due_tick = (self.tick + 1) if seq.first_token_at is None else seq.target - seq._output
-        heappush(self._milestones, (seq.due_tick, seq.order, seq))
-
-    def _due(self, tick: int, order: int, seq: LeanSeq) -> bool:
-        return seq.state == DECODING and seq.due_tick == tick and not seq.ended
+            self.pool.join(seq, self.tick)
 
     def _plainly_possible(self, plan: Plan) -> bool:
         """Whether `check` would find nothing, for the plans that most steps have; False is no verdict."""
         if not plan.decode or len(plan.work) > 1 or plan.preempt or plan.drop or plan.demote or plan.promote:
             return False
-        limits, tokens, seqs, need = self.limits, self.decoding, self.decoding, self.blocks_due()
+        limits, need = self.limits, self.pool.blocks(self.tick)
+        tokens = seqs = self.pool.count
         for work in plan.work:
             seq = self.known.get(work.seq)
             if seq is None or seq.state == DECODING or not 1 <= work.tokens <= seq.pending or limits.max_running:
@@ -423,17 +359,13 @@ class LeanHost:
             need += blocks_for(seq._cached + work.tokens, limits.block) - blocks_for(seq._cached, limits.block)
         return 0 < seqs <= limits.max_seqs and tokens <= limits.max_tokens and need <= self.kv_free
 
-    def blocks_due(self) -> int:
-        """KV blocks that the next step of all decodes needs."""
-        return self._phases[-self.tick % self.limits.block]
-
     # ----------------------------------------------------------------- ends
 
     def _preempt(self, seq: LeanSeq, now: float) -> Event:
         self.kv_free += seq.blocks
         if self.prefilling.pop(seq.id, None) is not None:
             self.pending -= seq.pending
-        self._leave(seq, WAITING)
+        self.pool.leave(seq, self.tick, WAITING)
         del self.running[seq.id]
         seq.begun[-1] = (seq.begun[-1][0], self.tick)
         seq._cached = 0
@@ -462,32 +394,25 @@ class LeanHost:
             self.pending -= seq.pending
         if seq.state != WAITING:
             self.kv_free += seq.blocks
-            self._leave(seq, WAITING)
+            self.pool.leave(seq, self.tick, WAITING)
             del self.running[seq.id]
         del self.known[seq.id]
-        if len(self.log) > self._log_most:
-            since = min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick)
-            del self.log[: max(0, bisect_right(self.log, since, key=_tick) - 1)]
-            self._log_most = 2 * len(self.log) + 1024
+        if self.log.long:
+            self.log.forget(min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick))
 
     def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [
-            StageTimes(start, self.times(spans)) for start, spans in zip(seq.starts, seq.spans_now(), strict=True)
+            StageTimes(start, self.log.times(spans)) for start, spans in zip(seq.starts, seq.spans_now(), strict=True)
         ]
         verdict = judge(seq.request, stages, outcome, self._rule)
-        if self._causes and outcome == "completed" and not verdict.met:
-            lost = blame(seq, self)
+        if self.log.causes and outcome == "completed" and not verdict.met:
+            lost = blame(seq, self.log, self.latency, self.tick)
             if lost:
                 verdict = replace(verdict, cause=max(lost.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
         if self._ended is not None:
             self._ended(event, stages)
         return event
-
-    def times(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
-        """When the tokens of these steps came out."""
-        parts = [self._ends[a:b] for a, b in spans]
-        return np.concatenate(parts) if parts else self._ends[:0]
 
     # ----------------------------------------------------------------- telling
 
@@ -528,15 +453,11 @@ class LeanHost:
         assert sorted(self.known) == sorted([*self.running, *(s.id for s in self.waiting)])
         decodes = [s for s in self.running.values() if s.state == DECODING]
         assert self.pending == sum(s.pending for s in [*self.waiting, *self.prefilling.values()])
-        assert self.decoding == len(decodes)
-        assert self.decoding_kv == sum(s.cached for s in decodes)
+        assert self.pool.count == len(decodes)
+        assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())
-        assert self.blocks_due() == sum(s.cached % self.limits.block == 0 for s in decodes)
+        assert self.pool.blocks(self.tick) == sum(s.cached % self.limits.block == 0 for s in decodes)
 
 
 def _key(seq: LeanSeq) -> tuple[float, int]:
     return seq.key
-
-
-def _tick(run: Run) -> int:
-    return run.tick

@@ -123,7 +123,7 @@ class LeanSeq:
         """Looks at the tokens that came since it was last asked."""
         output = self.output
         if not self._missed and self._checked < output:
-            times = self.host.times(self.spans_now()[-1])[self._checked :]
+            times = self.host.log.times(self.spans_now()[-1])[self._checked :]
             late = (self.deadlines.token(i) + TOLERANCE < t for i, t in enumerate(times, start=self._checked))
             self._missed = any(late)
             self._checked = output

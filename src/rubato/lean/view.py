@@ -75,13 +75,13 @@ class LeanView(View):
     @property
     def decodes(self) -> Shape:
         self._host.sync()
-        n = self._host.decoding
-        return Shape(n, n, self._host.decoding_kv + n)
+        pool = self._host.pool
+        return Shape(pool.count, pool.count, pool.kv + pool.count)
 
     @property
     def decode_blocks(self) -> int:
         self._host.sync()
-        return self._host.blocks_due()
+        return self._host.pool.blocks(self._host.tick)
 
     @property
     def newest(self) -> SeqView | None:
