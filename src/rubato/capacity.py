@@ -9,7 +9,7 @@ seed. Attainment need not fall everywhere as the rate rises: of several crossing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -233,7 +233,8 @@ class Outcome:
 
 def _capacity(setting: Setting, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
     def per(parts: int) -> Estimate:
-        return over_seeds([rate / parts for rate in own])
+        found = over_seeds([rate / parts for rate in own])
+        return replace(found, low=max(0.0, found.low))  # no rate is negative
 
     logs = over_seeds([float(np.log(a / b)) for a, b in zip(own, first, strict=True)])
     with np.errstate(over="ignore"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
 from rubato.types import Plan, Work
 
 
-class PlanError(Exception):
+class PlanError(RuntimeError):
     """A policy asked for something impossible. The message names policy, request and numbers."""
 
 
@@ -53,8 +54,8 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
     decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop or plan.handoff
     if known and not decided and plan.wake_at is None and not view.moving:  # what moves makes room in the end
         yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
-    if plan.wake_at is not None and not decided and plan.wake_at <= view.now:
-        yield f"nothing planned and wake_at {plan.wake_at:.6f} is not in the future: it would spin"
+    if plan.wake_at is not None and not decided and not view.now < plan.wake_at < inf:
+        yield f"nothing planned and wake_at {plan.wake_at:.6f} is no time in the future: it would spin, or never wake"
 
 
 def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:

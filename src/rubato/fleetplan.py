@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from rubato import alone
@@ -39,10 +40,10 @@ class Question:
             raise ValueError(f"target is {self.target}: give a share in (0, 1), such as 0.9")
         if not 2 <= self.seeds[0] <= self.seeds[1]:
             raise ValueError(f"seeds are {self.seeds}: give at least 2 to begin with, and at most as many or more")
-        if not self.seconds > 0.0:
-            raise ValueError(f"the busiest stretch is {self.seconds} s long: give a positive number of seconds")
-        if self.price is not None and not self.price > 0.0:
-            raise ValueError(f"price is {self.price} a GPU-hour: give a positive number")
+        if not 0.0 < self.seconds < inf:
+            raise ValueError(f"the busiest stretch is {self.seconds} s long: give a positive, finite number of seconds")
+        if self.price is not None and not 0.0 < self.price < inf:
+            raise ValueError(f"price is {self.price} a GPU-hour: give a positive, finite number")
 
     def describe(self) -> dict[str, Any]:
         own = {"target": self.target, "seconds": self.seconds, "exclude": self.exclude}
@@ -75,7 +76,9 @@ def whole(question: Question, replicas: int) -> dict[str, Any]:
     stretch = question.stretch(0)
     records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
     return _counts(records) | {
-        "busiest": _counts([r for r in records if stretch[0] <= r.at < stretch[1]]),
+        "busiest": _counts(
+            [r for r in records if stretch[0] <= r.at < stretch[1] or stretch[1] == load.duration == r.at]
+        ),
         "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),
         "output_tokens": sum(r.output for r in records),
         "seconds": load.duration,
@@ -181,7 +184,13 @@ class Plan:
                 f"{100 * self.question.target:g} % for {self.seeds} seeds to tell; {self.replicas} is on the safe side"
             )
         if self._share(self.whole) < self.question.target:
-            notes.append("the whole workload is NOT attained with this fleet: its busiest stretch is not its hardest")
+            same = self._share(self.whole["busiest"]) >= self.question.target
+            why = (
+                "its busiest stretch is not its hardest"
+                if same
+                else "what it was sized on attains less in its place in the whole; size on a longer --window"
+            )
+            notes.append(f"the whole workload is NOT attained with this fleet: {why}")
         return tuple(notes)
 
     def to_json(self) -> dict[str, Any]:

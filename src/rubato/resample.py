@@ -20,11 +20,14 @@ BLOCK = 60.0  # seconds
 _COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workload's own
 
 
-def multiplied(offers: Sequence[Offer], factor: float, seed: int = 0, block: float = BLOCK) -> list[Offer]:
+def multiplied(
+    offers: Sequence[Offer], factor: float, seed: int = 0, block: float = BLOCK, end: float | None = None
+) -> list[Offer]:
     """A trace with `factor` times the traffic and the same profile over time.
 
     Each minute (`block`) holds that many copies of itself, each turned round within the minute by an offset of its own:
     copies at the same instants would multiply every burst. Of a fraction, each request has a copy with that chance.
+    end: of the trace (None: its last request); a last minute cut short is turned round within what there is of it.
     Factor 1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
     """
     if not 0.0 < factor < inf:
@@ -32,6 +35,7 @@ def multiplied(offers: Sequence[Offer], factor: float, seed: int = 0, block: flo
     if factor == 1.0:
         return list(offers)
     draw = np.random.default_rng([seed, _COPIES])
+    last = max((offer.at for offer in offers), default=0.0) if end is None else end
     copies: list[Offer] = []
     for copy in range(ceil(factor)):
         offset = float(draw.uniform(0.0, block))
@@ -40,7 +44,9 @@ def multiplied(offers: Sequence[Offer], factor: float, seed: int = 0, block: flo
         for offer, keep in zip(offers, kept, strict=True):
             if keep:
                 start = offer.at - offer.at % block
-                copies.append(replace(offer, at=start + (offer.at - start + offset) % block))
+                length = min(block, last - start)
+                at = start + (offer.at - start + offset) % length if length > 0.0 else offer.at
+                copies.append(replace(offer, at=at))
     return sorted(copies, key=lambda offer: offer.at)
 
 
@@ -52,6 +58,8 @@ def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
     count = ceil(load.duration / block)
     starts = np.random.default_rng([seed, _BLOCKS]).uniform(0.0, load.duration, size=count)
     times = np.array([a.at for a in load.arrivals])
+    if times[-1] > load.duration:
+        raise ValueError(f"workload {load.name!r} lasts {load.duration:g} s and has a request at {times[-1]:g} s")
     ring = np.concatenate([times, times + load.duration])
     made: list[Arrival] = []
     for index, start in enumerate(starts.tolist()):
@@ -69,7 +77,9 @@ def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
 
 def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
     """Where the stretch of `seconds` with the most tokens (prompt + output) begins and ends; starts are multiples of
-    `step`. All of a workload that is no longer."""
+    `step`. All of a workload that is no longer. Raises ValueError for one that takes no time."""
+    if not load.duration > 0.0:
+        raise ValueError(f"workload {load.name!r} offers all at once: there is no stretch of time to size a fleet on")
     if load.duration <= seconds:
         return 0.0, load.duration
     starts = np.arange(0.0, load.duration - seconds + step, step)

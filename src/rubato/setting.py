@@ -126,7 +126,10 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
         key, found, value = part.partition("=")
         if not found:
             raise ValueError(f"policy {text!r}: write its settings as {name}:SETTING=VALUE,SETTING=VALUE")
-        settings[key] = yaml.safe_load(value)
+        try:
+            settings[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"policy {text!r}: {value!r} is no value for {key}: give a number or a word") from error
     return name, settings
 
 
@@ -279,8 +282,7 @@ def _filed(path: str) -> Workload:
 class Trace:
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
-    drawn: as of a file. A stretch that begins and ends with a minute is cut out before it is multiplied: a minute's
-    copies stay in it.
+    drawn: as of a file. A stretch is cut out before it is multiplied; it begins with a minute, whose copies stay in it.
     """
 
     path: str
@@ -306,9 +308,15 @@ def _traced(trace: Trace, seed: int, stretch: Stretch | None) -> Workload:
     offers: Sequence[traces.Offer] = whole.offers
     if stretch is not None:
         start, end = stretch
-        offers = [replace(offer, at=offer.at - start) for offer in offers if start <= offer.at < end]
+        last = max(offer.at for offer in offers)
+        offers = [
+            replace(offer, at=offer.at - start)
+            for offer in offers
+            if start <= offer.at < end or offer.at == end == last
+        ]
     name = Path(trace.path).name.partition(".")[0]
-    more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed)))
+    length = None if stretch is None else stretch[1] - stretch[0]
+    more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed, end=length)))
     made = traces.make(name, more, trace.kinds, seed=seed, texts=False)
     if stretch is not None:
         made = replace(made, rate=len(made.arrivals) / (end - start), duration=end - start)

@@ -98,6 +98,14 @@ class _Search:
                 seeds = min(most, 2 * seeds)
             else:
                 break
+        offered = [self.found[_key(replicas, "", seed)]["offered"] for seed in range(seeds)]
+        best = attainment_over_seeds(offered, offered)
+        if best.low < target:
+            raise ValueError(
+                f"{sum(offered)} requests in {seeds} seeds are too few to show {100 * target:g} % with confidence: "
+                f"were all of them attained, the interval would begin at {100 * best.low:.1f} %; give more requests, a "
+                "longer --window or more --most-seeds"
+            )
         while self.attained(replicas, seeds).low < target:
             replicas += 1
             self._within(replicas, bound, seeds)

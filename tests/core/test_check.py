@@ -32,6 +32,8 @@ CASES = [
     (Plan(promote=("r",)), "promote names 'r', which was not demoted"),
     (Plan(), "nothing planned though 4 requests are here"),
     (Plan(wake_at=0.0), "it would spin"),
+    (Plan(wake_at=float("nan")), "or never wake"),
+    (Plan(wake_at=float("inf")), "or never wake"),
 ]
 
 

@@ -109,6 +109,17 @@ def test_step_times_keep_their_digest_when_they_have_been_asked_for() -> None:
     assert packaged("opt-6.7b-a100-40g").describe()["model"] != before["model"]
 
 
+FAULTY = """
+from dataclasses import dataclass
+
+@dataclass
+class Scheduler:
+    needs = frozenset()
+    def observe(self, events): pass
+    def plan(self, view): return None
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -130,6 +141,15 @@ def test_step_times_keep_their_digest_when_they_have_been_asked_for() -> None:
         (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
         (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "--noise 2.0: give a relative spread"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--max-seqs", "0"], "--max-seqs 0: give 1 or more"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--max-tokens", "-4"], "--max-tokens -4: give 1 or more"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--kv-tokens", "3"], "--kv-tokens 3: give at least a block"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--policy", "sarathi:budget=["], "'[' is no value for budget"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--count", "1"], "there is no stretch of time to size a fleet on"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--count", "20", "--target", "0.999"], "too few to show 99.9 %"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--price", "inf"], "price is inf a GPU-hour"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--window", "inf"], "the busiest stretch is inf s long"),
+        (["sweep", *REPLICA, "--rates", "1", "--policy", "FAULTY"], "replica 'r0', t="),
         (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
         (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],
@@ -144,8 +164,11 @@ def test_what_is_impossible_is_one_sentence_and_status_2(
         '{"format": "rubato-workload/1", "name": "still", "rate": 0, "tiers": {"a": {"ttft": 1}}}\n'
         '{"id": "x", "at": 1, "tier": "a", "prompt_tokens": 5, "output_tokens": 5}\n'
     )
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(FAULTY)
     quiet = [] if words[0] == "figure" else QUIET
-    assert main([{"TRACE": trace, "BAD": str(bad), "STILL": str(still)}.get(word, word) for word in words] + quiet) == 2
+    files = {"TRACE": trace, "BAD": str(bad), "STILL": str(still), "FAULTY": str(faulty)}
+    assert main([files.get(word, word) for word in words] + quiet) == 2
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error

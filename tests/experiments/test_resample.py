@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rubato.resample import bootstrapped, busiest, multiplied, window
+from rubato.setting import Trace as Source
 from rubato.workloads import Workload
 from rubato.workloads.traces import Offer, Trace, make
 from tests.experiments.machine import KINDS
@@ -31,6 +34,37 @@ def test_ten_times_the_traffic_has_ten_times_each_minute() -> None:
     assert len({o.at for o in ten}) > 1900  # copies do not fall on the same instants
     assert multiplied(OFFERS, 1.0) == OFFERS
     assert 60 <= len(multiplied(OFFERS, 0.4)) <= 100
+
+
+@pytest.mark.parametrize("end", [None, 45.0, 90.0, 400.0])
+def test_copies_stay_in_a_last_minute_that_is_cut_short(end: float | None) -> None:
+    offers = [o for o in OFFERS if o.at < (end or 1e9)]
+    last = offers[-1].at if end is None else end
+    ten = multiplied(offers, 10.0, seed=4, end=end)
+    assert len(ten) == 10 * len(offers)
+    assert max(o.at for o in ten) <= last
+    first_half = sum(o.at < last / 2 for o in offers)
+    assert sum(o.at < last / 2 for o in ten) == pytest.approx(10 * first_half, rel=0.25)
+
+
+def test_a_request_beyond_the_end_cannot_be_resampled() -> None:
+    with pytest.raises(ValueError, match="lasts 100 s and has a request at"):
+        bootstrapped(replace(made(), duration=100.0), 1)
+
+
+def test_requests_at_one_instant_have_no_busiest_stretch() -> None:
+    with pytest.raises(ValueError, match="there is no stretch of time"):
+        busiest(drawn([Offer(0.0, 5, 5), Offer(0.0, 6, 6)]), 60.0)
+
+
+def test_a_stretch_of_all_has_its_last_request(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{o.at},{o.prompt},{o.output}\n" for o in OFFERS))
+    source = Source(str(file), KINDS, factor=3.0)
+    stretch = source.busiest(0, 1e6)
+    assert len(source.make(0, stretch).arrivals) == len(source.make(0).arrivals) == 3 * len(OFFERS)
+    drawn_again = [len(bootstrapped(source.make(0, source.busiest(0, 100.0)), seed).arrivals) for seed in range(4)]
+    assert len(set(drawn_again)) > 1
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

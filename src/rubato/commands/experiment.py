@@ -78,8 +78,14 @@ def hardware(args: argparse.Namespace) -> Hardware:
     if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
         raise ValueError("a replica without KV capacity: give --kv-tokens, or engine.kv_blocks in the configuration")
     if args.kv_tokens is not None:
+        if args.kv_tokens < limits.block:
+            raise ValueError(f"--kv-tokens {args.kv_tokens}: give at least a block, {limits.block} tokens")
         limits = replace(limits, kv_blocks=args.kv_tokens // limits.block)
-    limits = replace(limits, max_seqs=args.max_seqs or limits.max_seqs, max_tokens=args.max_tokens or limits.max_tokens)
+    given = {name: n for name in ("max_seqs", "max_tokens") if (n := getattr(args, name)) is not None}
+    for name, n in given.items():
+        if n < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
+    limits = replace(limits, **given)
     return Hardware("the configured replica", latency_of(config), limits)
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def differing(outcome: Outcome) -> dict[str, int]:
 def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {claim: worst([v["shares"][name] for v in values]) for name, claim in MEASURES.items()}
     estimates["cells-that-hold"] = holding([v["shares"] for v in values])
+    if small:  # ten requests on a simulated engine: no statement about a machine
+        estimates = {claim: Estimate(found.value, -inf, inf) for claim, found in estimates.items()}
     estimates["ends-differ"] = Estimate.exact(sum(v["ends_differ"] for v in values))
     estimates["tokens-differ"] = Estimate.exact(sum(v["tokens_differ"] for v in values))
     given = {"kind": "simulated", "model": STEPS.to_dict()}

@@ -11,7 +11,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rubato.check import check
+from rubato.check import PlanError, check
 from rubato.clock import COMPLETION, PLAN, HandClock
 from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
@@ -212,9 +212,15 @@ class LeanHost:
         if self._steady > 0 and self._plan is not None and self.pool.blocks(self.tick) <= self.kv_free:
             return self._plan
         view = self._view
-        plan = self.scheduler.plan(view)
-        if not self._plainly_possible(plan):
-            check(plan, view, self._policy)
+        try:
+            plan = self.scheduler.plan(view)
+            if not self._plainly_possible(plan):
+                check(plan, view, self._policy)
+        except PlanError:
+            raise
+        except Exception as error:
+            where = f"policy {self._policy!r}, replica {self.id!r}, t={view.now:.6f}"
+            raise PlanError(f"{where}: {type(error).__name__}: {error}") from error
         again = not (plan.preempt or plan.drop or plan.demote or plan.promote)
         self._plan, self._steady = plan if again else None, plan.steady + 1
         return plan

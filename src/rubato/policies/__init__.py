@@ -83,7 +83,7 @@ def _file(path: Path) -> ModuleType:
         module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look there
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[key]
             raise PolicyError(f"policy file {str(path)!r} cannot be run: {type(error).__name__}: {error}") from error
     return sys.modules[key]
