@@ -183,3 +183,17 @@ def test_slowdowns_of_kinds_go_by_the_traces_prompts():
     kind = kinds.chat(SLO(tpot=0.1), ttft_slowdown=3.0)
     load = traces.make("t", Trace("t", tuple(OFFERS)), [kind], prefill=lambda tokens: tokens / 64, texts=False)
     assert [load.slo(a) for a in load.arrivals] == [SLO(3 * o.prompt / 64, 0.1) for o in OFFERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"t_s,input_tokens,output_tokens\n0,\x8f\xff,5\n"),
+        ("b.csv.gz", b"\x00\x8fnothing"),
+        ("c.csv.gz", gzip.compress(b"t_s,input_tokens,output_tokens\n0,5,5\n" * 100)[:40]),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=f"{name} is no CSV"):
+        traces.read(tmp_path / name)

@@ -20,6 +20,7 @@ import csv
 import gzip
 import io
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -194,6 +195,13 @@ def _layout(path: Path, row: Mapping[str, Any]) -> Layout:
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
     """Where each request stands, and its fields, or what is wrong with a line that has none."""
+    try:
+        yield from _lines(path)
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceError(f"{path} is no CSV, JSON lines or JSON array, plain or gzipped: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         first = file.peek(1).lstrip()[:1] if isinstance(file, io.BufferedReader | gzip.GzipFile) else b""
         if first == b"[":
