@@ -8,7 +8,7 @@ seed. Attainment need not fall everywhere as the rate rises: of several crossing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Any
@@ -136,10 +136,16 @@ def crossing(attained: Any, target: float, start: float, tolerance: float) -> fl
             f"attainment is {100 * attained(rate):.1f} % at {rate:.4g} requests/s and {100 * attained(start):.1f} % at "
             f"{start:.4g}: no capacity at {100 * target:g} % between them; offer more requests, or give another --start"
         )
+    low, high = narrowed(lambda rate: bool(attained(rate) >= target), low, high, tolerance)
+    return sqrt(low * high)
+
+
+def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance: float) -> tuple[float, float]:
+    """A bracket, good at `low` and not at `high`, halved (geometrically) until it is no wider than `tolerance`."""
     while high / low > 1.0 + tolerance:
         middle = sqrt(low * high)
-        low, high = (middle, high) if attained(middle) >= target else (low, middle)
-    return sqrt(low * high)
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low, high
 
 
 def estimate(load: Workload, setting: Setting) -> float:

@@ -20,6 +20,7 @@ import orjson
 from tqdm import tqdm
 
 from rubato.clock import measured
+from rubato.workloads.file import json_object
 
 FORMAT = "rubato-cells/1"
 
@@ -181,12 +182,9 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error}): remove the line, its cell runs again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}, line {number}: should be a JSON object, is {type(value).__name__}")
-    return value
+        return json_object(path, number, line, ValueError)
+    except ValueError as error:
+        raise ValueError(f"{error}: remove the line, its cell runs again") from error
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:

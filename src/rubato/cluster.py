@@ -7,12 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from rubato.clock import PLAN, Clock
 from rubato.fairness import FairShare
 from rubato.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
+from rubato.listeners import Listener, Listeners
 from rubato.policies import load, router_for
 from rubato.slo import StageTimes, judge
 from rubato.types import (
@@ -32,50 +32,9 @@ from rubato.worker import LocalHost
 log = logging.getLogger(__name__)
 
 RECENT = 64  # completions that the estimate of Retry-After looks back on
-QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 
-Listener = Callable[[Event], None]
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
 HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
-
-
-class Listeners:
-    """Who is told of every event, in order, on the event loop.
-
-    One that raises costs no request its end (a full disk under the event log) and is told of the next event all the
-    same. Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's own logs them, that of
-    `clock.run_virtual` ends the run with the first. Where no loop runs they are raised.
-    """
-
-    def __init__(self) -> None:
-        self._all: list[Listener] = []
-        self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
-
-    def add(self, listener: Listener) -> None:
-        self._all.append(listener)
-
-    def tell(self, event: Event) -> None:
-        for listener in list(self._all):
-            self.tell_one(listener, event)
-
-    def tell_one(self, listener: Listener, event: Event) -> None:
-        try:
-            listener(event)
-        except Exception as error:
-            self._report(getattr(listener, "__qualname__", type(listener).__qualname__), event, error)
-
-    def _report(self, name: str, event: Event, error: Exception) -> None:
-        count, last = self._failed.get(name, (0, -inf))
-        due = event.at >= last + QUIET
-        self._failed[name] = (count + 1, event.at if due else last)
-        if not due:
-            return
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise error from None
-        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count + 1}"
-        loop.call_exception_handler({"message": message, "exception": error})
 
 
 class Cluster:

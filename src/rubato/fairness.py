@@ -142,7 +142,7 @@ class FairShare:
             entry, tenant = self._entries[request.id], request.tenant
             if not entry.load:
                 entry.load = self._load(request, entry, fleet)
-                entry.stall = min(view.latency.step_time(_alone(request)) for view in fleet)
+                entry.stall = _alone(request, fleet)
             alone = len(shares) == 1 and total == 0.0
             # alone it takes more of the tightest TTFT than its share, and there is somebody to mind
             stalls = len(shares) > 1 and entry.stall > shares[tenant] * ttft
@@ -183,7 +183,7 @@ class FairShare:
         """By start tag; what would be too late even alone comes after what can still be in time."""
         ttft, late = request.stages[0].slo.ttft, False
         if ttft is not None and request.progress is None:
-            late = now + min(view.latency.step_time(_alone(request)) for view in fleet) > request.arrival + ttft
+            late = now + _alone(request, fleet) > request.arrival + ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
     def _pay_back(self, account: _Account, share: float, now: float) -> float:
@@ -234,6 +234,7 @@ class FairShare:
         return max(LEAST, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else LEAST
 
 
-def _alone(request: Request) -> Shape:
-    """The batch that is its prompt."""
-    return Shape().plus(request.stages[0].prompt, 0)
+def _alone(request: Request, fleet: Sequence[View]) -> float:
+    """Seconds of the batch that is its prompt, where that is fastest."""
+    prompt = Shape().plus(request.stages[0].prompt, 0)
+    return min(view.latency.step_time(prompt) for view in fleet)

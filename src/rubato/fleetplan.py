@@ -12,7 +12,7 @@ from rubato.cells import Done
 from rubato.interfaces import LatencyModel
 from rubato.intervals import Estimate
 from rubato.records import Record, versions
-from rubato.resample import Stretch, bootstrapped
+from rubato.resample import Stretch, bootstrapped, inside
 from rubato.setting import Setting, Source
 from rubato.sweep import markdown, percent
 from rubato.types import Sample, Shape
@@ -76,9 +76,7 @@ def whole(question: Question, replicas: int) -> dict[str, Any]:
     stretch = question.stretch(0)
     records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
     return _counts(records) | {
-        "busiest": _counts(
-            [r for r in records if stretch[0] <= r.at < stretch[1] or stretch[1] == load.duration == r.at]
-        ),
+        "busiest": _counts([r for r in records if inside(r.at, stretch, load.duration)]),
         "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),
         "output_tokens": sum(r.output for r in records),
         "seconds": load.duration,

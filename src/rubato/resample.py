@@ -90,14 +90,17 @@ def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
     return start, start + seconds
 
 
+def inside(at: float, stretch: Stretch, last: float) -> bool:
+    """Whether a request at this time is in the stretch; the last one of all is also when it arrives as that ends."""
+    return stretch[0] <= at < stretch[1] or at == stretch[1] == last
+
+
 def window(load: Workload, stretch: Stretch | None) -> Workload:
     """What arrives in a stretch, times from its beginning; None: all. Raises ValueError when nothing does."""
     if stretch is None:
         return load
     start, end = stretch
-    kept = tuple(
-        replace(a, at=a.at - start) for a in load.arrivals if start <= a.at < end or a.at == end == load.duration
-    )
+    kept = tuple(replace(a, at=a.at - start) for a in load.arrivals if inside(a.at, stretch, load.duration))
     if not kept:
         raise ValueError(f"workload {load.name!r}: no request arrives from {start:g} to {end:g} s")
     return replace(load, rate=len(kept) / (end - start), duration=end - start, arrivals=kept)

@@ -25,11 +25,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from rubato.clock import Clock, WallClock, unix_time
-from rubato.cluster import Cluster, Listener, local_cluster
+from rubato.cluster import Cluster, local_cluster
 from rubato.config import Config, ConfigError, Named
 from rubato.fairness import FairShare
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.lengths import Oracle, RunningMean
+from rubato.listeners import Listener
 from rubato.policies import nearest
 from rubato.server import logs
 from rubato.server.app import Service, create_app

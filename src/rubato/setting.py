@@ -22,7 +22,7 @@ from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lengths import Oracle
 from rubato.policies import load, router_for
 from rubato.records import Run
-from rubato.resample import Stretch, bootstrapped, busiest, multiplied, window
+from rubato.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
 from rubato.simulate import Setup, simulated_run
 from rubato.types import Limits, Shape
 from rubato.workloads import Workload, read, scenarios, traces
@@ -309,11 +309,7 @@ def _traced(trace: Trace, seed: int, stretch: Stretch | None) -> Workload:
     if stretch is not None:
         start, end = stretch
         last = max(offer.at for offer in offers)
-        offers = [
-            replace(offer, at=offer.at - start)
-            for offer in offers
-            if start <= offer.at < end or offer.at == end == last
-        ]
+        offers = [replace(offer, at=offer.at - start) for offer in offers if inside(offer.at, stretch, last)]
     name = Path(trace.path).name.partition(".")[0]
     length = None if stretch is None else stretch[1] - stretch[0]
     more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed, end=length)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf, log
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rubato.clock import COMPLETION, Clock
 from rubato.interfaces import KV, LatencyModel
@@ -82,6 +83,17 @@ class _Progress:
     stop: StopText | None = None  # where the request has stop strings
 
 
+def check_noise(noise: float) -> None:
+    """Raises ValueError unless it is a relative spread of step times."""
+    if not 0.0 <= noise < 1.0:
+        raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
+
+
+def factors(rng: np.random.Generator, noise: float, count: int) -> NDArray[np.float64]:
+    """What the next steps' times are multiplied by: lognormal, 1 on average."""
+    return rng.lognormal(-(noise**2) / 2, noise, count)
+
+
 class Engine:
     """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
 
@@ -107,8 +119,7 @@ class Engine:
         link: Link = FREE,
         drafter: Drafter | None = None,
     ) -> None:
-        if not 0.0 <= noise < 1.0:
-            raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
+        check_noise(noise)
         self._latency = latency
         self._limits = limits
         self._clock = clock
@@ -148,7 +159,7 @@ class Engine:
         if self._drafter is not None:
             seconds += self._draft(batch, emitted)
         if self._noise:
-            seconds *= float(self._rng.lognormal(-(self._noise**2) / 2, self._noise))
+            seconds *= float(factors(self._rng, self._noise, 1)[0])
         await self._clock.sleep_until(self._clock.now() + seconds, COMPLETION)
         return StepResult(emitted, seconds)
 

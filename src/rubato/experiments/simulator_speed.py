@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rubato import profiles
+from rubato.capacity import narrowed
 from rubato.cells import Cell
 from rubato.clock import measured
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
-from rubato.metrics import timelines
+from rubato.metrics import Timeline, timelines
 from rubato.simulate import Setup, lean_lines, simulate
 from rubato.types import SLO, Limits, Request, Sampling, Stage
 
@@ -53,24 +54,22 @@ def cells(small: bool) -> list[Cell]:
 
 def same(count: int) -> dict[str, int]:
     """Requests whose end differs between the fast driver and the plain one."""
-    sizes = lengths(count, 0)
-    truth = {f"q{i}": (out,) for i, (_, out) in enumerate(sizes)}
-    setup = _setup(SARATHI, 2)
-    plain = {line.request.id: line.end for line in timelines(simulate(list(requests(sizes, 4.0, 0)), truth, setup))}
-    fast = lean_lines(requests(sizes, 4.0, 0), truth, setup)
-    return {"differ": sum(fast[id].end != end for id, end in plain.items())}
+    sizes, setup = lengths(count, 0), _setup(SARATHI, 2)
+    plain = timelines(simulate(list(requests(sizes, 4.0, 0)), _truth(sizes), setup))
+    fast = lean_lines(requests(sizes, 4.0, 0), _truth(sizes), setup)
+    return {"differ": sum(fast[line.request.id].end != line.end for line in plain)}
 
 
 def speed(policy: str, replicas: int, count: int, seed: int) -> dict[str, Any]:
     """Requests simulated in a CPU second."""
     sizes = lengths(count, seed)
-    truth = {f"q{i}": (out,) for i, (_, out) in enumerate(sizes)}
+    truth = _truth(sizes)
     rate = LOAD * capacity(replicas)
     lines, cost = measured(
         lambda: lean_lines(requests(sizes, rate, seed), truth, _setup(policy, replicas), times=False)
     )
-    met = sum(line.end is not None and line.end.verdict.met for line in lines.values())
-    return {"policy": policy, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": met / count}
+    attained = _attained(lines)
+    return {"policy": policy, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained}
 
 
 def memory(replicas: int, count: int) -> dict[str, float]:
@@ -83,15 +82,14 @@ def memory(replicas: int, count: int) -> dict[str, float]:
 @lru_cache
 def capacity(replicas: int) -> float:
     """The largest rate at which `sarathi` attains its share of some minutes of requests, to 5 %."""
-    low, high = 0.5 * replicas, 8.0 * replicas
-    while high / low > 1.05:
-        rate = (low * high) ** 0.5
-        sizes = lengths(int(300 * replicas), 1)
-        truth = {f"q{i}": (out,) for i, (_, out) in enumerate(sizes)}
-        lines = lean_lines(requests(sizes, rate, 1), truth, _setup(SARATHI, replicas), times=False, causes=False)
-        met = sum(line.end is not None and line.end.verdict.met for line in lines.values())
-        low, high = (rate, high) if met >= ATTAINED * len(lines) else (low, rate)
-    return low
+    sizes, setup = lengths(300 * replicas, 1), _setup(SARATHI, replicas)
+    truth = _truth(sizes)
+
+    def holds(rate: float) -> bool:
+        lines = lean_lines(requests(sizes, rate, 1), truth, setup, times=False, causes=False)
+        return _attained(lines) >= ATTAINED
+
+    return narrowed(holds, 0.5 * replicas, 8.0 * replicas, 0.05)[0]
 
 
 def lengths(count: int, seed: int) -> list[tuple[int, int]]:
@@ -105,6 +103,15 @@ def requests(sizes: Sequence[tuple[int, int]], rate: float, seed: int) -> Iterat
     at = np.cumsum(np.random.default_rng([seed, _GAPS]).exponential(1.0 / rate, len(sizes))).tolist()
     for i, (prompt, output) in enumerate(sizes):
         yield Request(f"q{i}", (Stage(prompt, PROMISE),), at[i], tier="all", sampling=Sampling(output))
+
+
+def _truth(sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[int]]:
+    """Output tokens of each request, for the engine."""
+    return {f"q{i}": (output,) for i, (_, output) in enumerate(sizes)}
+
+
+def _attained(lines: Mapping[str, Timeline]) -> float:
+    return sum(line.end is not None and line.end.verdict.met for line in lines.values()) / len(lines)
 
 
 def _setup(policy: str, replicas: int) -> Setup:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rubato import bench, results, trace
+from rubato.capacity import narrowed
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pace, promises, say, scaled
 from rubato.fidelity.table import Cell, Rule, figures
 from rubato.fit import coefficients
@@ -168,14 +169,13 @@ class Rig:
 
     def held(self, load: Workload, what: Learned) -> float:
         """The rate at which simulated vllm attains HOLDS of this workload."""
-        low, high = 0.05, 100.0
-        while high / low > 1.02:
-            rate = (low * high) ** 0.5
+
+        def holds(rate: float) -> bool:
             run = simulated_run(load.rescaled(rate), self.setup("vllm", what, 0))
             records = delivered(run, what).records
-            good = sum(r.verdict.met for r in records) >= HOLDS * len(records)
-            low, high = (rate, high) if good else (low, rate)
-        return low
+            return sum(r.verdict.met for r in records) >= HOLDS * len(records)
+
+        return narrowed(holds, 0.05, 100.0, 0.02)[0]
 
     def setup(self, policy: str, what: Learned, seed: int) -> Setup:
         return Setup(

@@ -16,9 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from rubato.clock import Clock, WallClock, unix_time
-from rubato.cluster import Cluster, HostLost, Listener, cluster_of
+from rubato.cluster import Cluster, HostLost, cluster_of
 from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
 from rubato.interfaces import KV, Engine, Host, LatencyModel, View
+from rubato.listeners import Listener
 from rubato.policies import load
 from rubato.types import Event, Limits, Request, Role
 from rubato.worker import LocalHost

@@ -8,8 +8,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from rubato.clock import ARRIVAL, COMPLETION, PLAN, HandClock
-from rubato.cluster import Cluster, HostLost, HostMaker, Listener, cluster_of
+from rubato.cluster import Cluster, HostLost, HostMaker, cluster_of
 from rubato.lean.host import LeanHost
+from rubato.listeners import Listener
 from rubato.policies import load
 from rubato.types import Request
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rubato.engines.simulated import check_noise, factors
 from rubato.interfaces import LatencyModel, Line
 from rubato.types import Shape
 
@@ -71,8 +72,7 @@ class Steps:
     """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""
 
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
-        if not 0.0 <= noise < 1.0:
-            raise ValueError(f"engine noise is {noise}: give a relative spread in [0, 1)")
+        check_noise(noise)
         self._truth = truth
         self._seconds: Callable[[int, int, int, int, int, int, int], float] | None = getattr(truth, "seconds", None)
         self._line: Callable[[int, int], Line] | None = getattr(truth, "line", None)
@@ -123,8 +123,7 @@ class Steps:
         at = tick - self._first
         if at >= len(self._factors):
             keep = max(0, at - DRAWN)  # steps that were worked out in vain are worked out again
-            drawn = self._rng.lognormal(-(self._noise**2) / 2, self._noise, DRAWN)
-            self._factors = self._factors[keep:] + drawn.tolist()
+            self._factors = self._factors[keep:] + factors(self._rng, self._noise, DRAWN).tolist()
             self._first += keep
             at -= keep
         return self._factors[at]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.cluster import Cluster, Listener, Listeners
+from rubato.cluster import Cluster
+from rubato.listeners import Listener, Listeners
 from rubato.server.tenants import Quota
 from rubato.slo import judge
 from rubato.types import Event, Finished, Offered, Request
