@@ -317,9 +317,11 @@ class Cluster:
         self._router.observe((event,))
         if last and not self.in_flight:
             self._empty.set()
+        if not self._held:
+            return
         if last or handed:
             self._place()
-        elif self._held and isinstance(event, Stepped | Preempted):
+        elif isinstance(event, Stepped | Preempted):
             self._place_moved()
 
     def _place_moved(self) -> None:

@@ -22,14 +22,14 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self._all: list[Listener] = []
+        self._all: tuple[Listener, ...] = ()
         self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
-        self._all.append(listener)
+        self._all += (listener,)
 
     def tell(self, event: Event) -> None:
-        for listener in list(self._all):
+        for listener in self._all:
             self.tell_one(listener, event)
 
     def tell_one(self, listener: Listener, event: Event) -> None:

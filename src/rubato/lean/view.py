@@ -40,13 +40,15 @@ class LeanView(View):
 
     @property
     def running(self) -> Sequence[SeqView]:
-        self._host.sync()
-        return [seq for seq in self._host.running.values() if not seq.ended]
+        host = self._host
+        if host.run is None:
+            return list(host.running.values())
+        host.sync()
+        return [seq for seq in host.running.values() if not seq.ended]
 
     @property
     def kv_free(self) -> int:
-        self._host.sync()
-        return self._host.kv_free
+        return self._host.free_now()
 
     @property
     def busy_until(self) -> float:
@@ -60,8 +62,10 @@ class LeanView(View):
 
     @property
     def known(self) -> Mapping[str, SeqView]:
-        self._host.sync()
-        return self._host.known
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return host.known
 
     @property
     def running_ids(self) -> Collection[str]:
@@ -69,19 +73,25 @@ class LeanView(View):
 
     @property
     def prefilling(self) -> Sequence[SeqView]:
-        self._host.sync()
-        return list(self._host.prefilling.values())
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return list(host.prefilling.values())
 
     @property
     def decodes(self) -> Shape:
-        self._host.sync()
-        pool = self._host.pool
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        pool = host.pool
         return Shape(pool.count, pool.count, pool.kv + pool.count)
 
     @property
     def decode_blocks(self) -> int:
-        self._host.sync()
-        return self._host.pool.blocks(self._host.tick)
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return host.pool.blocks(host.tick)
 
     @property
     def newest(self) -> SeqView | None:
@@ -91,10 +101,11 @@ class LeanView(View):
     @property
     def pending(self) -> int:
         host = self._host
-        if host.run is not None and host.run.chunks:
+        run = host.run
+        if run is not None and run.chunks:
             host.sync()
-        return host.pending + len(host.running) - len(host.prefilling)
+        return host.pending
 
     @property
     def count(self) -> int:
-        return len(self._host.waiting) + len(self._host.running)
+        return len(self._host.known)
