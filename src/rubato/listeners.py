@@ -30,15 +30,19 @@ class Listeners:
 
     def tell(self, event: Event) -> None:
         for listener in self._all:
-            self.tell_one(listener, event)
+            try:
+                listener(event)
+            except Exception as error:
+                self._failed_on(listener, event, error)
 
     def tell_one(self, listener: Listener, event: Event) -> None:
         try:
             listener(event)
         except Exception as error:
-            self._report(getattr(listener, "__qualname__", type(listener).__qualname__), event, error)
+            self._failed_on(listener, event, error)
 
-    def _report(self, name: str, event: Event, error: Exception) -> None:
+    def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
+        name = getattr(listener, "__qualname__", type(listener).__qualname__)
         count, last = self._failed.get(name, (0, -inf))
         due = event.at >= last + QUIET
         self._failed[name] = (count + 1, event.at if due else last)

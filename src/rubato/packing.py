@@ -62,7 +62,7 @@ class Packing:
             return FOR_EVER
         known = self.view.known
         alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
-        if alone and all([tokens == known[id].pending for id, tokens in self.work.items()]):
+        if alone and all(tokens == known[id].pending for id, tokens in self.work.items()):
             return FOR_EVER
         if len(self.work) > 1 or self.tokens_left:
             return 0

@@ -142,9 +142,9 @@ def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float
         return first - begun
     if n < MANY:
         return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
-    spare = np.arange(n) * tpot
+    spare = np.arange(0.0, n) * tpot
     spare -= tokens
-    return first + float(spare.min())
+    return first + float(np.minimum.reduce(spare))
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:

@@ -156,11 +156,11 @@ class Request:
     @property
     def prompt(self) -> int:
         """Prompt tokens, of all stages."""
-        return sum(stage.prompt for stage in self.stages)
+        return sum([stage.prompt for stage in self.stages])
 
     @property
     def best_effort(self) -> bool:
-        return all(stage.slo.best_effort for stage in self.stages)
+        return False not in [stage.slo.best_effort for stage in self.stages]
 
 
 # --------------------------------------------------------------------------- what a step is made of

@@ -17,6 +17,7 @@ from rubato.clock import COMPLETION, PLAN, HandClock
 from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
 from rubato.lean.blame import blame
+from rubato.lean.dues import Dues
 from rubato.lean.log import Log
 from rubato.lean.pool import Pool
 from rubato.lean.run import Part, Run, Steps
@@ -82,9 +83,10 @@ class LeanHost:
         self.known: dict[str, LeanSeq] = {}
         self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
         self.kv_free = limits.kv_blocks  # before the run, while one is under way
-        self.pending = 0  # tokens
         self.pool = Pool(limits.block)
         self.run: Run | None = None
+        self._need = 0  # KV blocks that all its steps take
+        self.dues: Dues | None = None  # once somebody has asked for them
         self.log = Log(latency, causes)
         self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
         self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
@@ -98,11 +100,13 @@ class LeanHost:
         self._ended = ended
         self._outbox: list[Event] = []
         self._order = 0
+        self._started = 0
         self._version = 0
         self._planned = False
         self._steady = 0  # for how many more steps the last plan stands, unless something happens
         self._view = LeanView(self)
-        self.view: Callable[[], View] = repeat(self._view).__next__  # asked of every host at every arrival
+        self._at_once = repeat(self._view).__next__  # asked of every host at every arrival
+        self.view: Callable[[], View] = self._at_once
 
     # ----------------------------------------------------------------- Host
 
@@ -131,7 +135,7 @@ class LeanHost:
         """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
         if request.group or request.progress is not None:
             raise ValueError(f"request {request.id!r} shares KV or began elsewhere, which a lean replica cannot count")
-        now = self.clock.now()
+        now = self.clock.time
         self.sync()
         self._order += 1
         seq = LeanSeq(request, self._order, now, self, self._targets.get(request.id))
@@ -140,7 +144,8 @@ class LeanHost:
             self._tell([self._finished(seq, now, "refused", reason)])
             return
         self.known[seq.id] = seq
-        self.pending += seq.pending
+        self._view.count = len(self.known)
+        self._view.pending += seq.prompt
         insort(self.waiting, seq, key=_key)
         self._changed(now)
 
@@ -161,6 +166,11 @@ class LeanHost:
         if run is not None and run.done < len(run.ends) and run.ends[run.done] <= self.clock.time:
             self._advance(run, bisect_right(run.ends, self.clock.time))
 
+    def _synced(self) -> View:
+        """The view while steps of a prompt that nobody looks at go by."""
+        self.sync()
+        return self._view
+
     def free_now(self) -> int:
         """KV blocks that neither the steps that are over nor the one under way have taken."""
         self.sync()
@@ -178,7 +188,8 @@ class LeanHost:
         if run.done < len(ends):
             self._advance(run, len(ends))
         self.run = None
-        self.kv_free -= self._blocks(run, len(ends))
+        self.view = self._at_once
+        self.kv_free -= self._need
         if self._ran is not None:
             self._ran(run)
         self._planned = True
@@ -186,9 +197,10 @@ class LeanHost:
             for seq in self._book(run):
                 if not seq.ended:
                     self._token(seq, ends[-1])
-            for seq in self._ending:
-                self._release(seq)
-            self._ending.clear()
+            if self._ending:
+                for seq in self._ending:
+                    self._release(seq)
+                self._ending.clear()
             if self.waiting or self.prefilling:
                 self._steady = 0
         return True
@@ -270,19 +282,33 @@ class LeanHost:
             if seq.state == DECODING and seq.id not in at_work:
                 self.pool.leave(seq, self.tick, PREFILLING)
                 self._resting.append(seq)
+                self._renew(seq)
 
     def _begin(self, seq: LeanSeq, now: float, events: list[Event]) -> None:
         self.waiting.remove(seq)
         self.running[seq.id] = seq
+        self._started += 1
+        seq.nth = self._started
         seq.waits.append((self.tick, now - seq.since, seq.started))
         seq.begun.append((self.tick, -1))
         events.append(Started(now, seq.id, resumed=seq.started))
         seq.started = True
         seq.state = PREFILLING
+        if self.dues is not None:
+            self.dues.add(seq)
         if seq.pending > 1:
             self.prefilling[seq.id] = seq
         else:
-            self.pool.join(seq, self.tick)
+            self._join(seq)
+
+    def _join(self, seq: LeanSeq) -> None:
+        self.pool.join(seq, self.tick)
+        self.pool.aim(seq, self.tick)
+        self._renew(seq)
+
+    def _renew(self, seq: LeanSeq) -> None:
+        if self.dues is not None:
+            self.dues.renew(seq)
 
     def _run(self, now: float, goes_on: bool, chunks: Sequence[Part], order: Sequence[LeanSeq]) -> None:
         pool, tick = self.pool, self.tick
@@ -291,12 +317,16 @@ class LeanHost:
             most = min(self._steady, LONGEST, pool.steps_left(tick))
             for part in chunks:
                 most = min(most, -(-part.total // part.tokens))
-        self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order)
-        while most > 1 and self._blocks(run, most) > self.kv_free:
+        self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order, [])
+        self._need = self._blocks(run, most)
+        while most > 1 and self._need > self.kv_free:
             most -= 1
+            self._need = self._blocks(run, most)
         self._steady -= most
         self._steps.take(run, most)
         self.log.keep(run)
+        if chunks and most > 1:
+            self.view = self._synced
         self._version += 1
         self._at(run.ends[-1], COMPLETION, self, self._version)
 
@@ -314,7 +344,7 @@ class LeanHost:
         for part in run.chunks:
             tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
             part.seq._cached += tokens
-            self.pending -= tokens
+            self._view.pending -= tokens
         run.done = done
 
     def _book(self, run: Run) -> list[LeanSeq]:
@@ -327,28 +357,30 @@ class LeanHost:
             left = seq.pending
             if left > 1:
                 continue
-            if left == 0:
-                seq._output += 1
-                seq.spans[-1].append((self.tick - 1, self.tick))
-                came.append(seq)
-                self.pending += 1
             del self.prefilling[seq.id]
+            if left:
+                self._join(seq)
+                continue
+            seq._output += 1
+            seq.spans[-1].append((self.tick - 1, self.tick))
+            self._view.pending += 1
             self.pool.join(seq, self.tick)
-        for seq in self._resting:
-            if not seq.ended and seq.id in self.running:
-                self.pool.join(seq, self.tick)
-        self._resting.clear()
-        if len(came) > 1:
-            named = {seq.id for seq in run.order}
-            decodes = [id for id in self.running if id not in named]
-            place = {id: i for i, id in enumerate([*decodes, *(seq.id for seq in run.order)])}
-            came.sort(key=lambda seq: place[seq.id])
+            came.append(seq)
+        if self._resting:
+            for seq in self._resting:
+                if not seq.ended and seq.id in self.running:
+                    self._join(seq)
+            self._resting.clear()
+        if len(came) > 1:  # decodes in order of start, then whom the plan named
+            place = {seq.id: i for i, seq in enumerate(run.order)}
+            came.sort(key=lambda seq: (place.get(seq.id, -1), seq.nth))
         return came
 
     def _token(self, seq: LeanSeq, now: float) -> None:
         """A first or last token of a stage came out."""
         if seq.first_token_at is None:
             seq.first_token(now)
+            self._renew(seq)
         output = seq._output + self.tick  # it decodes
         if output < seq.target:
             self.pool.aim(seq, self.tick)
@@ -362,12 +394,13 @@ class LeanHost:
         self.pool.leave(seq, self.tick, PREFILLING)
         seq.next_stage(now)
         if seq.pending > 1:
-            self.pending += seq.pending - 1
+            self._view.pending += seq.pending - 1
             self.prefilling[seq.id] = seq
             if next(reversed(self.running)) != seq.id:  # in order of start
                 self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
+            self._renew(seq)
         else:
-            self.pool.join(seq, self.tick)
+            self._join(seq)
 
     def _plainly_possible(self, plan: Plan) -> bool:
         """Whether `check` would find nothing, for the plans that most steps have; False is no verdict."""
@@ -388,13 +421,13 @@ class LeanHost:
 
     def _preempt(self, seq: LeanSeq, now: float) -> Event:
         self.kv_free += seq.blocks
-        self.pending -= seq.pending
+        self._view.pending -= seq.pending
         self.prefilling.pop(seq.id, None)
         self.pool.leave(seq, self.tick, WAITING)
-        del self.running[seq.id]
+        self._leave(seq)
         seq.begun[-1] = (seq.begun[-1][0], self.tick)
         seq._cached = 0
-        self.pending += seq.pending
+        self._view.pending += seq.pending
         seq.since = now
         insort(self.waiting, seq, key=_key)
         return Preempted(now, seq.id)
@@ -415,15 +448,22 @@ class LeanHost:
         return event
 
     def _release(self, seq: LeanSeq) -> None:
-        self.pending -= seq.pending
+        self._view.pending -= seq.pending
         if seq.state != WAITING:
             self.kv_free += seq.blocks
             self.prefilling.pop(seq.id, None)
             self.pool.leave(seq, self.tick, WAITING)
-            del self.running[seq.id]
+            self._leave(seq)
         del self.known[seq.id]
+        self._view.count = len(self.known)
         if self.log.long:
             self.log.forget(min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick))
+
+    def _leave(self, seq: LeanSeq) -> None:
+        """It runs no longer."""
+        del self.running[seq.id]
+        if self.dues is not None:
+            self.dues.drop(seq)
 
     def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [
@@ -452,6 +492,7 @@ class LeanHost:
         keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
         if keep < len(run.ends):
             del run.ends[keep:]
+            self._need = self._blocks(run, keep)
             self._version += 1
             self._at(run.ends[-1], COMPLETION, self, self._version)
 
@@ -477,7 +518,7 @@ class LeanHost:
         """Raise AssertionError unless the counts are what looking at every sequence gives."""
         assert sorted(self.known) == sorted([*self.running, *(s.id for s in self.waiting)])
         decodes = [s for s in self.running.values() if s.state == DECODING]
-        assert self.pending == sum(s.pending for s in self.known.values())
+        assert self._view.pending == sum(s.pending for s in self.known.values())
         assert self.pool.count == len(decodes)
         assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())

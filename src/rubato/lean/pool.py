@@ -22,12 +22,11 @@ class Pool:
         self._milestones: list[tuple[int, int, LeanSeq]] = []
 
     def join(self, seq: LeanSeq, tick: int) -> None:
-        """From this step on it decodes."""
+        """From this step on it decodes; `aim` it."""
         self.count += 1
         self.kv += seq._cached
         seq.decode(tick)
         self._wants[-seq._cached % self._block] += 1
-        self.aim(seq, tick)
 
     def leave(self, seq: LeanSeq, tick: int, state: int) -> None:
         """From this step on it does not, if it did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,7 +55,7 @@ class Run:
     kv: int
     chunks: Sequence[Part]
     order: Sequence[LeanSeq]
-    ends: list[float] = field(default_factory=list)
+    ends: list[float]
     done: int = 0
 
     def shape(self, i: int) -> Shape:
@@ -97,19 +97,21 @@ class Steps:
         self._first = 0  # the step whose factor is first in the list
 
     def take(self, run: Run, steps: int) -> None:
-        """Put the end of each of so many steps of the run into `ends`."""
-        if self._seconds is None:
+        """Put the end of each of so many steps of the run into `ends`, which is empty."""
+        seconds, n, kv = self._seconds, run.seqs, run.kv
+        if seconds is None:
             took = [self._truth.step_time(run.shape(i)) for i in range(steps)]
         elif run.chunks:
-            took = self._with_chunks(run, steps, self._seconds)
-        elif steps == 1 or self._line is None:
-            n = run.seqs
-            took = [self._seconds(n, n, run.kv + (i + 1) * n, 0, 0, 0, 0) for i in range(steps)]
+            took = self._with_chunks(run, steps, seconds)
+        elif steps == 1:
+            took = [seconds(n, n, kv + n, 0, 0, 0, 0)]
+        elif self._line is None:
+            took = [seconds(n, n, at, 0, 0, 0, 0) for at in range(kv + n, kv + n * (steps + 1), n)]
         else:
-            took = _along(self._line, run.seqs, run.kv, steps)
+            took = _along(self._line, n, kv, steps)
         if self._noise:
             took = [seconds * self._factor(run.tick + i) for i, seconds in enumerate(took)]
-        run.ends = list(accumulate(took, initial=run.begin))
+        run.ends += accumulate(took, initial=run.begin)
         del run.ends[0]
 
     def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:

@@ -6,7 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rubato.interfaces import SeqView, View
+from rubato.lean.dues import Dues
 from rubato.types import ANY, Shape
 
 if TYPE_CHECKING:
@@ -18,17 +22,20 @@ SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 class LeanView(View):
     """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
 
-    __slots__ = ("_host",)
+    __slots__ = ("_host", "count", "pending")
+    __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
 
     _host: LeanHost
+    count: int  # numbers that the host keeps, for routers that ask every host at every arrival
+    pending: int
 
     def __init__(self, host: LeanHost) -> None:
-        put = object.__setattr__  # a View is frozen for those who read it
         for name, value in (
             ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
             ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
+            ("count", 0), ("pending", 0),
         ):  # fmt: skip
-            put(self, name, value)
+            setattr(self, name, value)
 
     @property
     def now(self) -> float:
@@ -79,6 +86,17 @@ class LeanView(View):
         return list(host.prefilling.values())
 
     @property
+    def dues(self) -> NDArray[np.float64]:
+        host = self._host
+        if host.run is not None:  # some may have ended and still run
+            return super().dues
+        if host.dues is None:
+            host.dues = Dues()
+            for seq in host.running.values():
+                host.dues.add(seq)
+        return host.dues.at(host.tick)
+
+    @property
     def decodes(self) -> Shape:
         host = self._host
         if host.run is not None:
@@ -97,15 +115,3 @@ class LeanView(View):
     def newest(self) -> SeqView | None:
         running = self._host.running
         return running[next(reversed(running))] if running else None
-
-    @property
-    def pending(self) -> int:
-        host = self._host
-        run = host.run
-        if run is not None and run.chunks:
-            host.sync()
-        return host.pending
-
-    @property
-    def count(self) -> int:
-        return len(self._host.known)
