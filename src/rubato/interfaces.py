@@ -189,8 +189,7 @@ class Scheduler(Protocol):
     def plan(self, view: View) -> Plan: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """place: request id -> replica id. reject: request id -> reason. What is in neither is still held."""
 
     place: Mapping[str, str]

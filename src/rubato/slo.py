@@ -13,6 +13,7 @@ A decode-only stage has no TTFT: its deadlines go on from the previous stage's l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
@@ -130,8 +131,9 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
                 spare = min(spare, due.first - begun)
             if stage.slo.tpot is not None:
                 spare = min(spare, _tpot_margin(tokens, stage.slo.tpot, rule))
-        last_due = due.token(n - 1)
-        continues = last_due if last_due < inf else ended
+        if len(request.stages) > 1:
+            last_due = due.token(n - 1)
+            continues = last_due if last_due < inf else ended
     return spare if spare < inf else None
 
 
@@ -142,9 +144,14 @@ def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float
         return first - begun
     if n < MANY:
         return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
-    spare = np.arange(0.0, n) * tpot
+    spare = _counting(1 << n.bit_length())[:n] * tpot
     spare -= tokens
     return first + float(np.minimum.reduce(spare))
+
+
+@lru_cache
+def _counting(n: int) -> NDArray[np.float64]:
+    return np.arange(0.0, n)
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:

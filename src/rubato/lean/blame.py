@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from rubato.blame import of_chunk, of_decode, of_idle
 from rubato.interfaces import LatencyModel
 from rubato.lean.log import Log
-from rubato.lean.run import Run
 from rubato.slo import TOLERANCE, deadlines
 from rubato.types import Cause
 
@@ -41,8 +40,7 @@ def blame(seq: LeanSeq, log: Log, latency: LatencyModel, tick: int) -> dict[Caus
                 _lose_each(lost, log.shares(first, after))
                 continue
             for at in range(first, after):
-                run = log.at(at)
-                for cause, seconds in _step(seq, run, at - run.tick, decodes, latency):
+                for cause, seconds in _step(seq, log, at, decodes, latency):
                     lose(cause, seconds)
     return lost
 
@@ -70,9 +68,11 @@ def _lose_each(lost: dict[Cause, float], shares: NDArray[np.float64]) -> None:
             lost[cause] = float(np.add.accumulate(np.concatenate([[lost.get(cause, 0.0)], row]))[-1])
 
 
-def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, model: LatencyModel) -> tuple[tuple[Cause, float], ...]:
+def _step(seq: LeanSeq, log: Log, at: int, decodes: bool, model: LatencyModel) -> tuple[tuple[Cause, float], ...]:
     """What one step cost it, beyond what it would have taken alone."""
-    seconds = run.seconds(i)
+    run = log.at(at)
+    i = at - run.tick
+    seconds = log.seconds(run, i)
     whole = run.shape(i)
     single = run.all_decodes(i)
     mine = [p for p in run.chunks if p.seq is seq]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from rubato.clock import ARRIVAL, COMPLETION, PLAN, HandClock
@@ -53,17 +54,21 @@ def drive(
     ready(cluster)
     arriving = iter(requests)
     coming = next(arriving, None)
+    arrival = inf if coming is None else coming.arrival
     while heap or coming is not None:
-        if coming is not None and (not heap or (coming.arrival, ARRIVAL) < heap[0][:2]):
-            clock.time = max(clock.time, coming.arrival)
+        if coming is not None and (
+            not heap or arrival < heap[0][0] or (arrival == heap[0][0] and heap[0][1] > ARRIVAL)
+        ):
+            clock.time = max(clock.time, arrival)
             cluster.offer(coming)
             coming = next(arriving, None)
+            arrival = inf if coming is None else coming.arrival
             continue
         when, rank, _, host, version = heappop(heap)
         clock.time = when
         if rank == COMPLETION:
             if host.complete(version):
-                if (heap and heap[0][0] <= when) or (coming is not None and coming.arrival <= when):
+                if arrival <= when or (heap and heap[0][0] <= when):
                     at(when, PLAN, host, version)
                 else:
                     host.plan(version)

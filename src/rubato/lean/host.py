@@ -73,6 +73,7 @@ class LeanHost:
     ) -> None:
         self.id = id
         self.limits = limits
+        self.block = limits.block
         self.latency = latency
         self.scheduler = scheduler
         self.clock = clock
@@ -146,7 +147,10 @@ class LeanHost:
         self.known[seq.id] = seq
         self._view.count = len(self.known)
         self._view.pending += seq.prompt
-        insort(self.waiting, seq, key=_key)
+        if self.waiting:
+            insort(self.waiting, seq, key=_key)
+        else:
+            self.waiting.append(seq)
         self._changed(now)
 
     def cancel(self, id: str, reason: str) -> None:
@@ -160,15 +164,11 @@ class LeanHost:
 
     # ----------------------------------------------------------------- time passes
 
-    def sync(self) -> None:
+    def sync(self) -> View:
         """Book the steps of the run that are over by now."""
         run = self.run
-        if run is not None and run.done < len(run.ends) and run.ends[run.done] <= self.clock.time:
+        if run is not None and run.done < run.steps and run.ends[run.done] <= self.clock.time:
             self._advance(run, bisect_right(run.ends, self.clock.time))
-
-    def _synced(self) -> View:
-        """The view while steps of a prompt that nobody looks at go by."""
-        self.sync()
         return self._view
 
     def free_now(self) -> int:
@@ -184,19 +184,20 @@ class LeanHost:
         run = self.run
         if run is None or version != self._version:
             return False
-        ends = run.ends
-        if run.done < len(ends):
-            self._advance(run, len(ends))
+        if run.done < run.steps:
+            self._advance(run, run.steps)
+        now = run.ends[-1]
         self.run = None
         self.view = self._at_once
         self.kv_free -= self._need
         if self._ran is not None:
             self._ran(run)
+        run.ends = []
         self._planned = True
         if run.chunks or self.pool.next <= self.tick or self._resting or self._ending:
             for seq in self._book(run):
                 if not seq.ended:
-                    self._token(seq, ends[-1])
+                    self._token(seq, now)
             if self._ending:
                 for seq in self._ending:
                     self._release(seq)
@@ -314,7 +315,7 @@ class LeanHost:
         pool, tick = self.pool, self.tick
         most = 1
         if goes_on and self._steady > 1:
-            most = min(self._steady, LONGEST, pool.steps_left(tick))
+            most = min(self._steady, LONGEST, pool.next - tick)
             for part in chunks:
                 most = min(most, -(-part.total // part.tokens))
         self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order, [])
@@ -326,25 +327,24 @@ class LeanHost:
         self._steps.take(run, most)
         self.log.keep(run)
         if chunks and most > 1:
-            self.view = self._synced
+            self.view = self.sync
         self._version += 1
         self._at(run.ends[-1], COMPLETION, self, self._version)
 
     def _blocks(self, run: Run, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
         need = self.pool.blocks_until(run.tick, steps)
-        for part in run.chunks:
-            need += part.blocks(steps, self.limits.block)
-        return need
+        return need + sum([part.blocks(steps, self.block) for part in run.chunks]) if run.chunks else need
 
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
         self.tick += steps
         self.pool.kv += steps * run.seqs
-        for part in run.chunks:
-            tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
-            part.seq._cached += tokens
-            self._view.pending -= tokens
+        if run.chunks:
+            for part in run.chunks:
+                tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
+                part.seq._cached += tokens
+                self._view.pending -= tokens
         run.done = done
 
     def _book(self, run: Run) -> list[LeanSeq]:
@@ -492,6 +492,7 @@ class LeanHost:
         keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
         if keep < len(run.ends):
             del run.ends[keep:]
+            run.steps = keep
             self._need = self._blocks(run, keep)
             self._version += 1
             self._at(run.ends[-1], COMPLETION, self, self._version)

@@ -60,6 +60,11 @@ class Log:
         """The run with this step."""
         return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
 
+    def seconds(self, run: Run, i: int) -> float:
+        """That the i-th step of a run took."""
+        at = run.tick + i
+        return self._ends[at] - (self._ends[at - 1] if i else run.begin)
+
     def shares(self, first: int, end: int) -> NDArray[np.float64]:
         """(2, end - first): seconds that each step cost each that decoded in it, the same for all, lost to prefill and
         to decodes of others; none below 0. Worked out once, when wanted."""
@@ -68,7 +73,7 @@ class Log:
         at = bisect_right(self._runs, self._until, key=_tick) - 1
         while self._until < end:
             run = self._runs[max(at, 0)]
-            ticks = range(max(self._until, run.tick), min(run.tick + len(run.ends), end))
+            ticks = range(max(self._until, run.tick), min(run.tick + run.steps, end))
             for tick in ticks:
                 self._shares[:, tick] = self._step(run, tick - run.tick)
             self._until = max(self._until, ticks.stop)
@@ -80,7 +85,7 @@ class Log:
         if not decodes.seqs:
             return 0.0, 0.0
         predicted = self._latency.step_time(run.shape(i))
-        scale = run.seconds(i) / predicted if predicted > 0.0 else 0.0
+        scale = self.seconds(run, i) / predicted if predicted > 0.0 else 0.0
         by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 

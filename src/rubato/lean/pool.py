@@ -43,18 +43,6 @@ class Pool:
         if due < self.next:
             self.next = due
 
-    def steps_left(self, tick: int) -> int:
-        """Until somebody must look at one."""
-        milestones = self._milestones
-        while milestones:
-            due, _, seq = milestones[0]
-            if seq.due_tick == due and seq.state == DECODING and not seq.ended:
-                self.next = due
-                return due - tick
-            heappop(milestones)
-        self.next = NEVER
-        return NEVER
-
     def came(self, tick: int) -> list[LeanSeq]:
         """Whose first or last token of a stage has come."""
         found: list[LeanSeq] = []

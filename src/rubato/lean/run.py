@@ -46,8 +46,8 @@ class Part(NamedTuple):
 @dataclass(slots=True)
 class Run:
     """Steps tick, tick + 1, ..., the first of which begins at `begin`: one token of each of `seqs` sequences that
-    together have `kv` tokens in KV before the first, and chunks. ends: when each step ends. order: the sequences that
-    the plan named, in its order. done: steps booked."""
+    together have `kv` tokens in KV before the first, and chunks. order: whom the plan named, in its order.
+    ends: when each step ends, while the run is under way (then the log has it). steps: how many; done: booked."""
 
     begin: float
     tick: int
@@ -56,6 +56,7 @@ class Run:
     chunks: Sequence[Part]
     order: Sequence[LeanSeq]
     ends: list[float]
+    steps: int = 0
     done: int = 0
 
     def shape(self, i: int) -> Shape:
@@ -78,10 +79,6 @@ class Run:
                 shape = shape.plus(1, before)
         return shape
 
-    def seconds(self, i: int) -> float:
-        """That the i-th step took."""
-        return self.ends[i] - (self.ends[i - 1] if i else self.begin)
-
 
 class Steps:
     """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""
@@ -98,6 +95,7 @@ class Steps:
 
     def take(self, run: Run, steps: int) -> None:
         """Put the end of each of so many steps of the run into `ends`, which is empty."""
+        run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
         if seconds is None:
             took = [self._truth.step_time(run.shape(i)) for i in range(steps)]
@@ -116,16 +114,27 @@ class Steps:
 
     def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
-        tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(0)
-        in_chunks = sum([part.tokens for part in run.chunks if part.tokens > 1])
-        took = []
-        for i in range(steps):
-            if i and i == steps - 1:
-                tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(i)
+        decodes, took = run.seqs, []
+        tokens = seqs = decodes
+        kv, context, square, chunks, chunk_kv = run.kv + decodes, 0, 0, 0, 0
+        for _, start, count, _ in run.chunks:
+            tokens += count
+            seqs += 1
+            kv += start + count
+            if count > 1:
+                context += count * start
+                square += count * count
+                chunks += 1
+                chunk_kv += start + count
+        in_chunks = tokens - decodes - (seqs - decodes - chunks)
+        for _ in range(steps - 1):
             took.append(seconds(tokens, seqs, kv, context, square, chunks, chunk_kv))
             kv += tokens
             context += square
             chunk_kv += in_chunks
+        if steps > 1:
+            tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(steps - 1)
+        took.append(seconds(tokens, seqs, kv, context, square, chunks, chunk_kv))
         return took
 
     def _factor(self, tick: int) -> float:

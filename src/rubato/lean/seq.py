@@ -81,7 +81,7 @@ class LeanSeq:
 
     @property
     def blocks(self) -> int:
-        return 0 if self.state == WAITING else blocks_for(self.cached, self.host.limits.block)
+        return 0 if self.state == WAITING else blocks_for(self.cached, self.host.block)
 
     @property
     def own_blocks(self) -> int:

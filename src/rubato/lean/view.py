@@ -22,28 +22,25 @@ SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 class LeanView(View):
     """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
 
-    __slots__ = ("_host", "count", "pending")
+    __slots__ = ("_host", "count", "pending", "running_ids")
     __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
 
     _host: LeanHost
     count: int  # numbers that the host keeps, for routers that ask every host at every arrival
     pending: int
+    running_ids: Collection[str]
 
     def __init__(self, host: LeanHost) -> None:
         for name, value in (
             ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
             ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
-            ("count", 0), ("pending", 0),
+            ("count", 0), ("pending", 0), ("waiting", host.waiting), ("running_ids", host.running),
         ):  # fmt: skip
             setattr(self, name, value)
 
     @property
     def now(self) -> float:
         return self._host.clock.time
-
-    @property
-    def waiting(self) -> Sequence[SeqView]:
-        return self._host.waiting
 
     @property
     def running(self) -> Sequence[SeqView]:
@@ -73,10 +70,6 @@ class LeanView(View):
         if host.run is not None:
             host.sync()
         return host.known
-
-    @property
-    def running_ids(self) -> Collection[str]:
-        return self._host.running
 
     @property
     def prefilling(self) -> Sequence[SeqView]:
