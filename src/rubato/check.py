@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from math import inf
 
 from rubato.interfaces import SeqView, View
@@ -28,7 +27,7 @@ def spelled_out(plan: Plan, view: View) -> Plan:
         return plan
     gone = {*plan.preempt, *plan.drop}
     decodes = (Work(s.id, 1) for s in view.running if s.pending == 1 and s.id not in gone)
-    return replace(plan, work=(*decodes, *plan.work), decode=False)
+    return plan._replace(work=(*decodes, *plan.work), decode=False)
 
 
 def _problems(plan: Plan, view: View) -> Iterable[str]:

@@ -175,7 +175,8 @@ class Cluster:
             self._placing = False
 
     def _place_once(self) -> bool:
-        self._end_cancelled()
+        if self._cancelled:
+            self._end_cancelled()
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
@@ -278,7 +279,7 @@ class Cluster:
     def _forget(self, id: str) -> None:
         """It is placed no longer."""
         placed = self._placed.pop(id, None)
-        if placed is None or placed[1].group not in self._groups:
+        if placed is None or not self._groups or placed[1].group not in self._groups:
             return
         _, left = self._groups[placed[1].group]
         left.discard(id)
@@ -310,16 +311,19 @@ class Cluster:
             handed = True
             self._forget(event.id)
             self._held[event.id] = event.request
-        own = self._own.pop(event.id, None) if last else self._own.get(event.id)
-        if own is not None:
-            self._listeners.tell_one(own, event)
+        if self._own:
+            own = self._own.pop(event.id, None) if last else self._own.get(event.id)
+            if own is not None:
+                self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._router.observe((event,))
         if last and not self.in_flight:
             self._empty.set()
+        if not self._held:
+            return
         if last or handed:
             self._place()
-        elif self._held and isinstance(event, Stepped | Preempted):
+        elif isinstance(event, Stepped | Preempted):
             self._place_moved()
 
     def _place_moved(self) -> None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rubato.types import ANY, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
 
 
@@ -102,6 +105,11 @@ class View:
     def prefilling(self) -> Sequence[SeqView]:
         """Running, with more than one token pending; in order of start."""
         return [s for s in self.running if s.pending > 1]
+
+    @property
+    def dues(self) -> NDArray[np.float64]:
+        """`due` of each of `running`, in its order."""
+        return np.array([s.due for s in self.running], dtype=np.float64)
 
     @property
     def decodes(self) -> Shape:

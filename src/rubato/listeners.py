@@ -22,23 +22,27 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self._all: list[Listener] = []
+        self._all: tuple[Listener, ...] = ()
         self._failed: dict[str, tuple[int, float]] = {}  # by name: errors so far, and when one was last reported
 
     def add(self, listener: Listener) -> None:
-        self._all.append(listener)
+        self._all += (listener,)
 
     def tell(self, event: Event) -> None:
-        for listener in list(self._all):
-            self.tell_one(listener, event)
+        for listener in self._all:
+            try:
+                listener(event)
+            except Exception as error:
+                self._failed_on(listener, event, error)
 
     def tell_one(self, listener: Listener, event: Event) -> None:
         try:
             listener(event)
         except Exception as error:
-            self._report(getattr(listener, "__qualname__", type(listener).__qualname__), event, error)
+            self._failed_on(listener, event, error)
 
-    def _report(self, name: str, event: Event, error: Exception) -> None:
+    def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
+        name = getattr(listener, "__qualname__", type(listener).__qualname__)
         count, last = self._failed.get(name, (0, -inf))
         due = event.at >= last + QUIET
         self._failed[name] = (count + 1, event.at if due else last)

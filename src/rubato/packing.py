@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.types import HandoffReason, Plan, Shape, Work
+from rubato.types import NOTHING, HandoffReason, Plan, Shape, Work
 
 FOR_EVER = 1 << 30
 
@@ -53,17 +53,21 @@ class Packing:
         return True
 
     def steady(self) -> int:
-        """For how many further steps the same would come out, of a policy that gives decodes a token, prefills what is
-        left of a fixed budget, and starts who fits, in order: for ever while nobody prefills (who does not fit now
-        will not: KV only shrinks), and while one takes all that is left."""
+        """`Plan.steady` of a policy that gives decodes a token, prefills what is left of a fixed budget, and starts
+        who fits, in order. For ever while nobody prefills (who does not fit now will not: KV only shrinks), and when
+        all prompts go through now, or the only one takes all that is left; else while one takes all that is left."""
         if not self.decode or self.preempted:
             return 0
         if not self.work:
             return FOR_EVER
+        known = self.view.known
+        alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
+        if alone and all(tokens == known[id].pending for id, tokens in self.work.items()):
+            return FOR_EVER
         if len(self.work) > 1 or self.tokens_left:
             return 0
         [(id, tokens)] = self.work.items()
-        return self.view.known[id].pending // tokens - 1
+        return FOR_EVER if alone else known[id].pending // tokens - 1
 
     def room(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
@@ -114,15 +118,15 @@ class Packing:
         wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
     ) -> Plan:  # fmt: skip
         return Plan(
-            work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
-            decode=self.decode,
-            steady=steady,
-            preempt=tuple([s.id for s in self.preempted]),
-            demote=tuple(demote),
-            promote=tuple(promote),
-            drop=drop or {},
-            wake_at=wake_at,
-            handoff=handoff or {},
+            tuple([Work(id, tokens) for id, tokens in self.work.items()]) if self.work else (),
+            tuple([s.id for s in self.preempted]) if self.preempted else (),
+            tuple(demote),
+            tuple(promote),
+            drop or NOTHING,
+            wake_at,
+            self.decode,
+            steady,
+            handoff or NOTHING,
         )
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:

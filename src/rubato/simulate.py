@@ -200,8 +200,9 @@ def lean_lines(
         elif isinstance(event, Finished):
             line = lines[event.id]
             line.end = event
-            line.times = came.pop(event.id, [])
-            line.tokens = list(range(1, len(line.times) + 1))
+            if times:
+                line.times = came.pop(event.id, [])
+                line.tokens = list(range(1, len(line.times) + 1))
 
     with uncollected():
         drive(requests, setup.replicas, make, lambda cluster: cluster.listen(follow), **setup.given())

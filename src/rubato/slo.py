@@ -13,9 +13,8 @@ A decode-only stage has no TTFT: its deadlines go on from the previous stage's l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ WINDOW = 10  # tokens, SLOs-Serve's windowed TPOT
 TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
+class Deadlines(NamedTuple):
     """When each token of one stage is due: token i (from 0) at ``first + i * tpot``, and never after `end`."""
 
     first: float = inf
@@ -72,8 +70,7 @@ def deadlines(
     return Deadlines(first, tpot, end)
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """What happened in one stage: when it started, and the time of each of its output tokens, ascending."""
 
     start: float
@@ -97,8 +94,7 @@ def judge(
     margin = _margin(request, stages, rule)
     completed = outcome == "completed"
     some = [stage.tokens for stage in stages if len(stage.tokens)]
-    nothing = not some and not request.best_effort
-    met = completed and not nothing and (margin is None or margin >= -TOLERANCE)
+    met = completed and (margin is None or margin >= -TOLERANCE) and (bool(some) or request.best_effort)
     cause: Cause | None = None
     if outcome == "refused" or outcome == "failed":
         cause = outcome
@@ -106,16 +102,12 @@ def judge(
         cause = "client"
     elif not met and lost:
         cause = max(lost.items(), key=lambda item: item[1])[0]
-    first, last = (float(some[0][0]), float(some[-1][-1])) if some else (0.0, 0.0)
-    n = sum(map(len, some))
+    if not some:
+        return Verdict(met, rule, cause, margin=margin)
+    first, last, n = float(some[0][0]), float(some[-1][-1]), sum(map(len, some))
+    tpot = (last - first) / (n - 1) if n > 1 else None
     return Verdict(
-        met=bool(met),
-        rule=rule,
-        cause=cause,
-        ttft=first - request.arrival if some else None,
-        tpot=(last - first) / (n - 1) if n > 1 else None,
-        e2e=last - request.arrival if some and completed else None,
-        margin=None if margin is None else float(margin),
+        met, rule, cause, first - request.arrival, tpot, last - request.arrival if completed else None, margin
     )
 
 
@@ -124,32 +116,35 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
     spare: float = inf
     continues: float | None = None
     for stage, times in zip(request.stages, stages, strict=False):
-        if not len(times.tokens):
+        tokens = times.tokens
+        n = len(tokens)
+        if not n:
             break
-        of_stage = deadlines(
-            stage.slo,
-            request.arrival,
-            times.start,
-            times.tokens[0],
-            continues if stage.prompt == 0 else None,
-        )
-        spare = min(spare, of_stage.end - times.tokens[-1])
+        begun, ended = float(tokens[0]), float(tokens[-1])
+        due = deadlines(stage.slo, request.arrival, times.start, begun, continues if stage.prompt == 0 else None)
+        spare = min(spare, due.end - ended)
         if rule == "deadline":
-            spare = min(spare, _deadline_margin(times.tokens, of_stage))
+            spare = min(spare, _deadline_margin(tokens, begun, due))
         else:
             if stage.slo.ttft is not None:
-                spare = min(spare, of_stage.first - times.tokens[0])
+                spare = min(spare, due.first - begun)
             if stage.slo.tpot is not None:
-                spare = min(spare, _tpot_margin(times.tokens, stage.slo.tpot, rule))
-        last_due = of_stage.token(len(times.tokens) - 1)
-        continues = last_due if last_due < inf else times.tokens[-1]
+                spare = min(spare, _tpot_margin(tokens, stage.slo.tpot, rule))
+        last_due = due.token(n - 1)
+        continues = last_due if last_due < inf else ended
     return spare if spare < inf else None
 
 
-def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], due: Deadlines) -> float:
-    if len(tokens) < MANY:
-        return float(min(due.token(i) - t for i, t in enumerate(tokens)))
-    return float((due.tokens(len(tokens)) - tokens).min())
+def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float, due: Deadlines) -> float:
+    """Of tokens in ascending order, the first at `begun`, by `due.first` and `due.tpot` alone."""
+    first, tpot, n = due.first, due.tpot, len(tokens)
+    if n < 2 or tpot == inf:
+        return first - begun
+    if n < MANY:
+        return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
+    spare = np.arange(0.0, n) * tpot
+    spare -= tokens
+    return first + float(np.minimum.reduce(spare))
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:
@@ -157,9 +152,9 @@ def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rul
     if n < 2:
         return inf
     if rule == "mean":
-        return (n - 1) * tpot - (tokens[-1] - tokens[0])
+        return (n - 1) * tpot - float(tokens[-1] - tokens[0])
     spare = inf
     for begin in range(0, n - 1, WINDOW):
         end = min(begin + WINDOW, n - 1)
-        spare = min(spare, (end - begin) * tpot - (tokens[end] - tokens[begin]))
+        spare = min(spare, (end - begin) * tpot - float(tokens[end] - tokens[begin]))
     return spare

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 # --------------------------------------------------------------------------- what a client asks for
 
@@ -155,11 +156,11 @@ class Request:
     @property
     def prompt(self) -> int:
         """Prompt tokens, of all stages."""
-        return sum(stage.prompt for stage in self.stages)
+        return sum([stage.prompt for stage in self.stages])
 
     @property
     def best_effort(self) -> bool:
-        return all(stage.slo.best_effort for stage in self.stages)
+        return False not in [stage.slo.best_effort for stage in self.stages]
 
 
 # --------------------------------------------------------------------------- what a step is made of
@@ -196,8 +197,10 @@ class Limits:
     max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
 
 
-# Shape, Work, Entry and Emitted are made for every sequence in every step: as named tuples, which take a third of the
-# time that frozen dataclasses do.
+# Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a
+# third of the time that frozen dataclasses do.
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Shape(NamedTuple):
@@ -272,8 +275,7 @@ class Work(NamedTuple):
     draft: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
 
     drop: seq -> reason, refuses a request for good (only one that asked for `on_decline="refuse"`, or cannot ever fit).
@@ -283,20 +285,20 @@ class Plan:
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
 
     decode: one token of every running sequence that has one pending and stays, beside `work`, which then names none of
-    them. steady: unless something arrives, is cancelled, has its last prompt token run or lacks KV, or a stage ends
-    while somebody waits or prefills, the plan of each of so many further steps would be this one again; whoever
-    simulates may carry them out without asking.
+    them. steady: the plan of each of so many further steps would be this one again, its work cut to what is pending by
+    then (whose prompt is through decodes with the rest); unless something arrives, is cancelled or lacks KV, or a
+    prompt or a stage ends while somebody waits or prefills. Whoever simulates may carry these steps out without asking.
     """
 
     work: tuple[Work, ...] = ()
     preempt: tuple[str, ...] = ()
     demote: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
-    drop: Mapping[str, str] = field(default_factory=dict)
+    drop: Mapping[str, str] = NOTHING
     wake_at: float | None = None
     decode: bool = False
     steady: int = 0
-    handoff: Mapping[str, HandoffReason] = field(default_factory=dict)
+    handoff: Mapping[str, HandoffReason] = NOTHING
 
 
 class Entry(NamedTuple):

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.interfaces import Assigner
+from rubato.interfaces import Assigner, View
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.run import Run
 from rubato.lean.view import SUPPORTS
+from rubato.packing import decode_first
 from rubato.policies import describe, load, load_router
 from rubato.simulate import Setup, simulate
 from rubato.slo import StageTimes
-from rubato.types import Event, Finished, Limits, Request, Shape, Stage, Stepped, Tokens
+from rubato.types import SLO, Event, Finished, Limits, Plan, Request, Shape, Stage, Stepped, Tokens
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
 
@@ -114,6 +115,48 @@ def test_with_several_replicas(router: str, policy: str, load: Load, replicas: i
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
     setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
     same(alone(load), load.truth, setup)
+
+
+class Asking:
+    """`sarathi`, which looks at when everybody's next token is due: at once and one by one."""
+
+    needs = SUPPORTS
+
+    def __init__(self, budget: int) -> None:
+        self.asked = 0
+        self._budget = budget
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+
+    def plan(self, view: View) -> Plan:
+        assert view.dues.tolist() == [seq.due for seq in view.running]
+        self.asked += len(view.running)
+        return decode_first(view, self._budget).plan()
+
+
+def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limits: Limits, budget: int) -> int:
+    asking = Asking(budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.lean.drive.load", lambda policy, settings: asking)
+        lean(requests, truth, Setup(Linear, limits, "sarathi", learns=False))
+    return asking.asked
+
+
+@given(load=loads(), budget=st.sampled_from([4, 64]), late=st.booleans())
+def test_what_is_due_at_once(load: Load, budget: int, late: bool) -> None:
+    requests = alone(load)
+    if late:  # promised from the first token on, and nothing after a first token
+        slos = (SLO(tpot=0.02), SLO(ttft=0.1), SLO(tpot=0.05, e2e=0.5))
+        requests = [
+            replace(r, stages=tuple(replace(s, slo=slos[(i + j) % 3]) for j, s in enumerate(r.stages)))
+            for i, r in enumerate(requests)
+        ]
+    asked(requests, load.truth, load.limits, budget)
+
+
+def test_it_is_asked() -> None:
+    requests = [Request(f"q{i}", (Stage(10, SLO(0.1, 0.02)),), 0.01 * i) for i in range(3)]
+    assert asked(requests, {"q0": (9,), "q1": (1,), "q2": (5,)}, Limits(4, 64, 300, 60, 16), 8) > 10
 
 
 def test_what_it_cannot_do_is_refused() -> None:

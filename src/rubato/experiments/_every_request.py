@@ -26,5 +26,5 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        self._urgent = min([seq.due for seq in view.running], default=inf)
+        self._urgent = float(view.dues.min(initial=inf))
         return decode_first(view, self.budget).plan()

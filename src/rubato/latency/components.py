@@ -33,7 +33,7 @@ from rubato.types import Sample, Shape
 
 FEW = 16  # tokens up to which `decode_gemm` holds
 MANY = 1024  # and from which `prefill_gemm` does
-OCTAVES = 24  # KV totals up to 2^24 tokens; beyond, the last slope goes on
+OCTAVES, FARTHEST = 24, 62  # KV totals up to 2^24 tokens; beyond, the last slope goes on
 US = 1e-6
 ROUNDS = 4
 
@@ -222,7 +222,10 @@ class Model:
 
     def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
         """`step_time` of a shape's features, without the shape."""
-        time = self._fixed(tokens, seqs)
+        try:
+            time = self._by_tokens[tokens] + self._by_seqs[seqs]
+        except IndexError:
+            time = self._fixed(tokens, seqs)
         decodes = seqs - chunks
         if decodes:
             time += self._decode.time(decodes, kv - chunk_kv)
@@ -235,13 +238,14 @@ class Model:
 
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more up to `until`."""
-        return Line(self._fixed(seqs, seqs), *self._decode.line(seqs, kv))
+        try:
+            fixed = self._by_tokens[seqs] + self._by_seqs[seqs]
+        except IndexError:
+            fixed = self._fixed(seqs, seqs)
+        return Line(fixed, *self._decode.piece(seqs, kv))
 
     def _fixed(self, tokens: int, seqs: int) -> float:
-        try:
-            return self._by_tokens[tokens] + self._by_seqs[seqs]
-        except IndexError:
-            return _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
+        return _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
 
     def _flatten(self) -> None:
         """Dense lists: an index costs less than any formula."""
@@ -261,15 +265,17 @@ def _at(dense: list[float], index: int) -> float:
     return dense[last] + (index - last) * (dense[last] - dense[last - back]) / back
 
 
+Piece = tuple[float, float, int, float]  # seconds at its first knot, seconds per token after it, both knots
+
+
 class _Decode:
     """Decode attention by (batch, total KV): for each batch that is asked for, the line of every quarter octave."""
 
-    __slots__ = ("_batches", "_rows", "_times", "_x")
+    __slots__ = ("_batches", "_rows", "_times")
 
     def __init__(self, batches: Array, times: Array) -> None:
         self._batches, self._times = batches, times
-        self._x: list[float] = knots().tolist()
-        self._rows: dict[int, tuple[list[float], list[float]]] = {}
+        self._rows: dict[int, list[Piece]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Decode, (self._batches, self._times)  # the same bytes whatever has been asked of it so far
@@ -278,32 +284,30 @@ class _Decode:
         return self  # only ever grows what it remembers
 
     def time(self, batch: int, kv: int) -> float:
-        row = self._rows.get(batch) or self._row(batch)
-        i = self._piece(row, kv)
-        return row[0][i] + row[1][i] * (max(kv, 4) - self._x[i])
-
-    def line(self, batch: int, kv: int) -> tuple[float, float, float, float]:
-        """What `time` goes by here, as `Line` has it."""
-        if kv < 4:
-            return self.time(batch, kv), 0.0, 4.0, 4.0
-        row = self._rows.get(batch) or self._row(batch)
-        i = self._piece(row, kv)
-        last = i == len(row[1]) - 1
-        return row[0][i], row[1][i], self._x[i], float("inf") if last else self._x[i + 1]
-
-    def _piece(self, row: tuple[list[float], list[float]], kv: int) -> int:
-        """Which straight line holds."""
         if kv < 4:
             kv = 4
         octave = kv.bit_length() - 3
-        i = 4 * octave + (kv >> octave & 3)
-        return i if i < len(row[1]) else len(row[1]) - 1
+        start, slope, x, _ = (self._rows.get(batch) or self._row(batch))[4 * octave + (kv >> octave & 3)]
+        return start + slope * (kv - x)
 
-    def _row(self, batch: int) -> tuple[list[float], list[float]]:
-        """(seconds at each knot, seconds per token after it); remembered."""
+    def piece(self, batch: int, kv: int) -> Piece:
+        """What `time` goes by here."""
+        row = self._rows.get(batch) or self._row(batch)
+        if kv < 4:
+            return row[0][0], 0.0, 4, 4.0
+        octave = kv.bit_length() - 3
+        return row[4 * octave + (kv >> octave & 3)]
+
+    def _row(self, batch: int) -> list[Piece]:
+        """Remembered. The last line goes on for ever."""
         upper = int(np.clip(np.searchsorted(self._batches, batch), 1, len(self._batches) - 1))
         low, high = self._batches[upper - 1], self._batches[upper]
         part = (batch - low) / (high - low)
         seconds = self._times[upper - 1] + part * (self._times[upper] - self._times[upper - 1])
-        row = self._rows[batch] = (seconds[:-1].tolist(), (np.diff(seconds) / np.diff(knots())).tolist())
+        x = knots()
+        slopes = (np.diff(seconds) / np.diff(x)).tolist()
+        until = [*x[1:-1].tolist(), float("inf")]
+        row = list(zip(seconds[:-1].tolist(), slopes, x[:-1].astype(int).tolist(), until, strict=True))
+        row += [row[-1]] * (4 * (FARTHEST - OCTAVES))
+        self._rows[batch] = row
         return row

@@ -80,11 +80,11 @@ def _step(seq: LeanSeq, run: Run, i: int, decodes: bool, model: LatencyModel) ->
         return ((of_idle(whole, single), seconds),)
     predicted = model.step_time(whole)
     scale = seconds / predicted if predicted > 0.0 else 0.0
-    if not mine or mine[0].tokens == 1:
+    tokens, start = mine[0].at(i) if mine else (1, 0)
+    if tokens == 1:
         by_prefill, by_decode = of_decode(model, predicted, single)
         again = 0.0
     else:
-        tokens, start = mine[0].tokens, mine[0].start + i * mine[0].tokens
         (by_prefill, by_decode), alone = of_chunk(model, predicted, single, tokens, start)
         resumed = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
         again = alone if resumed else 0.0

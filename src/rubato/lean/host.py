@@ -10,12 +10,14 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from rubato.check import PlanError, check
 from rubato.clock import COMPLETION, PLAN, HandClock
 from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.kv import blocks_for
 from rubato.lean.blame import blame
+from rubato.lean.dues import Dues
 from rubato.lean.log import Log
 from rubato.lean.pool import Pool
 from rubato.lean.run import Part, Run, Steps
@@ -80,10 +82,11 @@ class LeanHost:
         self.running: dict[str, LeanSeq] = {}
         self.known: dict[str, LeanSeq] = {}
         self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
-        self.kv_free = limits.kv_blocks
-        self.pending = 0  # tokens, of the waiting and the prefilling
+        self.kv_free = limits.kv_blocks  # before the run, while one is under way
         self.pool = Pool(limits.block)
         self.run: Run | None = None
+        self._need = 0  # KV blocks that all its steps take
+        self.dues: Dues | None = None  # once somebody has asked for them
         self.log = Log(latency, causes)
         self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
         self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
@@ -97,11 +100,13 @@ class LeanHost:
         self._ended = ended
         self._outbox: list[Event] = []
         self._order = 0
+        self._started = 0
         self._version = 0
         self._planned = False
-        self._plan: Plan | None = None  # the last one, where it can be carried out again
-        self._steady = 0  # for how many more steps it stands, unless something happens
+        self._steady = 0  # for how many more steps the last plan stands, unless something happens
         self._view = LeanView(self)
+        self._at_once = repeat(self._view).__next__  # asked of every host at every arrival
+        self.view: Callable[[], View] = self._at_once
 
     # ----------------------------------------------------------------- Host
 
@@ -126,14 +131,11 @@ class LeanHost:
     def release(self, id: str) -> None:
         raise ValueError(NO_HANDOFF)
 
-    def view(self) -> View:
-        return self._view
-
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
         if request.group or request.progress is not None:
             raise ValueError(f"request {request.id!r} shares KV or began elsewhere, which a lean replica cannot count")
-        now = self.clock.now()
+        now = self.clock.time
         self.sync()
         self._order += 1
         seq = LeanSeq(request, self._order, now, self, self._targets.get(request.id))
@@ -142,7 +144,8 @@ class LeanHost:
             self._tell([self._finished(seq, now, "refused", reason)])
             return
         self.known[seq.id] = seq
-        self.pending += seq.pending
+        self._view.count = len(self.known)
+        self._view.pending += seq.prompt
         insort(self.waiting, seq, key=_key)
         self._changed(now)
 
@@ -160,30 +163,45 @@ class LeanHost:
     def sync(self) -> None:
         """Book the steps of the run that are over by now."""
         run = self.run
-        if run is not None:
-            done = bisect_right(run.ends, self.clock.time)
-            if done > run.done:
-                self._advance(run, done)
+        if run is not None and run.done < len(run.ends) and run.ends[run.done] <= self.clock.time:
+            self._advance(run, bisect_right(run.ends, self.clock.time))
+
+    def _synced(self) -> View:
+        """The view while steps of a prompt that nobody looks at go by."""
+        self.sync()
+        return self._view
+
+    def free_now(self) -> int:
+        """KV blocks that neither the steps that are over nor the one under way have taken."""
+        self.sync()
+        run = self.run
+        if run is None:
+            return self.kv_free
+        return self.kv_free - self._blocks(run, min(run.done + 1, len(run.ends)))
 
     def complete(self, version: int) -> bool:
         """The run's last step is over. False if it is not, since something came between."""
         run = self.run
         if run is None or version != self._version:
             return False
-        self._advance(run, len(run.ends))
+        ends = run.ends
+        if run.done < len(ends):
+            self._advance(run, len(ends))
         self.run = None
-        now = run.ends[-1]
+        self.view = self._at_once
+        self.kv_free -= self._need
         if self._ran is not None:
             self._ran(run)
         self._planned = True
-        if run.chunks or self._resting or self._ending or self.pool.due(self.tick):
+        if run.chunks or self.pool.next <= self.tick or self._resting or self._ending:
             for seq in self._book(run):
                 if not seq.ended:
-                    self._token(seq, now)
-            for seq in self._ending:
-                self._release(seq)
-            self._ending.clear()
-            if run.order or self.waiting or self.prefilling:
+                    self._token(seq, ends[-1])
+            if self._ending:
+                for seq in self._ending:
+                    self._release(seq)
+                self._ending.clear()
+            if self.waiting or self.prefilling:
                 self._steady = 0
         return True
 
@@ -197,20 +215,24 @@ class LeanHost:
         if not self.known:
             self._flush()
             return
-        plan = self._next()
+        if self._steady > 0 and self.pool.blocks(self.tick) <= self.kv_free:  # the last plan stands
+            self._run(now, True, (), ())
+            if self._outbox:
+                self._flush()
+            return
+        plan = self._ask()
         events = self._carry_out(plan, now)
         self._outbox += events
-        self._flush()
+        if self._outbox:
+            self._flush()
         if self.run is None and not self._planned:
             if events:
                 self._plan_at(now)
             elif plan.wake_at is not None:
                 self._at(plan.wake_at, PLAN, self, self._version)
 
-    def _next(self) -> Plan:
-        """The last plan while it stands, else what the policy says."""
-        if self._steady > 0 and self._plan is not None and self.pool.blocks(self.tick) <= self.kv_free:
-            return self._plan
+    def _ask(self) -> Plan:
+        """What the policy says."""
         view = self._view
         try:
             plan = self.scheduler.plan(view)
@@ -221,16 +243,17 @@ class LeanHost:
         except Exception as error:
             where = f"policy {self._policy!r}, replica {self.id!r}, t={view.now:.6f}"
             raise PlanError(f"{where}: {type(error).__name__}: {error}") from error
-        again = not (plan.preempt or plan.drop or plan.demote or plan.promote)
-        self._plan, self._steady = plan if again else None, plan.steady + 1
+        again = plan.steady and plan.decode and not (plan.preempt or plan.drop or plan.demote or plan.promote)
+        self._steady = plan.steady + 1 if again else 1
         return plan
 
     # ----------------------------------------------------------------- a plan is carried out
 
     def _carry_out(self, plan: Plan, now: float) -> list[Event]:
         events: list[Event] = []
-        for id, reason in plan.drop.items():
-            events.append(self._end(self.known[id], now, "refused", reason))
+        if plan.drop:
+            for id, reason in plan.drop.items():
+                events.append(self._end(self.known[id], now, "refused", reason))
         for id in plan.preempt:
             events.append(self._preempt(self.known[id], now))
         for id in plan.demote:
@@ -239,17 +262,18 @@ class LeanHost:
         for id in plan.promote:
             self.known[id].demoted = False
             events.append(Promoted(now, id))
-        order = [self.known[w.seq] for w in plan.work]
         if not plan.decode:
             self._rest({w.seq for w in plan.work})
-        chunks = []
-        for work, seq in zip(plan.work, order, strict=True):
+        order, chunks = [], []
+        for id, tokens, _, _ in plan.work:
+            seq = self.known[id]
+            order.append(seq)
             if seq.state == WAITING:
                 self._begin(seq, now, events)
             if seq.state == PREFILLING:
-                chunks.append(Part(seq, seq._cached, work.tokens))
-        if plan.work or (plan.decode and self.pool.count):
-            self._run(plan, now, tuple(chunks), order)
+                chunks.append(Part(seq, seq._cached, tokens, seq.pending if plan.steady else tokens))
+        if order or (plan.decode and self.pool.count):
+            self._run(now, plan.decode, chunks, order)
         return events
 
     def _rest(self, at_work: set[str]) -> None:
@@ -258,45 +282,70 @@ class LeanHost:
             if seq.state == DECODING and seq.id not in at_work:
                 self.pool.leave(seq, self.tick, PREFILLING)
                 self._resting.append(seq)
+                self._renew(seq)
 
     def _begin(self, seq: LeanSeq, now: float, events: list[Event]) -> None:
         self.waiting.remove(seq)
         self.running[seq.id] = seq
+        self._started += 1
+        seq.nth = self._started
         seq.waits.append((self.tick, now - seq.since, seq.started))
         seq.begun.append((self.tick, -1))
         events.append(Started(now, seq.id, resumed=seq.started))
         seq.started = True
         seq.state = PREFILLING
+        if self.dues is not None:
+            self.dues.add(seq)
         if seq.pending > 1:
             self.prefilling[seq.id] = seq
         else:
-            self.pending -= 1
-            self.pool.join(seq, self.tick)
+            self._join(seq)
 
-    def _run(self, plan: Plan, now: float, chunks: tuple[Part, ...], order: list[LeanSeq]) -> None:
-        most = min(self._steady, LONGEST) if plan.decode else 1
-        most = self.pool.steps_left(self.tick, most)
-        for part in chunks:
-            most = min(most, max(1, part.seq.pending // part.tokens))
-        run = Run(now, self.tick, self.pool.count, self.pool.kv, chunks, order, self.kv_free)
-        self.pool.count_blocks(run, most)
-        self._steady -= len(run.needs)
-        self._steps.take(run)
-        self.run = run
+    def _join(self, seq: LeanSeq) -> None:
+        self.pool.join(seq, self.tick)
+        self.pool.aim(seq, self.tick)
+        self._renew(seq)
+
+    def _renew(self, seq: LeanSeq) -> None:
+        if self.dues is not None:
+            self.dues.renew(seq)
+
+    def _run(self, now: float, goes_on: bool, chunks: Sequence[Part], order: Sequence[LeanSeq]) -> None:
+        pool, tick = self.pool, self.tick
+        most = 1
+        if goes_on and self._steady > 1:
+            most = min(self._steady, LONGEST, pool.steps_left(tick))
+            for part in chunks:
+                most = min(most, -(-part.total // part.tokens))
+        self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order, [])
+        self._need = self._blocks(run, most)
+        while most > 1 and self._need > self.kv_free:
+            most -= 1
+            self._need = self._blocks(run, most)
+        self._steady -= most
+        self._steps.take(run, most)
         self.log.keep(run)
-        self.kv_free = run.free - run.needs[0]
+        if chunks and most > 1:
+            self.view = self._synced
         self._version += 1
         self._at(run.ends[-1], COMPLETION, self, self._version)
 
+    def _blocks(self, run: Run, steps: int) -> int:
+        """KV blocks that so many steps of the run take."""
+        need = self.pool.blocks_until(run.tick, steps)
+        for part in run.chunks:
+            need += part.blocks(steps, self.limits.block)
+        return need
+
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
-        run.done = done
         self.tick += steps
         self.pool.kv += steps * run.seqs
         for part in run.chunks:
-            part.seq._cached += steps * part.tokens
-            self.pending -= steps * part.tokens
-        self.kv_free = run.free - run.needs[min(done, len(run.needs) - 1)]
+            tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
+            part.seq._cached += tokens
+            self._view.pending -= tokens
+        run.done = done
 
     def _book(self, run: Run) -> list[LeanSeq]:
         """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
@@ -308,33 +357,35 @@ class LeanHost:
             left = seq.pending
             if left > 1:
                 continue
-            if left == 0:
-                seq._output += 1
-                seq.spans[-1].append((self.tick - 1, self.tick))
-                came.append(seq)
-            self.pending -= left
             del self.prefilling[seq.id]
+            if left:
+                self._join(seq)
+                continue
+            seq._output += 1
+            seq.spans[-1].append((self.tick - 1, self.tick))
+            self._view.pending += 1
             self.pool.join(seq, self.tick)
-        for seq in self._resting:
-            if not seq.ended and seq.id in self.running:
-                self.pool.join(seq, self.tick)
-        self._resting.clear()
-        if len(came) > 1:
-            named = {seq.id for seq in run.order}
-            decodes = [id for id in self.running if id not in named]
-            place = {id: i for i, id in enumerate([*decodes, *(seq.id for seq in run.order)])}
-            came.sort(key=lambda seq: place[seq.id])
+            came.append(seq)
+        if self._resting:
+            for seq in self._resting:
+                if not seq.ended and seq.id in self.running:
+                    self._join(seq)
+            self._resting.clear()
+        if len(came) > 1:  # decodes in order of start, then whom the plan named
+            place = {seq.id: i for i, seq in enumerate(run.order)}
+            came.sort(key=lambda seq: (place.get(seq.id, -1), seq.nth))
         return came
 
     def _token(self, seq: LeanSeq, now: float) -> None:
         """A first or last token of a stage came out."""
         if seq.first_token_at is None:
             seq.first_token(now)
-        output = seq.output
+            self._renew(seq)
+        output = seq._output + self.tick  # it decodes
         if output < seq.target:
             self.pool.aim(seq, self.tick)
             return
-        if seq.total_output >= seq.most:
+        if seq.total + output >= seq.most:
             self._outbox.append(self._end(seq, now, "completed", "length"))
             return
         if seq.stage + 1 == len(seq.request.stages):
@@ -343,12 +394,13 @@ class LeanHost:
         self.pool.leave(seq, self.tick, PREFILLING)
         seq.next_stage(now)
         if seq.pending > 1:
-            self.pending += seq.pending
+            self._view.pending += seq.pending - 1
             self.prefilling[seq.id] = seq
             if next(reversed(self.running)) != seq.id:  # in order of start
                 self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
+            self._renew(seq)
         else:
-            self.pool.join(seq, self.tick)
+            self._join(seq)
 
     def _plainly_possible(self, plan: Plan) -> bool:
         """Whether `check` would find nothing, for the plans that most steps have; False is no verdict."""
@@ -369,13 +421,13 @@ class LeanHost:
 
     def _preempt(self, seq: LeanSeq, now: float) -> Event:
         self.kv_free += seq.blocks
-        if self.prefilling.pop(seq.id, None) is not None:
-            self.pending -= seq.pending
+        self._view.pending -= seq.pending
+        self.prefilling.pop(seq.id, None)
         self.pool.leave(seq, self.tick, WAITING)
-        del self.running[seq.id]
+        self._leave(seq)
         seq.begun[-1] = (seq.begun[-1][0], self.tick)
         seq._cached = 0
-        self.pending += seq.pending
+        self._view.pending += seq.pending
         seq.since = now
         insort(self.waiting, seq, key=_key)
         return Preempted(now, seq.id)
@@ -396,15 +448,22 @@ class LeanHost:
         return event
 
     def _release(self, seq: LeanSeq) -> None:
-        if seq.state == WAITING or self.prefilling.pop(seq.id, None) is not None:
-            self.pending -= seq.pending
+        self._view.pending -= seq.pending
         if seq.state != WAITING:
             self.kv_free += seq.blocks
+            self.prefilling.pop(seq.id, None)
             self.pool.leave(seq, self.tick, WAITING)
-            del self.running[seq.id]
+            self._leave(seq)
         del self.known[seq.id]
+        self._view.count = len(self.known)
         if self.log.long:
             self.log.forget(min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick))
+
+    def _leave(self, seq: LeanSeq) -> None:
+        """It runs no longer."""
+        del self.running[seq.id]
+        if self.dues is not None:
+            self.dues.drop(seq)
 
     def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [
@@ -432,7 +491,8 @@ class LeanHost:
             return
         keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
         if keep < len(run.ends):
-            del run.ends[keep:], run.needs[keep:]
+            del run.ends[keep:]
+            self._need = self._blocks(run, keep)
             self._version += 1
             self._at(run.ends[-1], COMPLETION, self, self._version)
 
@@ -458,7 +518,7 @@ class LeanHost:
         """Raise AssertionError unless the counts are what looking at every sequence gives."""
         assert sorted(self.known) == sorted([*self.running, *(s.id for s in self.waiting)])
         decodes = [s for s in self.running.values() if s.state == DECODING]
-        assert self.pending == sum(s.pending for s in [*self.waiting, *self.prefilling.values()])
+        assert self._view.pending == sum(s.pending for s in self.known.values())
         assert self.pool.count == len(decodes)
         assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ class Log:
     def __init__(self, latency: LatencyModel, causes: bool) -> None:
         self.causes = causes
         self._latency = latency
-        self._ends: NDArray[np.float64] = np.zeros(1024)
+        self._ends = array("d")  # of every step so far, and of those of the last run that may not come to be
         self._runs: list[Run] = []
         self._most = LEAST
         self._shares: NDArray[np.float64] = np.zeros((2, 1024))
@@ -29,10 +30,9 @@ class Log:
 
     def keep(self, run: Run) -> None:
         """A run that begins; it may still be cut."""
-        last = run.tick + len(run.ends)
-        if last > len(self._ends):
-            self._ends = np.concatenate([self._ends, np.zeros(max(len(self._ends), len(run.ends)))])
-        self._ends[run.tick : last] = run.ends
+        if len(self._ends) > run.tick:
+            del self._ends[run.tick :]
+        self._ends.fromlist(run.ends)
         if self.causes:
             self._runs.append(run)
 
@@ -49,10 +49,12 @@ class Log:
     def clear(self) -> None:
         self._runs.clear()
 
-    def times(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+    def times(self, spans: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
         """When the tokens of these steps came out."""
-        parts = [self._ends[a:b] for a, b in spans]
-        return np.concatenate(parts) if parts else self._ends[:0]
+        if len(spans) == 1 or (len(spans) == 2 and spans[0][1] == spans[1][0]):
+            return np.frombuffer(self._ends[spans[0][0] : spans[-1][1]])
+        parts = [np.frombuffer(self._ends[a:b]) for a, b in spans]
+        return np.concatenate(parts) if parts else np.zeros(0)
 
     def at(self, tick: int) -> Run:
         """The run with this step."""

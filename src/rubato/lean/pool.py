@@ -4,79 +4,76 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from rubato.kv import blocks_for
-from rubato.lean.run import Run
 from rubato.lean.seq import DECODING, LeanSeq
+
+NEVER = 1 << 60
 
 
 class Pool:
     """count: sequences that the next step of all decodes advances; kv: tokens they have in KV. block: tokens of a KV
-    block."""
+    block. next: no step before this one brings anybody's first or last token of a stage."""
 
     def __init__(self, block: int) -> None:
         self.count = 0
         self.kv = 0
+        self.next = NEVER
         self._block = block
-        self._phases = [0] * block  # how many need another block at which ticks, modulo block
+        self._wants = [0] * block  # how many need another block at ticks that leave this remainder
         self._milestones: list[tuple[int, int, LeanSeq]] = []
 
     def join(self, seq: LeanSeq, tick: int) -> None:
-        """From this step on it decodes."""
+        """From this step on it decodes; `aim` it."""
         self.count += 1
         self.kv += seq._cached
         seq.decode(tick)
-        self._phases[seq._cached % self._block] += 1
-        self.aim(seq, tick)
+        self._wants[-seq._cached % self._block] += 1
 
     def leave(self, seq: LeanSeq, tick: int, state: int) -> None:
         """From this step on it does not, if it did."""
         if seq.state == DECODING:
             self.count -= 1
-            self.kv -= seq.cached
-            self._phases[seq._cached % self._block] -= 1
+            self.kv -= seq._cached + tick
+            self._wants[-seq._cached % self._block] -= 1
         seq.halt(tick, state)
 
     def aim(self, seq: LeanSeq, tick: int) -> None:
         """Somebody must look at it when its first or its last token of the stage comes."""
-        seq.due_tick = (tick + 1) if seq.first_token_at is None else seq.target - seq._output
-        heappush(self._milestones, (seq.due_tick, seq.order, seq))
+        due = seq.due_tick = (tick + 1) if seq.first_token_at is None else seq.target - seq._output
+        heappush(self._milestones, (due, seq.order, seq))
+        if due < self.next:
+            self.next = due
 
-    def steps_left(self, tick: int, most: int) -> int:
-        """Until somebody must look at one, at most `most`."""
+    def steps_left(self, tick: int) -> int:
+        """Until somebody must look at one."""
         milestones = self._milestones
-        while milestones and not _due(*milestones[0]):
+        while milestones:
+            due, _, seq = milestones[0]
+            if seq.due_tick == due and seq.state == DECODING and not seq.ended:
+                self.next = due
+                return due - tick
             heappop(milestones)
-        return min(most, milestones[0][0] - tick) if milestones else most
-
-    def due(self, tick: int) -> bool:
-        """Whether a first or last token of a stage may have come."""
-        return bool(self._milestones) and self._milestones[0][0] <= tick
+        self.next = NEVER
+        return NEVER
 
     def came(self, tick: int) -> list[LeanSeq]:
-        """Whose has."""
+        """Whose first or last token of a stage has come."""
         found: list[LeanSeq] = []
-        while self.due(tick):
-            entry = heappop(self._milestones)
-            if _due(*entry):
-                found.append(entry[2])
+        milestones = self._milestones
+        while milestones and milestones[0][0] <= tick:
+            due, _, seq = heappop(milestones)
+            if seq.due_tick == due and seq.state == DECODING and not seq.ended:
+                seq.due_tick = -1  # it may be there twice, having rested
+                found.append(seq)
+        self.next = milestones[0][0] if milestones else NEVER
         return found
 
     def blocks(self, tick: int) -> int:
         """KV blocks that a step of all decodes needs at this tick."""
-        return self._phases[-tick % self._block]
+        return self._wants[tick % self._block]
 
-    def count_blocks(self, run: Run, most: int) -> None:
-        """KV blocks taken when each step begins, cumulated; fewer steps than `most` when they would run short."""
-        block, phases, needs, free, need = self._block, self._phases, run.needs, run.free, 0
-        for i in range(most):
-            need += phases[-(run.tick + i) % block]
-            for part in run.chunks:
-                before = part.start + i * part.tokens
-                need += blocks_for(before + part.tokens, block) - blocks_for(before, block)
-            if need > free and i:
-                break
-            needs.append(need)
-
-
-def _due(tick: int, order: int, seq: LeanSeq) -> bool:
-    return seq.state == DECODING and seq.due_tick == tick and not seq.ended
+    def blocks_until(self, tick: int, steps: int) -> int:
+        """KV blocks that so many steps of all decodes need from this tick on."""
+        whole, rest = divmod(steps, self._block)
+        first = tick % self._block
+        need = sum((self._wants * 2)[first : first + rest])
+        return need + whole * self.count if whole else need

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, inf
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rubato.engines.simulated import check_noise, factors
 from rubato.interfaces import LatencyModel, Line
+from rubato.kv import blocks_for
 from rubato.types import Shape
 
 if TYPE_CHECKING:
@@ -17,38 +20,49 @@ if TYPE_CHECKING:
 
 DRAWN = 1024  # step-time factors drawn at a time
 
+Seconds = Callable[[int, int, int, int, int, int, int], float]  # of a shape's features, but for draft steps
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV."""
+
+class Part(NamedTuple):
+    """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
+    with what is left of `total`."""
 
     seq: LeanSeq
     start: int
     tokens: int
+    total: int
+
+    def at(self, i: int) -> tuple[int, int]:
+        """(tokens, tokens in KV before) of the i-th step."""
+        before = i * self.tokens
+        return min(self.tokens, self.total - before), self.start + before
+
+    def blocks(self, steps: int, block: int) -> int:
+        """KV blocks that so many steps of it take."""
+        held = self.start + min(steps * self.tokens, self.total)
+        return blocks_for(held, block) - blocks_for(self.start, block)
 
 
 @dataclass(slots=True)
 class Run:
     """Steps tick, tick + 1, ..., the first of which begins at `begin`: one token of each of `seqs` sequences that
-    together have `kv` tokens in KV before the first, and chunks. ends: when each step ends. needs: KV blocks that steps
-    up to each take, of `free`. order: the sequences that the plan named, in its order. done: steps booked."""
+    together have `kv` tokens in KV before the first, and chunks. ends: when each step ends. order: the sequences that
+    the plan named, in its order. done: steps booked."""
 
     begin: float
     tick: int
     seqs: int
     kv: int
-    chunks: tuple[Part, ...]
+    chunks: Sequence[Part]
     order: Sequence[LeanSeq]
-    free: int
-    needs: list[int] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
+    ends: list[float]
     done: int = 0
 
     def shape(self, i: int) -> Shape:
         """Of the i-th step."""
         shape = self.decodes(i)
         for part in self.chunks:
-            shape = shape.plus(part.tokens, part.start + i * part.tokens)
+            shape = shape.plus(*part.at(i))
         return shape
 
     def decodes(self, i: int) -> Shape:
@@ -59,8 +73,9 @@ class Run:
         """All entries of one token of the i-th step."""
         shape = self.decodes(i)
         for part in self.chunks:
-            if part.tokens == 1:
-                shape = shape.plus(1, part.start + i)
+            tokens, before = part.at(i)
+            if tokens == 1:
+                shape = shape.plus(1, before)
         return shape
 
     def seconds(self, i: int) -> float:
@@ -74,50 +89,44 @@ class Steps:
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
         check_noise(noise)
         self._truth = truth
-        self._seconds: Callable[[int, int, int, int, int, int, int], float] | None = getattr(truth, "seconds", None)
+        self._seconds: Seconds | None = getattr(truth, "seconds", None)
         self._line: Callable[[int, int], Line] | None = getattr(truth, "line", None)
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
-    def take(self, run: Run) -> None:
-        """Put the end of each step of the run into `ends`: as many as `needs` has."""
-        at, ends, noise = run.begin, run.ends, self._noise
-        if self._seconds is None:
-            for i in range(len(run.needs)):
-                seconds = self._truth.step_time(run.shape(i))
-                at += seconds * self._factor(run.tick + i) if noise else seconds
-                ends.append(at)
-            return
-        if self._line is not None and not run.chunks:
-            self._decodes(run)
-            return
-        # From one step to the next only three sums of a shape change, each by the same.
-        shape = run.shape(0)
-        tokens, seqs, square, chunks = shape.tokens, shape.seqs, shape.chunk_sq, shape.chunks
-        kv, context, chunk_kv = shape.kv, shape.chunk_context, shape.chunk_kv
-        in_chunks = sum(part.tokens for part in run.chunks if part.tokens > 1)
-        for i in range(len(run.needs)):
-            seconds = self._seconds(tokens, seqs, kv, context, square, chunks, chunk_kv)
-            at += seconds * self._factor(run.tick + i) if noise else seconds
-            ends.append(at)
+    def take(self, run: Run, steps: int) -> None:
+        """Put the end of each of so many steps of the run into `ends`, which is empty."""
+        seconds, n, kv = self._seconds, run.seqs, run.kv
+        if seconds is None:
+            took = [self._truth.step_time(run.shape(i)) for i in range(steps)]
+        elif run.chunks:
+            took = self._with_chunks(run, steps, seconds)
+        elif steps == 1:
+            took = [seconds(n, n, kv + n, 0, 0, 0, 0)]
+        elif self._line is None:
+            took = [seconds(n, n, at, 0, 0, 0, 0) for at in range(kv + n, kv + n * (steps + 1), n)]
+        else:
+            took = _along(self._line, n, kv, steps)
+        if self._noise:
+            took = [seconds * self._factor(run.tick + i) for i, seconds in enumerate(took)]
+        run.ends += accumulate(took, initial=run.begin)
+        del run.ends[0]
+
+    def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+        """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
+        tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(0)
+        in_chunks = sum([part.tokens for part in run.chunks if part.tokens > 1])
+        took = []
+        for i in range(steps):
+            if i and i == steps - 1:
+                tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(i)
+            took.append(seconds(tokens, seqs, kv, context, square, chunks, chunk_kv))
             kv += tokens
             context += square
             chunk_kv += in_chunks
-
-    def _decodes(self, run: Run) -> None:
-        """Steps of decodes alone: along a line."""
-        assert self._line is not None
-        at, ends, noise, n, kv = run.begin, run.ends, self._noise, run.seqs, run.kv
-        until = -1.0
-        for i in range(len(run.needs)):
-            kv += n
-            if kv >= until:
-                fixed, y, slope, x, until = self._line(n, kv)
-            seconds = fixed + (y + slope * (kv - x))
-            at += seconds * self._factor(run.tick + i) if noise else seconds
-            ends.append(at)
+        return took
 
     def _factor(self, tick: int) -> float:
         at = tick - self._first
@@ -127,3 +136,16 @@ class Steps:
             self._first += keep
             at -= keep
         return self._factors[at]
+
+
+def _along(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> list[float]:
+    """Seconds of steps of n decodes alone that together have `kv` tokens in KV before the first."""
+    took: list[float] = []
+    kv += n
+    while steps:
+        fixed, y, slope, x, until = line(n, kv)
+        here = steps if until == inf else min(steps, max(1, ceil((until - kv) / n)))
+        took += [fixed + (y + slope * (at - x)) for at in range(kv, kv + here * n, n)]
+        kv += here * n
+        steps -= here
+    return took

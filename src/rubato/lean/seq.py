@@ -22,7 +22,7 @@ class LeanSeq:
 
     __slots__ = (
         "_cached", "_checked", "_missed", "_output", "begun", "continues", "deadlines", "demoted", "due_tick", "ended",
-        "first_token_at", "host", "id", "key", "most", "order", "prompt", "request", "since", "spans", "stage",
+        "first_token_at", "host", "id", "key", "most", "nth", "order", "prompt", "request", "since", "spans", "stage",
         "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
     )  # fmt: skip
 
@@ -30,6 +30,7 @@ class LeanSeq:
         self.request = request
         self.id = request.id
         self.order = order
+        self.nth = 0  # of those started at this replica
         self.host = host
         self.key = (request.arrival, order)
         self.since = now

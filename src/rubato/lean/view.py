@@ -6,7 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rubato.interfaces import SeqView, View
+from rubato.lean.dues import Dues
 from rubato.types import ANY, Shape
 
 if TYPE_CHECKING:
@@ -18,17 +22,20 @@ SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 class LeanView(View):
     """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
 
-    __slots__ = ("_host",)
+    __slots__ = ("_host", "count", "pending")
+    __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
 
     _host: LeanHost
+    count: int  # numbers that the host keeps, for routers that ask every host at every arrival
+    pending: int
 
     def __init__(self, host: LeanHost) -> None:
-        put = object.__setattr__  # a View is frozen for those who read it
         for name, value in (
             ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
             ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
+            ("count", 0), ("pending", 0),
         ):  # fmt: skip
-            put(self, name, value)
+            setattr(self, name, value)
 
     @property
     def now(self) -> float:
@@ -40,13 +47,15 @@ class LeanView(View):
 
     @property
     def running(self) -> Sequence[SeqView]:
-        self._host.sync()
-        return [seq for seq in self._host.running.values() if not seq.ended]
+        host = self._host
+        if host.run is None:
+            return list(host.running.values())
+        host.sync()
+        return [seq for seq in host.running.values() if not seq.ended]
 
     @property
     def kv_free(self) -> int:
-        self._host.sync()
-        return self._host.kv_free
+        return self._host.free_now()
 
     @property
     def busy_until(self) -> float:
@@ -60,8 +69,10 @@ class LeanView(View):
 
     @property
     def known(self) -> Mapping[str, SeqView]:
-        self._host.sync()
-        return self._host.known
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return host.known
 
     @property
     def running_ids(self) -> Collection[str]:
@@ -69,32 +80,38 @@ class LeanView(View):
 
     @property
     def prefilling(self) -> Sequence[SeqView]:
-        self._host.sync()
-        return list(self._host.prefilling.values())
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return list(host.prefilling.values())
+
+    @property
+    def dues(self) -> NDArray[np.float64]:
+        host = self._host
+        if host.run is not None:  # some may have ended and still run
+            return super().dues
+        if host.dues is None:
+            host.dues = Dues()
+            for seq in host.running.values():
+                host.dues.add(seq)
+        return host.dues.at(host.tick)
 
     @property
     def decodes(self) -> Shape:
-        self._host.sync()
-        pool = self._host.pool
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        pool = host.pool
         return Shape(pool.count, pool.count, pool.kv + pool.count)
 
     @property
     def decode_blocks(self) -> int:
-        self._host.sync()
-        return self._host.pool.blocks(self._host.tick)
+        host = self._host
+        if host.run is not None:
+            host.sync()
+        return host.pool.blocks(host.tick)
 
     @property
     def newest(self) -> SeqView | None:
         running = self._host.running
         return running[next(reversed(running))] if running else None
-
-    @property
-    def pending(self) -> int:
-        host = self._host
-        if host.run is not None and host.run.chunks:
-            host.sync()
-        return host.pending + len(host.running) - len(host.prefilling)
-
-    @property
-    def count(self) -> int:
-        return len(self._host.waiting) + len(self._host.running)

@@ -8,7 +8,7 @@ do. Not reproduced: what `vllm` does not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
@@ -40,7 +40,7 @@ class Scheduler:
         admit_in_order(packing, view.waiting)
         plan = packing.plan()
         seqs = {s.id: s for s in [*view.running, *view.waiting]}
-        return replace(plan, work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))
+        return plan._replace(work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))
 
     def _speculative(self, seq: SeqView, tokens: int) -> Work:
         verify = tuple(range(tokens - seq.pending))
