@@ -63,12 +63,12 @@ def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline")
 
 def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
     """Each request, and what it lacks; requests that are alike are judged once."""
-    known: dict[tuple[Part, ...], str] = {}
+    known: dict[tuple[object, ...], str] = {}
     for one in load.arrivals:
-        parts = load.parts(one)
-        if parts not in known:
-            known[parts] = lacking(parts, hardware, rule)
-        yield one, known[parts]
+        like = one.parts or (one.prompt_tokens, one.output_tokens, one.tier, one.slo)
+        if like not in known:
+            known[like] = lacking(load.parts(one), hardware, rule)
+        yield one, known[like]
 
 
 def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:

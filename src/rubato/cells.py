@@ -1,20 +1,21 @@
 """Long computations in cells: a pool of processes, and a file that gets a line for each finished cell and is resumed.
 
 The file is JSON lines. The first is a head: the format, and all that decides what the cells are. A file with another
-head belongs to another computation and is refused. Every other line is one finished cell, in order of finishing. A last
-line that was cut off by a crash is dropped, and counted; damage anywhere else is an error.
+head belongs to another computation and is refused. Every other line is one finished cell, in order of finishing, with a
+digest of itself. A last line that was cut off by a crash is dropped, and counted; damage anywhere else is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from tqdm import tqdm
@@ -22,7 +23,8 @@ from tqdm import tqdm
 from rubato.clock import measured
 from rubato.workloads.file import json_object
 
-FORMAT = "rubato-cells/1"
+FORMAT = "rubato-cells/2"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,6 @@ class Done:
     resumed: int = 0
     dropped: int = 0
 
-    def plus(self, other: Done) -> Done:
-        return Done(self.results + other.results, self.resumed + other.resumed, self.dropped + other.dropped)
-
     @property
     def values(self) -> list[Any]:
         return [result.value for result in self.results]
@@ -83,38 +82,107 @@ class Done:
         return tuple(notes)
 
 
-def run(
-    cells: Sequence[Cell],
+def run(cells: Sequence[Cell], *, about: str = "cells", **how: Any) -> Done:
+    """Run what the file does not have yet; the results in the order of the cells. `how`, and what it raises: as
+    `follow`; also ValueError for keys that are not unique."""
+    if len({cell.key for cell in cells}) != len(cells):
+        raise ValueError("two cells have the same key: each needs its own")
+
+    def all_of_them(values: Mapping[str, Any]) -> Program[None]:
+        yield Wanted(cells, about)
+
+    return follow(all_of_them, most=len(cells), **how)[1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Cells without which a computation cannot go on. soon: those that it will probably want next, by what is known by
+    then; they run where a process would be idle."""
+
+    now: Sequence[Cell]
+    about: str = "cells"
+    soon: Callable[[], Sequence[Cell]] = tuple
+
+
+Program = Generator[Wanted, None, T]  # what it returns is the answer
+
+
+def follow(
+    program: Callable[[Mapping[str, Any]], Program[T]],
     *,
     file: str | Path | None = None,
     head: Mapping[str, Any] | None = None,
     workers: int | None = None,
-    pool: Executor | None = None,
+    most: int | None = None,
     progress: bool = False,
-    about: str = "cells",
-) -> Done:
-    """Run what the file does not have yet. workers: processes (None: one a core; 1: in this one); pool: one that is
-    open already (`opened`), for several calls whose cells share what a process has made.
+) -> tuple[T, Done]:
+    """The answer of a program that chooses its cells by what others returned, and all that ran for it.
 
-    Raises ValueError for keys that are not unique, fewer than one worker or a file that is not this computation's,
-    and what a cell raised; what had finished by then is in the file.
+    It is given the values by key, which grow as cells finish. An answer that comes of those alone that it has waited
+    for (`Wanted.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a core; 1: this
+    one); most: how many could be of use. Raises ValueError for fewer than one worker or a file that is not this
+    computation's, and what a cell or the program raised; what had finished by then is in the file.
     """
-    if len({cell.key for cell in cells}) != len(cells):
-        raise ValueError("two cells have the same key: each needs its own")
-    kept, dropped = _read(Path(file), head or {}) if file is not None else ({}, 0)
-    wanted = [cell for cell in cells if cell.key not in kept]
-    resumed = len(cells) - len(wanted)
-    with (
-        tqdm(total=len(cells), initial=resumed, desc=about, unit="cell", disable=not progress) as bar,
-        contextlib.nullcontext(pool) if pool else opened(workers, most=len(wanted)) as using,
-    ):
-        for result in _each(wanted, using):
-            kept[result.key] = result
-            if file is not None:
-                with open(file, "ab") as out:
-                    out.write(_line(result))
-            bar.update()
-    return Done(tuple(kept[cell.key] for cell in cells), resumed, dropped)
+    book = _Book(None if file is None else Path(file), head or {})
+    running: dict[Future[Result], str] = {}
+    steps = program(book.values)
+    with _opened(workers, most) as (pool, count), tqdm(unit="cell", disable=not progress) as bar:
+        while True:
+            try:
+                wanted = next(steps)
+            except StopIteration as end:
+                bar.n = bar.total = len(book.asked)
+                return end.value, book.done()
+            book.ask(wanted.now)
+            while missing := [cell for cell in wanted.now if cell.key not in book.values]:
+                bar.desc, bar.n, bar.total = f"{wanted.about}: ", len(book.asked) - len(missing), len(book.asked)
+                bar.refresh()
+                if pool is None:
+                    book.note(_run(missing[0]))
+                    continue
+                for cell in _begin(missing, wanted.soon, {*book.values, *running.values()}, count - len(running)):
+                    book.ask([cell])
+                    running[pool.submit(_run, cell)] = cell.key
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[future]
+                    book.note(future.result())
+
+
+def _begin(
+    missing: Sequence[Cell], soon: Callable[[], Sequence[Cell]], begun: Collection[str], idle: int
+) -> list[Cell]:
+    """All that is missing and has not begun, and as much of what comes soon as processes would be idle."""
+    found = [cell for cell in missing if cell.key not in begun]
+    if len(found) < idle:
+        known = {*begun, *(cell.key for cell in found)}
+        found += [cell for cell in soon() if cell.key not in known][: idle - len(found)]
+    return found
+
+
+class _Book:
+    """The results so far: what the file holds of this computation, what it has asked for, and what has finished."""
+
+    def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
+        self._file = file
+        self._results, self._dropped = _read(file, head) if file is not None else ({}, 0)
+        self._stored = set(self._results)
+        self.values = {key: result.value for key, result in self._results.items()}
+        self.asked: dict[str, None] = {}  # in order
+
+    def ask(self, cells: Sequence[Cell]) -> None:
+        self.asked |= dict.fromkeys(cell.key for cell in cells)
+
+    def note(self, result: Result) -> None:
+        self._results[result.key] = result
+        self.values[result.key] = result.value
+        if self._file is not None:
+            with open(self._file, "ab") as out:
+                out.write(_line(asdict(result) | {"digest": _digest(result)}))
+
+    def done(self) -> Done:
+        """Of a cell that was begun in vain and has not finished there is nothing."""
+        results = tuple(self._results[key] for key in self.asked if key in self._results)
+        return Done(results, sum(key in self._stored for key in self.asked), self._dropped)
 
 
 def cores() -> int:
@@ -123,28 +191,20 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def opened(workers: int | None = None, most: int | None = None) -> Iterator[Executor | None]:
-    """A pool of processes; none where one is enough: what then runs, runs here."""
+def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | None, int]]:
+    """A pool of processes and their number; no pool where one is enough: what then runs, runs here."""
     if workers is not None and workers < 1:
         raise ValueError(f"{workers} workers: give 1 or more")
     count = min(workers or cores(), max(1, most or cores()))
     if count == 1:
-        yield None
+        yield None, 1
         return
     # spawn: a child that shares nothing by accident, on every platform
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
-        yield pool
+        yield pool, count
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _each(cells: Sequence[Cell], pool: Executor | None) -> Iterator[Result]:
-    if pool is None:
-        yield from map(_run, cells)
-        return
-    for future in as_completed([pool.submit(_run, cell) for cell in cells]):
-        yield future.result()
 
 
 def _run(cell: Cell) -> Result:
@@ -170,14 +230,29 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
         return {}, dropped
     lines = [_object(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
     if lines[0].get("format") != FORMAT:
-        raise ValueError(f"{path} is not a file of cells (format {lines[0].get('format')!r}): name another file")
+        raise ValueError(f"{path} is not a file of cells ({FORMAT}, but {lines[0].get('format')!r}): name another file")
     other = sorted(_differing(lines[0], expected))
     if other:
         raise ValueError(f"{path} holds the cells of another run: {', '.join(other)} differ; name another file")
+    results = [_result(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    return {result.key: result for result in results}, dropped
+
+
+def _result(path: Path, number: int, line: dict[str, Any]) -> Result:
+    digest = line.pop("digest", "")
     try:
-        return {result.key: result for result in (Result(**line) for line in lines[1:])}, dropped
+        result = Result(**line)
     except TypeError as error:
-        raise ValueError(f"{path}: a line is not a cell ({error}): remove it, or name another file") from error
+        raise ValueError(
+            f"{path}, line {number}: not a cell ({error}): remove the line, its cell runs again"
+        ) from error
+    if digest != _digest(result):
+        raise ValueError(f"{path}, line {number}: not as it was written: remove the line, its cell runs again")
+    return result
+
+
+def _digest(result: Result) -> str:
+    return hashlib.blake2b(orjson.dumps(result), digest_size=8).hexdigest()
 
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
+        options.check_results(args)
         return run(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"rubato {args.command}: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -14,12 +14,12 @@ from rubato.intervals import Estimate
 from rubato.records import Record, versions
 from rubato.resample import Stretch, bootstrapped, inside
 from rubato.setting import Setting, Source
+from rubato.simulate import uncollected
 from rubato.sweep import markdown, percent
 from rubato.types import Sample, Shape
 from rubato.workloads import Workload
 
 FORMAT = "rubato-plan/1"
-RELAXED_SEEDS = 2  # of what is set against n - 1 replicas under the same seeds
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,20 @@ class Question:
 # --------------------------------------------------------------------------- cells
 
 
+@uncollected()
+def survey(question: Question) -> dict[str, Any]:
+    """What needs no simulation: the busiest stretch, what is promised at all, and what no idle replica attains."""
+    load = question.source.make(0)
+    alike = {(one.tier, one.slo, one.parts): one for one in load.arrivals}
+    slos = {part.slo for one in alike.values() for part in load.parts(one)}
+    return {
+        "stretch": question.stretch(0),
+        "promised": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
+        "hopeless": asdict(alone.alone(load, question.setting.hardware, question.setting.rule)),
+    }
+
+
+@uncollected()
 def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
     """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`; `relaxed`: "" for nothing."""
     load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
@@ -70,6 +84,7 @@ def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) 
     return _counts(setting.run(load, seed, times=False, causes=False).records)
 
 
+@uncollected()
 def whole(question: Question, replicas: int) -> dict[str, Any]:
     """The whole workload as it is, under seed 0: met and offered, also of its busiest stretch alone; tokens."""
     load = question.load(0)
@@ -124,6 +139,13 @@ def relax(load: Workload, setting: Setting, what: str, by: float) -> tuple[Workl
     return load.with_slo_scale(by, what=what), setting
 
 
+def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequence[Mapping[str, Any]]) -> float:
+    """Attainment with one thing relaxed: of the misses without, over all seeds, as many are left as of those under the
+    seeds that were run both ways. So what changes nothing has no effect, and few seeds tell."""
+    left, were = (sum(1.0 - v["met"] / v["offered"] for v in values) for values in (relaxed, same))
+    return max(0.0, 1.0 - (1.0 - all_seeds.value) * left / were) if were else 1.0
+
+
 # --------------------------------------------------------------------------- the answer
 
 
@@ -131,7 +153,7 @@ def relax(load: Workload, setting: Setting, what: str, by: float) -> tuple[Workl
 class Plan:
     """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
     seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one thing
-    relaxed by `relaxed_by`. hopeless: what no idle replica attains."""
+    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. hopeless: what no idle replica attains."""
 
     question: Question
     stretch: tuple[float, float]
@@ -143,8 +165,9 @@ class Plan:
     whole: Mapping[str, Any]
     relaxed: Mapping[str, float]
     relaxed_by: float
+    relaxed_seeds: Mapping[str, int]
     hopeless: alone.Alone
-    done: Done
+    done: Done = field(default_factory=lambda: Done(()))
 
     @property
     def gpus(self) -> int:
@@ -178,7 +201,7 @@ class Plan:
             notes.append(f"{self.hopeless.text}; {how}")
         if not self.decided:
             notes.append(
-                f"{_replicas(self.replicas - 1)} attain {percent(self.with_one_fewer)}: too close to "
+                f"{counted(self.replicas - 1, 'replica')} attain {percent(self.with_one_fewer)}: too close to "
                 f"{100 * self.question.target:g} % for {self.seeds} seeds to tell; {self.replicas} is on the safe side"
             )
         if self._share(self.whole) < self.question.target:
@@ -204,7 +227,13 @@ class Plan:
             "attainment": {str(self.replicas): self.with_n, str(self.replicas - 1): self.with_one_fewer},
             "interval": "95 %, of the mean over seeds: Student's t, at least Wilson's of all requests",
             "whole": self.whole,
-            "relaxed": {"by": self.relaxed_by, "replicas": self.replicas - 1, "attainment": dict(self.relaxed)},
+            "relaxed": {
+                "by": self.relaxed_by,
+                "replicas": self.replicas - 1,
+                "attainment": dict(self.relaxed),
+                "seeds": dict(self.relaxed_seeds),
+                "of": "one fewer's misses over all seeds, times how many are left of those under the seeds relaxed",
+            },
             "binds": self.binds,
             "hopeless": asdict(self.hopeless),
             "price": self.question.price,
@@ -219,7 +248,7 @@ class Plan:
         hardware = self.question.setting.hardware
         target = f"{100 * self.question.target:g} %"
         policy = self.question.setting.choice.label
-        fleet = f"**{_replicas(self.replicas)} of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
+        fleet = f"**{counted(self.replicas, 'replica')} of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
         start, end = self.stretch
         rows = [
             ["what was run", "replicas", "attainment"],
@@ -232,7 +261,7 @@ class Plan:
         if self.replicas > 1:
             rows.append(["the same, one replica fewer", str(self.replicas - 1), percent(self.with_one_fewer)])
         for thing, attained in self.relaxed.items():
-            what = f"and {thing} relaxed {self.relaxed_by:.3g} times, {RELAXED_SEEDS} seeds"
+            what = f"and {thing} relaxed {self.relaxed_by:.3g} times, {counted(self.relaxed_seeds[thing], 'seed')}"
             rows.append([what, str(self.replicas - 1), f"{100 * attained:.1f} %"])
         rows.append(["the whole workload", str(self.replicas), self._of(self.whole)])
         rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
@@ -248,10 +277,13 @@ class Plan:
         parts = []
         if self.replicas > 1:
             able = " or ".join(self.binds)
+            fewer = counted(self.replicas - 1, "replica")
             parts.append(
-                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {_replicas(self.replicas - 1)} would do."
+                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {fewer} would do."
                 if able
                 else f"What binds: no single thing; none, relaxed {self.relaxed_by:.3g} times, makes one fewer do."
+                if self.relaxed
+                else f"What binds cannot be told: in the mean, {fewer} would do."
             )
         if self.cost is not None:
             parts.append(
@@ -271,5 +303,5 @@ class Plan:
         return float(counts["met"] / counts["offered"]) if counts["offered"] else 1.0
 
 
-def _replicas(count: int) -> str:
-    return f"{count} replica{'s' if count != 1 else ''}"
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

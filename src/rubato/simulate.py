@@ -153,7 +153,8 @@ def simulated_run(
         lines = {line.request.id: line for line in timelines(events)}
     else:
         lines = lean_lines(workload.requests(), workload.truth(), setup, times=times, causes=causes)
-    records = tuple(_record(arrival, lines[arrival.id], times) for arrival in workload.arrivals)
+    # out of `lines`, which the cluster's cycles hold: else all of it would stay until the next search for such
+    records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
     settings = {
         "simulated": True,
         "policy": setup.policy,
@@ -203,15 +204,15 @@ def lean_lines(
                 line.times = came.pop(event.id, [])
                 line.tokens = list(range(1, len(line.times) + 1))
 
-    with _uncollected():
+    with uncollected():
         drive(requests, setup.replicas, make, lambda cluster: cluster.listen(follow), **setup.given())
     return lines
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles: none are made here, and it looks at all that is kept again and again (a fifth
-    of the time)."""
+def uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, which looks at all that is kept again and again (a fifth of the time): those
+    made here are few. Also a decorator, `@uncollected()`."""
     was = gc.isenabled()
     gc.disable()
     try:

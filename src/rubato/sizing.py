@@ -4,101 +4,179 @@ The fleet is sized on the busiest stretch. Each seed redraws the tiers (where th
 blocks of 60 s of that stretch. With n replicas the interval's lower end is at the target or above, with n - 1 the mean
 is below: seeds are added until both hold. Then the whole workload is run once with n. What binds is found by
 counterfactual: with n - 1 replicas and one thing relaxed, is the target attained?
+
+The search begins at what a sample of the stretch suggests, goes to where seed 0 is on either side of the target, and
+every run of it counts among the seeds. What the answer will need next runs early where a core would be idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from math import ceil
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, inf
+from statistics import fmean
+from typing import Any, TypeVar
 
 from rubato import alone, cells
 from rubato.capacity import estimate
-from rubato.cells import Cell, Done
-from rubato.fleetplan import RELAXED_SEEDS, Plan, Question, peak, whole
+from rubato.cells import Cell, Program, Wanted
+from rubato.fleetplan import Plan, Question, counted, effect, peak, survey, whole
 from rubato.intervals import Estimate, attainment_over_seeds
+from rubato.resample import bootstrapped, sampled
+from rubato.simulate import uncollected
 from rubato.sweep import percent
-from rubato.workloads import Workload
 
 MOST_REPLICAS = 1024
+SAMPLE = 5000  # requests that a guess is made with
+NO_HELP = 0.001  # of attainment, from half as many replicas again
 LEAST_RELAXED = 1.25  # by what a thing is relaxed, at least; else by the missing replica's part, n / (n - 1)
+RELAXED_SEEDS = 2  # at most; one where that is far from the target:
+CLEAR = (0.005, 0.05)  # by at least and at most so much attainment, between them by half of what one fewer lacks
+
+T = TypeVar("T")
+Asking = Generator[Wanted, None, T]
 
 
-@dataclass
+def plan(question: Question, **how: Any) -> Plan:
+    """`how`: as `cells.follow` takes it. Raises ValueError when no fleet of any size would do, and says why."""
+    head = {"plan": question.describe()}
+    found, done = cells.follow(lambda values: _Search(question, values).program(), head=head, **how)
+    return replace(found, done=done)
+
+
+@uncollected()
+def guess(question: Question) -> dict[str, Any]:
+    """About how many replicas attain the target, by simulating the beginning of each minute of the busiest stretch."""
+    load = bootstrapped(question.load(0, question.stretch(0)), 0)
+    if len(load.arrivals) > SAMPLE:
+        load = sampled(load, SAMPLE / len(load.arrivals))
+    tried = {0: 0.0}
+
+    def attains(replicas: int) -> bool:
+        records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
+        tried[replicas] = sum(record.verdict.met for record in records) / len(records)
+        return tried[replicas] >= question.target
+
+    # step times alone would allow twice what is attained, often
+    low, high = 0, ceil(1.5 * load.rate / estimate(load, question.setting.with_replicas(1)))
+    while not attains(high) and high < MOST_REPLICAS:
+        if question.target / 2 < tried[high] < tried[low] + NO_HELP:
+            return {"replicas": high, "tried": sorted(tried.items())}  # the whole stretch may attain more
+        low, high = high, min(MOST_REPLICAS, ceil(1.5 * high))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attains(middle) else (middle, high)
+    return {"replicas": high, "tried": sorted(tried.items())}
+
+
+@dataclass(frozen=True)
 class _Search:
-    """The answers so far, and how to get more: one pool of processes (None: here), one file."""
+    """What the answer takes. values: what has been run so far, by the cells' keys; it grows."""
 
     question: Question
-    how: Mapping[str, Any]
-    pool: Executor | None
-    found: dict[str, Any] = field(default_factory=dict)
-    done: Done = field(default_factory=lambda: Done(()))
+    values: Mapping[str, Any]
 
-    def need(self, wanted: Sequence[Cell], about: str) -> None:
-        new = [cell for cell in wanted if cell.key not in self.found]
-        if new:
-            done = cells.run(
-                new, head={"plan": self.question.describe()}, workers=1, pool=self.pool, about=about, **self.how
-            )
-            self.done = self.done.plus(done)
-            self.found |= {result.key: result.value for result in done.results}
+    def program(self) -> Program[Plan]:
+        question = self.question
+        about, began = Cell("survey", survey, (question,)), Cell("guess", guess, (question,))
+        yield Wanted([about], "search", lambda: [began])
+        hopeless = alone.Alone(**self.values["survey"]["hopeless"])
+        if not question.exclude:
+            hopeless.check(question.target)
+        yield Wanted([began], "search")
+        replicas, seeds, decided = yield from self.settle((yield from self.first()))
+        things = yield from self.verify(replicas, seeds)
+        start, end = self.values["survey"]["stretch"]
+        return Plan(
+            question,
+            (start, end),
+            replicas,
+            decided,
+            seeds,
+            with_n=self.attained(replicas, seeds),
+            with_one_fewer=self.attained(replicas - 1, seeds),
+            whole=self.values[_whole(replicas)],
+            relaxed={thing: self.relaxed(replicas, seeds, thing, count) for thing, count in things.items()},
+            relaxed_by=_by(replicas),
+            relaxed_seeds=things,
+            hopeless=hopeless,
+        )
 
-    def peaks(self, replicas: Sequence[int], seeds: int, relaxed: str = "", by: float = 1.0) -> list[Cell]:
+    # ----------------------------------------------------------------- cells, and what they say together
+
+    def peaks(self, fleets: Sequence[int], seeds: int, relaxed: str = "", by: float = 1.0) -> list[Cell]:
         return [
             Cell(_key(n, relaxed, seed), peak, (self.question, n, relaxed, by, seed))
-            for n in replicas
             for seed in range(seeds)
+            for n in fleets
+            if n
         ]
 
-    def attained(self, replicas: int, seeds: int, relaxed: str = "") -> Estimate:
+    def verification(self, replicas: int, seeds: Mapping[str, int]) -> list[Cell]:
+        """The whole workload, which takes longest, and one replica fewer with one thing relaxed, in so many seeds."""
+        relaxed = [self.peaks([replicas - 1], count, thing, _by(replicas)) for thing, count in seeds.items()]
+        return [Cell(_whole(replicas), whole, (self.question, replicas)), *(cell for each in relaxed for cell in each)]
+
+    def things(self, replicas: int) -> list[str]:
+        """What is relaxed: nothing that is not promised."""
+        return ["compute", "kv", *self.values["survey"]["promised"]] if replicas > 1 else []
+
+    def attained(self, replicas: int, seeds: int) -> Estimate:
         if replicas == 0:
             return Estimate.exact(0.0)
-        values = [self.found[_key(replicas, relaxed, seed)] for seed in range(seeds)]
+        values = self.seen(replicas, seeds)
         return attainment_over_seeds([v["met"] for v in values], [v["offered"] for v in values])
 
-    def first(self, workers: int) -> int:
-        """The smallest fleet under seed 0, by cutting a bracket into `workers` + 1 parts at a time."""
-        load = self.question.load(0, self.question.stretch(0))
-        low, high = 0, max(1, ceil(load.rate / estimate(load, self.question.setting.with_replicas(1))))
-        self.need(self.peaks([ceil(high * 1.5**i) for i in range(workers)], 1), "search")  # as many at a time
-        while not self._enough(high):
-            low, high = high, ceil(1.5 * high)
-            self._within(high, MOST_REPLICAS, 1)
+    def relaxed(self, replicas: int, seeds: int, thing: str, count: int) -> float:
+        n = replicas - 1
+        return effect(self.attained(n, seeds), self.seen(n, count), self.seen(n, count, thing))
+
+    def seen(self, replicas: int, seeds: int, relaxed: str = "") -> list[Mapping[str, Any]]:
+        return [self.values[_key(replicas, relaxed, seed)] for seed in range(seeds)]
+
+    # ----------------------------------------------------------------- the search
+
+    def first(self) -> Asking[int]:
+        """A fleet that is enough under seed 0, where one fewer is not: from the guess on, in steps that double."""
+        n: int = self.values["guess"]["replicas"]
+        bound, step = 2 * n + 8, max(1, n // 32)
+        low, high = 0, inf
         while high - low > 1:
-            parts = min(workers, high - low - 1)
-            points = sorted({low + round((high - low) * (i + 1) / (parts + 1)) for i in range(parts)} - {low, high})
-            self.need(self.peaks(points, 1), "search")
-            enough = [n for n in points if self._enough(n)]
-            high = min([high, *enough])
-            low = max(n for n in [low, *points] if n < high)
-        return high
+            yield Wanted(self.peaks([n], 1), "search", partial(self.around, n))
+            low, high = (low, n) if self.attained(n, 1).value >= self.question.target else (n, high)
+            if high == inf:
+                n = self._more(low, step, bound, 1)
+            else:
+                n = (low + int(high)) // 2 if low else max(1, int(high) - step)
+            step *= 2
+        return int(high)
 
-    def _enough(self, replicas: int) -> bool:
-        self.need(self.peaks([replicas], 1), "search")
-        return self.attained(replicas, 1).value >= self.question.target
+    def around(self, n: int) -> list[Cell]:
+        """This fleet under the seeds that it will be confirmed by, if it or one more is the answer; then others."""
+        seeds = self.question.seeds[0]
+        return [*self.peaks([n], seeds), *self.peaks([n - 1, n + 1], seeds)]
 
-    def settle(self, replicas: int) -> tuple[int, int, bool]:
+    def settle(self, replicas: int) -> Asking[tuple[int, int, bool]]:
         """Replicas, seeds, and whether one fewer is known to be too few."""
         seeds, most = self.question.seeds
         target = self.question.target
         bound = 2 * replicas + 8
         while True:
-            self._within(replicas, bound, seeds)
-            self.need(self.peaks([n for n in (replicas, replicas - 1) if n], seeds), "confirm")
+            wanted = self.peaks([replicas - 1, replicas], seeds)
+            yield Wanted(wanted, "confirm", partial(self.likely, replicas, seeds))
             here, below = (self.attained(n, seeds) for n in (replicas, replicas - 1))
             if below.value >= target:
                 replicas -= 1
             elif here.value < target:
-                replicas += 1
+                replicas = self._more(replicas, 1, bound, seeds)
             elif here.low >= target:
                 return replicas, seeds, True
             elif seeds < most:
                 seeds = min(most, 2 * seeds)
             else:
                 break
-        offered = [self.found[_key(replicas, "", seed)]["offered"] for seed in range(seeds)]
+        offered = [value["offered"] for value in self.seen(replicas, seeds)]
         best = attainment_over_seeds(offered, offered)
         if best.low < target:
             raise ValueError(
@@ -107,56 +185,58 @@ class _Search:
                 "longer --window or more --most-seeds"
             )
         while self.attained(replicas, seeds).low < target:
-            replicas += 1
-            self._within(replicas, bound, seeds)
-            self.need(self.peaks([replicas], seeds), "confirm")
+            replicas = self._more(replicas, 1, bound, seeds)
+            yield Wanted(self.peaks([replicas], seeds), "confirm")
         return replicas, seeds, False
 
-    def _within(self, replicas: int, bound: int, seeds: int) -> None:
-        """More replicas help no more: what is lost is lost to something else."""
-        if replicas > bound:
-            tried = max(n for n in range(1, replicas) if _key(n, "", seeds - 1) in self.found)
+    def _more(self, replicas: int, step: int, bound: int, seeds: int) -> int:
+        """So many more replicas; or they help no more: what is lost is lost to something else."""
+        if replicas + step > bound:
+            tried = f"{counted(replicas, 'replica')} attain {percent(self.attained(replicas, seeds))}"
             raise ValueError(
-                f"{tried} replicas attain {percent(self.attained(tried, seeds))}, and more of them would not attain "
-                f"{100 * self.question.target:g} %: another policy or router, or looser SLOs, might"
+                f"{tried}, and more of them would not attain {100 * self.question.target:g} %: another policy or "
+                "router, or looser SLOs, might"
             )
+        return replicas + step
 
+    def likely(self, replicas: int, seeds: int) -> list[Cell]:
+        """What verifies this many replicas, if the seeds that are known agree that it is they."""
+        for n, enough in ((replicas, True), (replicas - 1, False)):
+            known = [v for seed in range(seeds) if n and (v := self.values.get(_key(n, "", seed)))]
+            if known and (fmean(v["met"] / v["offered"] for v in known) >= self.question.target) is not enough:
+                return []
+        return self.verification(replicas, dict.fromkeys(self.things(replicas), 1))
 
-def plan(question: Question, *, workers: int | None = None, **how: Any) -> Plan:
-    """`how`: as `cells.run` takes it. Raises ValueError when no fleet of any size would do, and says why."""
-    load = question.source.make(0)
-    hardware = question.setting.hardware
-    found = alone.alone(load, hardware, question.setting.rule)
-    if not question.exclude:
-        found.check(question.target)
-    with cells.opened(workers) as pool:
-        search = _Search(question, how, pool)
-        replicas, seeds, decided = search.settle(search.first(workers or cells.cores()))
-        wanted = [Cell(f"whole n={replicas}", whole, (question, replicas))]
-        things = ["compute", "kv", *(n for n in ("ttft", "tpot", "e2e") if _promised(load, n))] if replicas > 1 else []
-        by = max(LEAST_RELAXED, replicas / max(1, replicas - 1))
-        for thing in things:
-            wanted += search.peaks([replicas - 1], RELAXED_SEEDS, thing, by)
-        search.need(wanted, "verify")
-    return Plan(
-        question,
-        question.stretch(0),
-        replicas,
-        decided,
-        seeds,
-        with_n=search.attained(replicas, seeds),
-        with_one_fewer=search.attained(replicas - 1, seeds),
-        whole=search.found[f"whole n={replicas}"],
-        relaxed={thing: search.attained(replicas - 1, RELAXED_SEEDS, thing).value for thing in things},
-        relaxed_by=by,
-        hopeless=found,
-        done=search.done,
-    )
+    def verify(self, replicas: int, seeds: int) -> Asking[dict[str, int]]:
+        """What was relaxed, and under how many seeds each."""
+        lacking = self.attained(replicas - 1, seeds).value < self.question.target  # else there is nothing to tell
+        once = dict.fromkeys(self.things(replicas) if lacking else [], 1)
+
+        def enough() -> dict[str, int]:
+            return {thing: RELAXED_SEEDS if self.unclear(replicas, seeds, thing) else 1 for thing in once}
+
+        yield Wanted(self.verification(replicas, once), "verify", lambda: self.verification(replicas, enough()))
+        counts = enough()
+        yield Wanted(self.verification(replicas, counts), "verify")
+        return counts
+
+    def unclear(self, replicas: int, seeds: int, thing: str) -> bool:
+        """Whether seed 0 alone, if it is known, leaves open whether this is enough."""
+        if _key(replicas - 1, thing, 0) not in self.values:
+            return False
+        lacking = abs(self.question.target - self.attained(replicas - 1, seeds).value)
+        near = abs(self.question.target - self.relaxed(replicas, seeds, thing, 1))
+        return near < min(max(lacking / 2, CLEAR[0]), CLEAR[1])
 
 
 def _key(replicas: int, relaxed: str, seed: int) -> str:
     return f"n={replicas}{f' {relaxed} relaxed' if relaxed else ''} seed={seed}"
 
 
-def _promised(load: Workload, name: str) -> bool:
-    return any(getattr(part.slo, name) is not None for one in load.arrivals for part in load.parts(one))
+def _whole(replicas: int) -> str:
+    return f"whole n={replicas}"
+
+
+def _by(replicas: int) -> float:
+    """How many times what is relaxed is relaxed."""
+    return max(LEAST_RELAXED, replicas / max(1, replicas - 1))

@@ -208,7 +208,10 @@ class LocalHost:
             self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
             self._flush()
             if self._failures >= FAILURES:
-                raise RuntimeError(f"{self._failures} steps in a row failed; the last: {error}") from error
+                last = f"{type(error).__name__}: {error}"
+                raise RuntimeError(
+                    f"policy {self.policy!r}: {self._failures} steps in a row failed; the last: {last}"
+                ) from error
             await self._restart(replica)
         except Exception as fatal:  # beyond recovery: reported through `lost`, which may ends the process
             self.error = fatal

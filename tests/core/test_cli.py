@@ -324,6 +324,10 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--set", "lengths=nope"], "known are oracle, running_mean"),
         (["simulate", "--set", "engine.bloc=5"], "did you mean 'block'"),
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
+        (
+            ["simulate", "--policy", "faulty.policy"],
+            "policy 'faulty.policy': 3 steps in a row failed; the last: KeyError",
+        ),
         (["serve", "--set", "engine.kind=tourch"], "did you mean 'torch'"),
         (["bench", "http://127.0.0.1:9", "--no-progress"], "http://127.0.0.1:9"),
     ],
@@ -331,17 +335,18 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_impossible_is_one_sentence_and_status_2(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "idle").mkdir()
-    (tmp_path / "idle" / "policy.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from typing import ClassVar\n"
-        "from rubato.types import Plan\n"
-        "@dataclass\n"
-        "class Scheduler:\n"
-        "    needs: ClassVar[frozenset[str]] = frozenset()\n"
-        "    def observe(self, events): ...\n"
-        "    def plan(self, view): return Plan()\n"
-    )
+    for name, does in (("idle", "return Plan()"), ("faulty", "raise KeyError(view.id)")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "policy.py").write_text(
+            "from dataclasses import dataclass\n"
+            "from typing import ClassVar\n"
+            "from rubato.types import Plan\n"
+            "@dataclass\n"
+            "class Scheduler:\n"
+            "    needs: ClassVar[frozenset[str]] = frozenset()\n"
+            "    def observe(self, events): ...\n"
+            f"    def plan(self, view): {does}\n"
+        )
     monkeypatch.chdir(tmp_path)  # where a user's own policies are found
     monkeypatch.setattr("sys.path", sys.path[:])
     assert main(words) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.resample import bootstrapped, busiest, multiplied, window
+from rubato.resample import bootstrapped, busiest, multiplied, sampled, window
 from rubato.setting import Trace as Source
 from rubato.workloads import Workload
 from rubato.workloads.traces import Offer, Trace, make
@@ -45,6 +45,26 @@ def test_copies_stay_in_a_last_minute_that_is_cut_short(end: float | None) -> No
     assert max(o.at for o in ten) <= last
     first_half = sum(o.at < last / 2 for o in offers)
     assert sum(o.at < last / 2 for o in ten) == pytest.approx(10 * first_half, rel=0.25)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_a_sample_is_the_beginning_of_each_minute(share: float) -> None:
+    load = made()
+    part = sampled(load, share)
+    kept = [a for a in load.arrivals if a.at % 60.0 < 60.0 * share]
+    assert [a.id for a in part.arrivals] == [a.id for a in kept]
+    times = [a.at for a in part.arrivals]
+    assert times == sorted(times)
+    assert times[-1] <= part.duration
+    assert part.duration == pytest.approx(
+        share * 60.0 * (load.duration // 60.0) + min(load.duration % 60.0, 60.0 * share)
+    )
+    assert part.rate * part.duration == pytest.approx(len(part.arrivals))
+
+
+def test_where_nothing_arrives_early_in_a_minute_a_sample_is_all() -> None:
+    late = replace(made(), arrivals=tuple(a for a in made().arrivals if a.at % 60.0 > 30.0))
+    assert sampled(late, 0.2) == late
 
 
 def test_a_request_beyond_the_end_cannot_be_resampled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers, such as 1,2.5,4") from error
+
+
+def check_results(args: argparse.Namespace) -> None:
+    """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
+    for name in ("json", "report", "plot", "records"):
+        to = getattr(args, name, None)
+        if to in (None, "-"):
+            continue
+        path = Path(to)
+        if path.is_dir() or not path.parent.is_dir():
+            what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"--{name} {to} cannot be written: {what}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{name} {to} cannot be written: you may not")
 
 
 def write(to: str | None, text: str, data: bytes) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rubato.interfaces import Line
 from rubato.latency.online import Online
-from rubato.latency.planes import Array, Coefficients, fit_planes, largest
+from rubato.latency.planes import Array, Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
 MIN_SAMPLES = 12  # for eight coefficients
@@ -48,12 +48,12 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("k", "b"):
-            pair = tuple(float(v) for v in getattr(self, name))
+            pair = numbers(f"affine {name}", getattr(self, name))
             if len(pair) != 2 or not all(0.0 <= v < math.inf for v in pair):
                 raise ValueError(f"affine {name} is {pair}: give two finite numbers of seconds, 0 or more")
             setattr(self, name, pair)
         for name in NUMBERS:
-            value = float(getattr(self, name))
+            (value,) = numbers(f"affine {name}", [getattr(self, name)])
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"affine {name} is {value}: give a finite number of seconds, 0 or more")
             setattr(self, name, value)

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from rubato.latency.online import Online
-from rubato.latency.planes import Array, largest
+from rubato.latency.planes import Array, largest, numbers
 from rubato.types import Sample, Shape
 
 Four = tuple[float, float, float, float]
@@ -47,7 +47,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("p", "d"):
-            four = tuple(float(v) for v in getattr(self, name))
+            four = numbers(f"bilinear {name}", getattr(self, name))
             if len(four) != 4 or not all(0.0 <= v < math.inf for v in four):
                 raise ValueError(f"bilinear {name} is {four}: give four finite numbers of seconds, 0 or more")
             setattr(self, name, four)

@@ -22,7 +22,7 @@ import numpy as np
 
 from rubato.latency.dims import Dims
 from rubato.latency.online import Online
-from rubato.latency.planes import Coefficients, fit_planes, largest
+from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
 MIN_SAMPLES = 8
@@ -59,7 +59,7 @@ class Model:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"opcount {name} is {getattr(self, name)!r}: give a positive, finite number")
         for name in NUMBERS:
-            value = float(getattr(self, name))
+            (value,) = numbers(f"opcount {name}", [getattr(self, name)])
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"opcount {name} is {value}: give a finite number, 0 or more")
             setattr(self, name, value)

@@ -94,6 +94,16 @@ class _Problem:
         return found.predict(self.x, self.y) - self.target
 
 
+def numbers(name: str, values: object) -> tuple[float, ...]:
+    """A setting as it comes from a configuration. Raises ValueError that names it where it is no list of numbers."""
+    try:
+        if isinstance(values, str):
+            raise TypeError("it is a word")
+        return tuple(float(value) for value in values)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {values!r}: give numbers ({error})") from error
+
+
 def fit_planes(
     x: Array, y: Array, seconds: Array, offset: float = 0.0, prior: Coefficients | None = None
 ) -> Coefficients:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rubato.latency.online import Online
-from rubato.latency.planes import Coefficients, fit_planes, largest
+from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
 MIN_SAMPLES = 8
@@ -39,7 +39,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("k1", "k2", "b"):
-            given = tuple(float(v) for v in getattr(self, name))
+            given = numbers(f"roofline {name}", getattr(self, name))
             if len(given) != 2 or not all(0.0 <= v < math.inf for v in given):
                 raise ValueError(f"roofline {name} is {given}: give two finite numbers of seconds, 0 or more")
             setattr(self, name, given)

@@ -21,7 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
 from rubato.latency.online import Online
-from rubato.latency.planes import Array, largest
+from rubato.latency.planes import Array, largest, numbers
 from rubato.types import Sample, Shape
 
 KNOTS = 20  # on each axis, at most
@@ -46,7 +46,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "kv"):
-            knots = tuple(float(v) for v in getattr(self, name))
+            knots = numbers(f"table {name}", getattr(self, name))
             if len(knots) < 2 or not all(a < b < math.inf for a, b in pairwise(knots)) or knots[0] < 0.0:
                 raise ValueError(f"table {name} is {knots}: give two or more rising numbers of tokens")
             setattr(self, name, knots)

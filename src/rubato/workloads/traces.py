@@ -21,6 +21,7 @@ import gzip
 import io
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -257,7 +258,7 @@ def make(
     """
     if not trace.offers:
         raise ValueError(f"trace {name!r} has no requests")
-    if not texts:
+    if not texts and any(offer.text for offer in trace.offers):
         trace = replace(trace, offers=tuple(replace(offer, text="") for offer in trace.offers))
     times = [offer.at for offer in trace.offers]
     if arrivals is not None:
@@ -283,20 +284,20 @@ Row = Callable[[int, str, float], Arrival]
 
 def _by_kinds(trace: Trace, kinds: Sequence[Kind], seed: int, prefill: Prefill | None) -> tuple[dict[str, SLO], Row]:
     tiers = tiers_of(kinds)
-    u = np.random.default_rng([seed, _KINDS]).random(len(trace.offers))
+    u = np.random.default_rng([seed, _KINDS]).random(len(trace.offers)).tolist()
     promises = Promises(prefill)
-    able: dict[str, tuple[list[Kind], Any]] = {}
+    able: dict[str, tuple[list[Kind], list[float]]] = {}
     for tier in {offer.tier for offer in trace.offers}:
         if tier and tier not in tiers:
             raise ValueError(f"the trace has tier {tier!r}, which no kind is of{nearest(tier, tiers)}")
         own = [kind for kind in kinds if tier in ("", kind.tier)]
         shares = np.cumsum([kind.share for kind in own])
-        able[tier] = own, shares / shares[-1]
+        able[tier] = own, (shares / shares[-1]).tolist()
 
     def row(index: int, id: str, at: float) -> Arrival:
         offer = trace.offers[index]
         own, shares = able[offer.tier]
-        kind = own[min(int(np.searchsorted(shares, u[index], side="right")), len(own) - 1)]
+        kind = own[min(bisect_right(shares, u[index]), len(own) - 1)]
         slo = promises.slo(kind, offer.prompt) if kind.ttft_slowdown is not None else None
         return Arrival(
             id, at, kind.tier, kind.app, offer.prompt, offer.output, _said(offer), slo=slo, blocks=offer.blocks,

@@ -19,6 +19,8 @@ from rubato.types import SLO, Request, Sampling, Stage
 HASH_BLOCK = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
 
 
+FINEST = 1e-6  # seconds that must be told apart at a workload's end
+
 NO_SLO = SLO()
 
 
@@ -95,6 +97,11 @@ class Workload:
     def __post_init__(self) -> None:
         if "all" in self.tiers:
             raise ValueError('a tier cannot be called "all": that is the name of the sum over tiers')
+        if not math.ulp(self.duration) < FINEST:
+            raise ValueError(
+                f"workload {self.name!r} lasts {self.duration:.3g} s at {self.rate:.3g} requests/s: times so late are "
+                "not exact to a microsecond any more; give a higher rate"
+            )
 
     # ----------------------------------------------------------------- the same requests, otherwise
 
