@@ -37,7 +37,7 @@ def alone(grid: Grid, job: Job) -> bool:
 
 def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
     """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
-    for longest in lengths(every, terms.longest):
+    for longest in lengths(every, terms):
         yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
 
 

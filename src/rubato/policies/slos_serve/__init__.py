@@ -140,6 +140,11 @@ class Scheduler:
 
     # ----------------------------------------------------------------- who is promised what
 
+    @property
+    def promised(self) -> Collection[str]:
+        """Ids of those here whom it has admitted."""
+        return self._promised.keys()
+
     def _parted(self, view: View) -> _Turn:
         """Who was promised to be in time, who is to be decided, and best effort."""
         turn = _Turn(view, Promises(max(view.now, view.busy_until), view.limits.block, self.patience, self.values))

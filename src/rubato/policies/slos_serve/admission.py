@@ -68,7 +68,7 @@ def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Iterator[G
     that would shorten batches. All of them but where they are more than `GRIDS`: then its first request or none."""
     decodes = [(j.due, j.tpot) for j in forced if j.due < inf]
     assert all(j.due < inf for j in new), "every new request has a deadline, if one of ours"
-    for longest in lengths([*forced, *new], terms.longest):
+    for longest in lengths([*forced, *new], terms):
         plain = lay(decodes, longest, terms.capacity)
         after = plain.index(np.array([j.due for j in new]))
         shorter = sorted({j.tpot for j, k in zip(new, after, strict=True) if j.tpot < plain.seconds_after(float(k))})
@@ -82,11 +82,12 @@ def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Iterator[G
             yield lay([*decodes, *added], longest, terms.capacity) if added else plain
 
 
-def lengths(jobs: Sequence[Job], longest: float) -> list[float]:
-    """`longest`, and what fits one of the first deadlines without a rest, of a prefill or of a decode that is due
+def lengths(jobs: Sequence[Job], terms: Terms) -> list[float]:
+    """The longest, and what fits one of the first deadlines without a rest, of a prefill or of a decode that is due
     before its TPOT is over: a short prompt is due before a long batch would have ended."""
     dues = sorted({j.due for j in jobs if (j.tokens > 1 or j.due < j.tpot) and 0.0 < j.due < inf})[:ALIGNED]
-    return [longest, *(fit for due in dues if (fit := due / ceil(due / longest - CLOSE)) < longest)]
+    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in dues]
+    return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
 
 
 def choose(line: Line, new: Sequence[Job], memory: int, seats: int) -> tuple[int, ...]:
