@@ -8,57 +8,63 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rubato.latency.roofline import Model
 from rubato.interfaces import View
+from rubato.latency.roofline import Model
 from rubato.lengths import Oracle
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulate import Setup, simulate
 from rubato.types import SLO, Finished, Limits, Plan, Request, Sampling, Stage
 from tests.policies.test_properties import Load
 
+SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms
 MODELS = {
     "memory- then compute-bound": Model(k1=(0.0, 0.001), b=(0.01, 0.002)),
     "fixed": Model(k1=(0.0, 0.0), b=(0.01, 0.0)),
     "two planes": Model(k1=(0.0005, 0.0003), b=(0.004, 0.007)),
-    "slow": Model(k1=(0.003, 0.001), b=(0.002, 0.008)),  # six tokens in 20 ms
+    "slow": SLOW,
 }
 
 
 @st.composite
+def kinds(draw: st.DrawFn, tpots: list[float]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """Stages and outputs of requests that are alike."""
+    slo = SLO(draw(st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 1.0])), draw(st.sampled_from(tpots)))
+    stage = Stage(draw(st.sampled_from([1, 7, 7, 12, 20, 60, 150])), slo)
+    output = draw(st.sampled_from([1, 20, 60, 60]))
+    what = draw(st.sampled_from(["plain", "plain", "plain", "reasoning", "best effort"]))
+    if what == "reasoning":  # thinking, then a response at a pace of its own
+        answer = Stage(0, SLO(tpot=draw(st.sampled_from(tpots))))
+        return (replace(stage, ends="</think>"), answer), (output, draw(st.sampled_from([1, 3, 30])))
+    return (replace(stage, slo=SLO()) if what == "best effort" else stage,), (output,)
+
+
+@st.composite
 def promised(draw: st.DrawFn) -> tuple[Load, Model]:
-    """Requests with TTFT and TPOTs, some of two stages, many alike; batches, memory and places that are scarce."""
+    """Requests with TTFT and TPOTs, many alike and at once; batches, memory and places that are scarce."""
     tpots = draw(st.sampled_from([[0.02], [0.02, 0.04], [0.02, 0.03, 0.07], [0.05, 0.1]]))
-    tpot = st.sampled_from(tpots)
+    alike = draw(st.lists(kinds(tpots), min_size=1, max_size=3))
+    gap = st.sampled_from(draw(st.sampled_from([[0.0], [0.0, 0.0, 0.1], [0.001, 0.02, 0.0371]])))
     requests: list[Request] = []
     truth: dict[str, tuple[int, ...]] = {}
     at = 0.0
-    prompts = draw(st.sampled_from([[1, 7, 20], [7, 20, 60], [20, 60, 150]]))
-    for i in range(draw(st.integers(4, 20))):
-        at += draw(st.sampled_from([0.0, 0.0, 0.0, 0.001, 0.02, 0.0371, 0.1]))
-        id = f"q{i}"
-        slo = SLO(draw(st.sampled_from([0.05, 0.1, 0.25, 0.25, 0.5, 1.0])), draw(tpot))
-        outputs = (draw(st.sampled_from([1, 5, 20, 40])),)
-        stages = (Stage(draw(st.sampled_from(prompts)), slo),)
-        if draw(st.integers(0, 3)) == 0:  # reasoning: thinking, then a response at a pace of its own
-            stages = (replace(stages[0], ends="</think>"), Stage(0, SLO(tpot=draw(tpot))))
-            outputs = (outputs[0], draw(st.sampled_from([1, 3, 15])))
-        if draw(st.integers(0, 5)) == 0:
-            stages = tuple(replace(s, slo=SLO()) for s in stages)
-        truth[id] = outputs
-        sampling = Sampling(max_tokens=sum(outputs) + draw(st.sampled_from([0, 40])))
+    for i in range(draw(st.integers(6, 16))):
+        at += draw(gap)
+        stages, outputs = draw(st.sampled_from(alike))
+        sampling = Sampling(max_tokens=sum(outputs) + 10 * (i % 2))
         decline = draw(st.sampled_from(["best_effort", "best_effort", "refuse"]))
-        requests.append(Request(id, stages, at, on_decline=decline, sampling=sampling))
+        requests.append(Request(f"q{i}", stages, at, on_decline=decline, sampling=sampling))
+        truth[f"q{i}"] = outputs
     block = draw(st.sampled_from([1, 16]))
     largest = max(r.prompt + r.sampling.max_tokens for r in requests)
     limits = Limits(
-        max_seqs=draw(st.sampled_from([3, 64, 64, 64])),
-        max_tokens=draw(st.sampled_from([16, 512, 512])),
+        max_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
+        max_tokens=draw(st.sampled_from([16, 512, 512, 512])),
         max_length=400,
-        kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20])),
+        kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20, 20])),
         block=block,
-        max_running=draw(st.sampled_from([None, None, None, 3])),
+        max_running=draw(st.sampled_from([None, None, None, None, 3])),
     )
-    return Load(tuple(requests), truth, limits), draw(st.sampled_from(list(MODELS.values())))
+    return Load(tuple(requests), truth, limits), draw(st.sampled_from([*MODELS.values(), SLOW]))
 
 
 class Recording:
