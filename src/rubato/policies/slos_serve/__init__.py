@@ -36,6 +36,7 @@ from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "SLOs-Serve (arXiv 2504.08784), autoregressive, one replica"
 DECLINED = "rejected-slo-infeasible"
+ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
 TRICKLE = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
 
@@ -63,6 +64,7 @@ class _Turn:
     new: list[SeqView] = field(default_factory=list)
     rest: list[SeqView] = field(default_factory=list)
     elder: SeqView | None = None
+    jobs: dict[str, Job] = field(default_factory=dict)  # of the promised, the asked, and the elder
     demoted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
     drop: dict[str, str] = field(default_factory=dict)
@@ -127,14 +129,15 @@ class Scheduler:
         self._find_elder(turn)
         soonest = view.latency.step_time(view.decodes) * (1.0 + self.margin) if view.decodes.seqs else 0.0
         jobs = tightened([turn.promises.job(s) for s in turn.kept], soonest)
+        turn.jobs = {j.id: j for j in jobs}
         grid = self._grid
         if grid is None or self._is_time(turn) or any(0.0 < j.due < grid.phases[0].seconds for j in jobs):
             self._decide(turn, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
         self._give_up(turn)
-        plan = self._filled(turn, grid, {j.id: j.due for j in jobs})
-        if plan.work:
+        plan = self._filled(turn, grid)
+        if plan.work or plan.decode:
             self._grid = grid.step()
         return plan
 
@@ -194,8 +197,9 @@ class Scheduler:
         """Admit who can be in time beside those who were promised, and lay the grid for all of them."""
         again = self._declined_before(turn)
         forced = self._with_elder(turn, jobs)
-        asked = sorted([*turn.new, *again], key=lambda s: (s.due, s.request.arrival, s.id))
+        asked = sorted([*turn.new, *again], key=lambda s: (s.due, s.request.arrival, s.id))[:ASKED]
         new = [turn.promises.job(s) for s in asked]
+        turn.jobs.update((j.id, j) for j in new)
         machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], self.margin)
         limits = turn.view.limits
         seats = min(limits.max_seqs, limits.max_running or limits.max_seqs) - len(forced)
@@ -205,13 +209,13 @@ class Scheduler:
         found = admit(forced, new, terms)
         if found is None and len(forced) > len(jobs):  # it has to wait until others end; nobody is added meanwhile
             self._elder = replace(self._elder, due=inf)
-            found, asked = admit(jobs, [], terms), [*turn.new]
+            found = admit(jobs, [], terms)
         if found is not None:
             self._grid = found.grid
         elif self._grid is None:
             self._grid = lay([(j.due, j.tpot) for j in jobs], longest, machine.capacity)
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
-        self._answer(turn, accepted, again)
+        self._answer(turn, asked, accepted)
         self._decided, self._finished = turn.now, 0
 
     def _with_elder(self, turn: _Turn, jobs: Sequence[Job]) -> list[Job]:
@@ -222,7 +226,8 @@ class Scheduler:
         if self._elder.due == inf:
             self._elder = replace(self._elder, due=turn.now + 0.5 * self.patience)
         due = max(self._elder.due - turn.now, 0.0)
-        job = replace(turn.promises.job(elder), due=due, tpot=self.patience / TRICKLE)
+        job = turn.promises.job(elder)._replace(due=due, tpot=self.patience / TRICKLE)
+        turn.jobs[job.id] = job
         return [*(j for j in jobs if j.id != elder.id), job]
 
     def _declined_before(self, turn: _Turn) -> list[SeqView]:
@@ -230,19 +235,21 @@ class Scheduler:
         able = [s for s in turn.rest if s.demoted and s is not turn.elder and not s.missed and turn.now < s.due < inf]
         return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, s.request.arrival, s.id))
 
-    def _answer(self, turn: _Turn, accepted: Collection[str], again: Sequence[SeqView]) -> None:
-        """Tell who was declined, and take up who was admitted."""
-        for seq in turn.new:
-            if seq.id in accepted:
+    def _answer(self, turn: _Turn, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
+        """Take up who was admitted, and tell who was declined."""
+        for seq in asked:
+            if seq.id in accepted and seq.demoted:
+                turn.promote(seq)
+            elif seq.id in accepted:
                 turn.kept.append(seq)
+            elif seq.demoted:
+                continue
             elif seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt:
                 turn.drop[seq.id] = DECLINED
             else:
                 turn.demote(seq)
-        for seq in again:
-            if seq.id in accepted:
-                turn.promote(seq)
-        turn.new = []
+        decided = {s.id for s in asked}
+        turn.new = [s for s in turn.new if s.id not in decided]
         self._promised = {s.id: round_of(s) for s in turn.kept}
 
     def _give_up(self, turn: _Turn) -> None:
@@ -254,9 +261,9 @@ class Scheduler:
 
     # ----------------------------------------------------------------- what the next batch holds
 
-    def _filled(self, turn: _Turn, grid: Grid, dues: Mapping[str, float]) -> Plan:
-        view, elder = turn.view, turn.elder
-        due = {s.id: dues[s.id] if s.id in dues else turn.promises.job(s).due for s in turn.kept}
+    def _filled(self, turn: _Turn, grid: Grid) -> Plan:
+        view, elder, block = turn.view, turn.elder, turn.view.limits.block
+        due = {s.id: turn.jobs[s.id].due for s in turn.kept}
         kept = turn.kept
         if elder is not None and self._elder.due < inf:
             due[elder.id] = self._elder.due - turn.now
@@ -264,15 +271,17 @@ class Scheduler:
         rest = sorted((s for s in turn.rest if s.id not in due), key=_arrival)
         holders = [s for s in rest if s.id in view.running_ids]
         filling = Filling(view, grid.phases[0].seconds / (1.0 + self.margin), holders)
-        filling.fill(sorted(kept, key=lambda s: (due[s.id], s.request.arrival)))
-        block = view.limits.block
-        free = view.kv_total - sum(memory(s, block) for s in [*kept, *turn.new, *holders])
-        filling.rest(rest, free - sum(s.blocks for s in view.moving), block)
-        if not filling.packing.work:
-            able = [s for s in [*sorted(kept, key=lambda s: due[s.id]), *rest] if s not in filling.packing.preempted]
+        order = sorted(kept, key=lambda s: (due[s.id], s.request.arrival))
+        if holders or turn.new or not filling.decodes(order):
+            filling.fill(order)
+        if rest:
+            needs = [turn.jobs[s.id].memory if s.id in turn.jobs else memory(s, block) for s in [*kept, *turn.new]]
+            held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
+            filling.rest(rest, view.kv_total - held, block)
+        if filling.empty:
+            able = [s for s in [*order, *rest] if s not in filling.packing.preempted]
             if able:
-                others = [s for s in able[1:] if s.id in view.running_ids]
-                filling.force(able[0], others)
+                filling.force(able[0], [s for s in able[1:] if s.id in view.running_ids])
         return filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
 
 

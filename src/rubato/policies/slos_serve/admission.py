@@ -50,6 +50,7 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
     Equal deadlines are decided in the order given.
     """
     best: Admitted | None = None
+    most = ceiling(new, terms.memory, terms.seats)
     for grid in grids(forced, new, terms):
         line = Line(grid, forced)
         if not line.holds:
@@ -58,9 +59,23 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
         value = sum(new[i].value for i in accepted)
         if best is None or value > best.value + EPS:
             best = Admitted(accepted, grid, value)
-        if len(accepted) == len(new):
+        if best.value >= most - EPS:
             break
     return best
+
+
+def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
+    """No set is worth more, whatever the grid: as many as memory and places hold, those worth most a block first, the
+    last one in part where values differ."""
+    order = sorted(new, key=lambda j: j.memory / j.value)
+    value = 0.0
+    for job in order[:seats]:
+        if job.memory > memory:
+            same = all(j.value == job.value for j in new)
+            return value if same else value + job.value * memory / job.memory
+        memory -= job.memory
+        value += job.value
+    return value if len(new) <= seats else sum(sorted((j.value for j in new), reverse=True)[:seats])
 
 
 def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Iterator[Grid]:

@@ -22,6 +22,22 @@ class Filling:
         self._model = view.latency
         self._victims = list(victims)
 
+    @property
+    def empty(self) -> bool:
+        return not (self.packing.work or self.packing.decode)
+
+    def decodes(self, order: Sequence[SeqView]) -> bool:
+        """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
+        batch. False, and nothing done, where not."""
+        packing, many = self.packing, self.packing.view.decodes
+        first = order[: many.seqs]
+        if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
+            return False
+        if not all(s.id in packing.running for s in first) or not packing.decode_all():
+            return False
+        self.fill(order[many.seqs :])
+        return True
+
     def fill(self, order: Iterable[SeqView]) -> None:
         """Their pending tokens, in this order: one of each decode, as much of each prefill as fits."""
         decodes: list[SeqView] = []
@@ -41,7 +57,7 @@ class Filling:
         most = packing.room(seq)
         if most:
             tokens = self._model.largest_chunk(self._bound, packing.shape, seq.cached, most)
-            if tokens == 0 and not packing.work:
+            if tokens == 0 and self.empty:
                 tokens = 1
             if tokens:
                 packing.add(seq, tokens)
@@ -86,7 +102,7 @@ class Filling:
                 continue
             if not all_fit:
                 shape = shape.plus(1, seq.cached)
-                if packing.work and model.step_time(shape) > self._bound:
+                if not self.empty and model.step_time(shape) > self._bound:
                     return
             packing.add(seq, 1)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,7 @@ CLOSE = 1e-9  # of a batch: a deadline at a batch's very end is met by it
 EPS = 1e-6  # tokens: float rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on one every `tpot`
     seconds (inf: none), and `memory` KV blocks. value: of attaining it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from rubato.interfaces import SeqView, View
@@ -26,6 +26,8 @@ def pace(seq: SeqView) -> float:
     """The tightest TPOT of this stage and of the decode-only stages that follow it."""
     stages = seq.request.stages
     tpot = stages[seq.stage].slo.tpot or inf
+    if len(stages) == 1:
+        return tpot
     for stage in stages[seq.stage + 1 :]:
         if stage.prompt:
             break
@@ -35,15 +37,17 @@ def pace(seq: SeqView) -> float:
 
 def remaining(seq: SeqView) -> float:
     """Output tokens still to come: predicted, or as many as it may ask for."""
-    if seq.predicted is not None:
-        return seq.predicted
+    predicted = seq.predicted
+    if predicted is not None:
+        return predicted
     prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
     return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
 
 
 def memory(seq: SeqView, block: int) -> int:
     """KV blocks that it takes at its end: all its prompts, and all its output."""
-    to_come = sum(stage.prompt for stage in seq.request.stages[seq.stage + 1 :])
+    stages = seq.request.stages
+    to_come = sum(stage.prompt for stage in stages[seq.stage + 1 :]) if len(stages) > 1 else 0
     return blocks_for(int(seq.length + to_come + remaining(seq) + 0.999), block)
 
 
@@ -81,7 +85,7 @@ def tightened(jobs: list[Job], soonest: float) -> list[Job]:
 
     def tighter(job: Job) -> Job:
         below = [p for p in paces if p < job.tpot]
-        return replace(job, due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
+        return job._replace(due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
 
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
 
