@@ -98,3 +98,17 @@ def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Job], list[Jo
     new.sort(key=lambda j: j.due)
     longest = draw(st.sampled_from([8.0, 20.0]))
     return forced, new, Terms(longest, capacity, draw(st.sampled_from([3, 6, 100])), draw(st.sampled_from([2, 100])))
+
+
+def drawn(rng: np.random.Generator) -> tuple[list[Job], list[Job], Terms]:
+    """An instance with distinct times, TPOTs that do not divide each other, and no scarcity but of time."""
+    tpots = rng.choice([5.0, 7.0, 10.0, 12.0], 2)
+    forced = [
+        Job(f"f{i}", float(tpot * rng.uniform(1.0, 2.0)), 1, float(tpot))
+        for i, tpot in enumerate(rng.choice(tpots, rng.integers(0, 6)))
+    ]
+    new = [
+        Job(f"n{i}", float(rng.uniform(5.0, 60.0)), int(rng.integers(2, 60)), float(rng.choice(tpots)))
+        for i in range(6)
+    ]
+    return forced, sorted(new, key=lambda j: j.due), Terms(20.0, capacity, 0, 100)
