@@ -30,8 +30,9 @@ from typing import ClassVar
 from rubato.interfaces import SeqView, View
 from rubato.policies.slos_serve.admission import Terms, admit
 from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import Grid, Job, lay
+from rubato.policies.slos_serve.budget import Grid, Job, Line, lay
 from rubato.policies.slos_serve.demand import Machine, Promises, memory, pace, round_of, tightened
+from rubato.slo import TOLERANCE
 from rubato.types import Event, Finished, Plan, Shape
 
 SOURCE = "SLOs-Serve (arXiv 2504.08784), autoregressive, one replica"
@@ -225,10 +226,12 @@ class Scheduler:
             return list(jobs)
         if self._elder.due == inf:
             self._elder = replace(self._elder, due=turn.now + 0.5 * self.patience)
-        due = max(self._elder.due - turn.now, 0.0)
-        job = turn.promises.job(elder)._replace(due=due, tpot=self.patience / TRICKLE)
-        turn.jobs[job.id] = job
+        job = self._elder_job(turn, elder)
         return [*(j for j in jobs if j.id != elder.id), job]
+
+    def _elder_job(self, turn: _Turn, elder: SeqView) -> Job:
+        due = max(self._elder.due - turn.now, 0.0)
+        return turn.promises.job(elder)._replace(due=due, tpot=self.patience / TRICKLE)
 
     def _declined_before(self, turn: _Turn) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
@@ -254,7 +257,7 @@ class Scheduler:
 
     def _give_up(self, turn: _Turn) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone."""
-        for seq in [s for s in turn.kept if s.pending > 1 and s.due < turn.now + _alone(turn.view, s)]:
+        for seq in [s for s in turn.kept if s.pending > 1 and s.due + TOLERANCE < turn.now + _alone(turn.view, s)]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
             turn.demote(seq)
@@ -266,12 +269,13 @@ class Scheduler:
         due = {s.id: turn.jobs[s.id].due for s in turn.kept}
         kept = turn.kept
         if elder is not None and self._elder.due < inf:
-            due[elder.id] = self._elder.due - turn.now
+            turn.jobs[elder.id] = self._elder_job(turn, elder)
+            due[elder.id] = turn.jobs[elder.id].due
             kept = [*(s for s in kept if s is not elder), elder]
         rest = sorted((s for s in turn.rest if s.id not in due), key=_arrival)
         holders = [s for s in rest if s.id in view.running_ids]
         filling = Filling(view, grid.phases[0].seconds / (1.0 + self.margin), holders)
-        order = sorted(kept, key=lambda s: (due[s.id], s.request.arrival))
+        order = self._steady(turn, grid, sorted(kept, key=lambda s: (due[s.id], s.request.arrival)))
         if holders or turn.new or not filling.decodes(order):
             filling.fill(order)
         if rest:
@@ -283,6 +287,18 @@ class Scheduler:
             if able:
                 filling.force(able[0], [s for s in able[1:] if s.id in view.running_ids])
         return filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
+
+    def _steady(self, turn: _Turn, grid: Grid, order: list[SeqView]) -> list[SeqView]:
+        """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
+        batch can be spared: none is then held up for as long as it was ahead."""
+        first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
+        ahead = [s for s in order[first:] if s.pending == 1]
+        if not ahead:
+            return order
+        left = Line(grid, [turn.jobs[s.id] for s in order]).room.min(initial=inf)
+        spared = ahead[: max(0, int(min(left, len(ahead))))]
+        ids = {s.id for s in spared}
+        return [*order[:first], *spared, *(s for s in order[first:] if s.id not in ids)]
 
 
 def _arrival(seq: SeqView) -> tuple[float, str]:
