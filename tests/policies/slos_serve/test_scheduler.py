@@ -78,6 +78,16 @@ def test_values_decide_whom_to_admit() -> None:
     assert plan(seen([*short, long], []), values={"gold": 3.0}).demote == ("a", "b")
 
 
+def test_a_reserve_is_kept_for_those_worth_most() -> None:
+    """40 blocks: 250 + 16 tokens take 27, more than half of them."""
+    low = prompt("low", 250, ttft=2.0)
+    gold = replace(low, request=replace(low.request, tier="gold"))
+    settings = {"values": {"gold": 2.0}, "reserve": 0.5}
+    assert plan(seen([low], []), **settings).demote == ("low",)
+    assert not plan(seen([gold], []), **settings).demote
+    assert not plan(seen([low], []), reserve=0.5).demote  # nobody is worth more
+
+
 def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
     scheduler = Scheduler(threshold=2, timeout=0.5)
     running = [decode("r", tpot=0.1, due=2.0)]
@@ -158,6 +168,7 @@ def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
         ({"threshold": 0}, "at least 1 request"),
         ({"margin": -0.1}, "0 or more"),
         ({"longest": 0.0}, "seconds, more than 0"),
+        ({"reserve": 1.0}, "give a share"),
         ({"values": {"gold": 0}}, "a number above 0"),
     ],
 )

@@ -28,7 +28,7 @@ from math import inf
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
-from rubato.policies.slos_serve.admission import Terms, admit
+from rubato.policies.slos_serve.admission import Terms, admit, admit_first
 from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, Line, lay
 from rubato.policies.slos_serve.demand import Machine, Promises, memory, pace, round_of, tightened
@@ -92,7 +92,8 @@ class Scheduler:
     """threshold: decide when so many requests are new, or have finished since the last decision. timeout: or after so
     many seconds. margin: predicted times count this much more. longest: seconds of a batch that no TPOT bounds.
     patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
-    values: what attaining a request of a tier is worth, 1 if not named.
+    values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
+    that is kept for requests worth most.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -102,6 +103,7 @@ class Scheduler:
     longest: float = 0.2
     patience: float = 4.0
     values: Mapping[str, float] = field(default_factory=dict)
+    reserve: float = 0.0
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
@@ -116,6 +118,8 @@ class Scheduler:
             )
         if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
             raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
+        if not 0.0 <= self.reserve < 1.0:
+            raise ValueError(f"reserve is {self.reserve}: give a share, in [0, 1)")
         if wrong := [v for v in self.values.values() if not (isinstance(v, int | float) and 0.0 < v < inf)]:
             raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
 
@@ -198,26 +202,44 @@ class Scheduler:
         """Admit who can be in time beside those who were promised, and lay the grid for all of them."""
         again = self._declined_before(turn)
         forced = self._with_elder(turn, jobs)
-        asked = sorted([*turn.new, *again], key=lambda s: (s.due, s.request.arrival, s.id))[:ASKED]
-        new = [turn.promises.job(s) for s in asked]
-        turn.jobs.update((j.id, j) for j in new)
+        turn.jobs.update((s.id, turn.promises.job(s)) for s in [*turn.new, *again])
+        asked = heapq.nsmallest(ASKED, [*turn.new, *again], key=lambda s: (-turn.jobs[s.id].value, s.due, _arrival(s)))
+        asked.sort(key=lambda s: (s.due, _arrival(s)))
+        new = [turn.jobs[s.id] for s in asked]
         machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], self.margin)
-        limits = turn.view.limits
-        seats = min(limits.max_seqs, limits.max_running or limits.max_seqs) - len(forced)
-        held = sum(j.memory for j in forced) + sum(s.blocks for s in turn.view.moving)
-        longest = min(max(self.longest, 2.0 * machine.seconds(1)), machine.full)
-        terms = Terms(longest, machine.capacity, turn.view.kv_total - held, seats)
-        found = admit(forced, new, terms)
+        terms = self._terms(turn.view, machine, forced, 1.0)
+        if self.reserve and any(j.value < self._most for j in new):
+            others = self._terms(turn.view, machine, forced, 1.0 - self.reserve)
+            found = admit_first(forced, new, terms, others, self._most)
+        else:
+            found = admit(forced, new, terms)
         if found is None and len(forced) > len(jobs):  # it has to wait until others end; nobody is added meanwhile
             self._elder = replace(self._elder, due=inf)
             found = admit(jobs, [], terms)
         if found is not None:
             self._grid = found.grid
         elif self._grid is None:
-            self._grid = lay([(j.due, j.tpot) for j in jobs], longest, machine.capacity)
+            self._grid = lay([(j.due, j.tpot) for j in jobs], terms.longest, machine.capacity)
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(turn, asked, accepted)
         self._decided, self._finished = turn.now, 0
+
+    def _terms(self, view: View, machine: Machine, forced: Sequence[Job], share: float) -> Terms:
+        """What there is for new ones when a share of memory, places and batches is used in all."""
+        limits = view.limits
+        seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
+        held = sum(j.memory for j in forced) + sum(s.blocks for s in view.moving)
+        return Terms(
+            longest=min(max(self.longest, 2.0 * machine.seconds(1)), machine.full),
+            capacity=lambda seconds: int(share * machine.capacity(seconds)),
+            memory=int(share * view.kv_total) - held,
+            seats=int(share * seats) - len(forced),
+        )
+
+    @property
+    def _most(self) -> float:
+        """What a request can be worth."""
+        return max([1.0, *self.values.values()])
 
     def _with_elder(self, turn: _Turn, jobs: Sequence[Job]) -> list[Job]:
         """The forced, and the elder as if it were."""

@@ -10,7 +10,7 @@ TPOT admitted decides how long batches are, and a deadline may fall just before 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf
 
@@ -62,6 +62,23 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
         if best.value >= most - EPS:
             break
     return best
+
+
+def admit_first(forced: Sequence[Job], new: Sequence[Job], terms: Terms, others: Terms, most: float) -> Admitted | None:
+    """As `admit`, but those worth `most` go first, and the rest only where `others` hold all of them: what is left
+    between the two terms is for those worth most that have not come yet."""
+    top = [i for i, j in enumerate(new) if j.value >= most]
+    rest = [i for i, j in enumerate(new) if j.value < most]
+    first = admit(forced, [new[i] for i in top], terms)
+    if first is None:
+        return None
+    accepted = [top[i] for i in first.accepted]
+    taken = [new[i] for i in accepted]
+    left = replace(others, memory=others.memory - sum(j.memory for j in taken), seats=others.seats - len(taken))
+    second = admit([*forced, *taken], [new[i] for i in rest], left)
+    if second is None:
+        return replace(first, accepted=tuple(accepted))
+    return Admitted((*accepted, *(rest[i] for i in second.accepted)), second.grid, first.value + second.value)
 
 
 def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
