@@ -21,6 +21,7 @@ class Filling:
         self._bound = bound
         self._model = view.latency
         self._victims = list(victims)
+        self._full = False  # no further token ends in time
 
     @property
     def empty(self) -> bool:
@@ -53,10 +54,13 @@ class Filling:
     def chunk(self, seq: SeqView) -> None:
         """As much of it as fits."""
         packing = self.packing
+        if self._full:
+            return
         self._make_room(seq, min(seq.pending, packing.tokens_left))
         most = packing.room(seq)
         if most:
             tokens = self._model.largest_chunk(self._bound, packing.shape, seq.cached, most)
+            self._full = tokens < most
             if tokens == 0 and self.empty:
                 tokens = 1
             if tokens:
@@ -67,6 +71,8 @@ class Filling:
         holds it to its end, so that it need not be preempted for another of its kind."""
         packing = self.packing
         for seq in order:
+            if self._full or packing.tokens_left == 0:
+                return
             if seq in packing.preempted:
                 continue
             if seq.id in packing.running:
