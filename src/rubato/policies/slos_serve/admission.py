@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rubato.policies.slos_serve.budget import CLOSE, EPS, Floats, Grid, Job, Line, lay
 
 GRIDS = 64  # tried at most for one length of the first batches
-ALIGNED = 4  # deadlines that the first batches are fitted to, the earliest ones
+ALIGNED = 2  # deadlines that the first batches are fitted to, the earliest ones
 Ints = NDArray[np.int64]
 
 
