@@ -102,6 +102,21 @@ def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
     assert "a" in work(late.plan(seen([new], running, now=0.7)))
 
 
+def test_a_round_that_is_not_decided_yet_waits_with_its_kv() -> None:
+    stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(20, SLO(1.0, 0.1)))
+    asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8))
+    first = Seq(asked, length=22, cached=21, blocks=3, output=2, due=1.2)
+    second = replace(first, length=42, cached=21, stage=1, stage_start=0.5, output=0, due=1.5)
+    scheduler = Scheduler(threshold=2, timeout=9.0)
+    scheduler.plan(seen([], [first, decode("r", tpot=0.1, due=2.0)], now=0.4))
+    for now in (0.5, 0.51, 0.52):
+        made = scheduler.plan(seen([], [second, decode("r", tpot=0.1, due=2.0)], now=now))
+        assert "a" not in work(made)
+        assert set(scheduler.promised) == {"r"}
+    another = replace(prompt("b", 20, ttft=1.0), due=1.5)
+    assert {"a", "b"} <= work(scheduler.plan(seen([another], [second], now=0.53))).keys()
+
+
 def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
     made = plan(seen([prompt("a", 30, ttft=0.2, demoted=True)], []))
     assert made.promote == ("a",)

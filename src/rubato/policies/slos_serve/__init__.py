@@ -105,6 +105,7 @@ class Scheduler:
     values: Mapping[str, float] = field(default_factory=dict)
     reserve: float = 0.0
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
+    _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
     _finished: int = field(default=0, init=False)
@@ -140,6 +141,7 @@ class Scheduler:
             self._decide(turn, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
+        self._undecided = frozenset(s.id for s in turn.new)
         self._give_up(turn)
         plan = self._filled(turn, grid)
         if plan.work or plan.decode:
@@ -161,7 +163,7 @@ class Scheduler:
             round_ = round_of(seq)
             if seq.best_effort:
                 turn.rest.append(seq)
-            elif before.get(seq.id, round_) == round_:  # one that runs was promised, though nobody may remember
+            elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if nobody remembers
                 self._promised[seq.id] = round_
                 turn.kept.append(seq)
             else:
