@@ -1,0 +1,120 @@
+"""The next batch: whoever is due first, as far as its time goes; what is left of it is for best effort."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rubato.interfaces import SeqView, View
+from rubato.packing import Packing
+from rubato.policies.slos_serve.demand import memory
+from rubato.types import Shape
+
+
+class Filling:
+    """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
+
+    victims: those whose KV anyone in need may take, the last one first.
+    """
+
+    def __init__(self, view: View, bound: float, victims: Sequence[SeqView]) -> None:
+        self.packing = Packing(view)
+        self._bound = bound
+        self._model = view.latency
+        self._victims = list(victims)
+        self._full = False  # no further token ends in time
+
+    @property
+    def empty(self) -> bool:
+        return not (self.packing.work or self.packing.decode)
+
+    def decodes(self, order: Sequence[SeqView]) -> bool:
+        """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
+        batch. False, and nothing done, where not."""
+        packing, many = self.packing, self.packing.view.decodes
+        first = order[: many.seqs]
+        if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
+            return False
+        if not all(s.id in packing.running for s in first) or not packing.decode_all():
+            return False
+        self.fill(order[many.seqs :])
+        return True
+
+    def fill(self, order: Iterable[SeqView]) -> None:
+        """Their pending tokens, in this order: one of each decode, as much of each prefill as fits."""
+        decodes: list[SeqView] = []
+        for seq in order:
+            if seq.pending == 1:
+                decodes.append(seq)
+                continue
+            self._decodes(decodes)
+            decodes = []
+            self.chunk(seq)
+        self._decodes(decodes)
+
+    def chunk(self, seq: SeqView) -> None:
+        """As much of it as fits."""
+        packing = self.packing
+        if self._full:
+            return
+        self._make_room(seq, min(seq.pending, packing.tokens_left))
+        most = packing.room(seq)
+        if most:
+            tokens = self._model.largest_chunk(self._bound, packing.shape, seq.cached, most)
+            self._full = tokens < most
+            if tokens == 0 and self.empty:
+                tokens = 1
+            if tokens:
+                packing.add(seq, tokens)
+
+    def rest(self, order: Sequence[SeqView], free: int, block: int) -> None:
+        """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
+        holds it to its end, so that it need not be preempted for another of its kind."""
+        packing = self.packing
+        for seq in order:
+            if self._full or packing.tokens_left == 0:
+                return
+            if seq in packing.preempted:
+                continue
+            if seq.id in packing.running:
+                older, self._victims = self._split(seq)
+                self.fill([seq])
+                self._victims = [*older, *self._victims]
+            elif not packing.preempted and (need := memory(seq, block)) <= free and not packing.lacks(seq, seq.pending):
+                free -= need
+                self.chunk(seq)
+
+    def force(self, seq: SeqView, others: Sequence[SeqView]) -> None:
+        """Some of it, though `others` lose their KV for it, the last one first."""
+        self._victims = [s for s in others if s not in self.packing.preempted]
+        self.chunk(seq)
+
+    def _split(self, seq: SeqView) -> tuple[list[SeqView], list[SeqView]]:
+        """The victims up to this one, and those after it."""
+        at = self._victims.index(seq) + 1 if seq in self._victims else len(self._victims)
+        return self._victims[:at], self._victims[at:]
+
+    def _decodes(self, seqs: Sequence[SeqView]) -> None:
+        packing, model = self.packing, self._model
+        if not seqs:
+            return
+        before = packing.shape
+        kv = sum([s.cached for s in seqs]) + len(seqs)
+        together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)
+        all_fit = model.step_time(together) <= self._bound
+        shape: Shape = before
+        for seq in seqs:
+            self._make_room(seq, 1)
+            if packing.room(seq) == 0:
+                continue
+            if not all_fit:
+                shape = shape.plus(1, seq.cached)
+                if not self.empty and model.step_time(shape) > self._bound:
+                    return
+            packing.add(seq, 1)
+
+    def _make_room(self, seq: SeqView, tokens: int) -> None:
+        packing = self.packing
+        while self._victims and tokens and packing.lacks(seq, tokens):
+            victim = self._victims.pop()
+            if victim is not seq:
+                packing.preempt(victim)

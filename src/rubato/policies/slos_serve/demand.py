@@ -1,0 +1,143 @@
+"""From what a replica shows to what admission counts with: deadlines, paces, memory, and how much a batch holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from rubato.interfaces import SeqView, View
+from rubato.kv import blocks_for
+from rubato.policies.slos_serve.budget import Job
+from rubato.types import Shape
+
+TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (SYSTEMS.md §1, ours)
+
+
+def round_of(seq: SeqView) -> int:
+    """The stage with a prompt that it is in, or that its decode-only stage goes on from: what a promise is made for."""
+    at = seq.stage
+    while seq.request.stages[at].prompt == 0:
+        at -= 1
+    return at
+
+
+def pace(seq: SeqView) -> float:
+    """The tightest TPOT of this stage and of the decode-only stages that follow it."""
+    stages = seq.request.stages
+    tpot = stages[seq.stage].slo.tpot or inf
+    if len(stages) == 1:
+        return tpot
+    for stage in stages[seq.stage + 1 :]:
+        if stage.prompt:
+            break
+        tpot = min(tpot, stage.slo.tpot or inf)
+    return tpot
+
+
+def remaining(seq: SeqView) -> float:
+    """Output tokens still to come: predicted, or as many as it may ask for."""
+    predicted = seq.predicted
+    if predicted is not None:
+        return predicted
+    prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
+    return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
+
+
+def memory(seq: SeqView, block: int) -> int:
+    """KV blocks that it takes at its end: all its prompts, and all its output."""
+    stages = seq.request.stages
+    to_come = sum(stage.prompt for stage in stages[seq.stage + 1 :]) if len(stages) > 1 else 0
+    return blocks_for(int(seq.length + to_come + remaining(seq) + 0.999), block)
+
+
+@dataclass(frozen=True)
+class Promises:
+    """How deadlines are read, `now` being when the grid begins.
+
+    patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same.
+    """
+
+    now: float
+    block: int
+    patience: float
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def job(self, seq: SeqView) -> Job:
+        """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
+        due, tpot = seq.due, pace(seq)
+        e2e = seq.request.stages[seq.stage].slo.e2e
+        if e2e is not None:
+            left = remaining(seq)
+            steady = 0.5 * e2e / (left + seq.output)
+            tpot = min(tpot, steady)
+            due = min(due, seq.request.arrival + e2e - (left - 1.0) * steady)
+        elif due == inf and seq.output == 0:
+            due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
+        value = self.values.get(seq.request.tier, 1.0)
+        return Job(seq.id, due - self.now, seq.pending, tpot, memory(seq, self.block), value)
+
+
+def tightened(jobs: list[Job], soonest: float) -> list[Job]:
+    """Decodes that are behind, whose next token is due sooner than any batch ends, at the pace of the next tighter
+    tier, with a token due as soon as can be."""
+    paces = sorted({j.tpot for j in jobs})
+
+    def tighter(job: Job) -> Job:
+        below = [p for p in paces if p < job.tpot]
+        return job._replace(due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
+
+    return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
+
+
+class Machine:
+    """How many tokens a batch of so many seconds holds, by the view's latency model.
+
+    A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
+    bound: every request counted decodes beside, at its full length as far as memory goes, and what else is in the batch
+    is one chunk on top of the longest context.
+    """
+
+    def __init__(self, view: View, seqs: Iterable[SeqView], jobs: Iterable[Job], margin: float) -> None:
+        limits = view.limits
+        self._model = view.latency
+        self._slower = 1.0 + margin
+        self._most = limits.max_tokens
+        blocks = [j.memory for j in jobs]
+        self._decodes = min(len(blocks), limits.max_seqs, limits.max_tokens)
+        self._kv = min(sum(blocks), view.kv_total) * limits.block
+        self._context = max((s.length for s in seqs), default=0)
+        self._known: dict[float, int] = {}
+
+    def seconds(self, tokens: int) -> float:
+        """That a batch of as many takes at most."""
+        decodes = min(tokens, self._decodes)
+        shape = self._shape(decodes)
+        if tokens > decodes:
+            shape = shape.plus(tokens - decodes, self._context)
+        return self._model.step_time(shape) * self._slower
+
+    def capacity(self, seconds: float) -> int:
+        """The most tokens that end within as many seconds, whatever they are."""
+        if seconds not in self._known:
+            base = self._shape(self._decodes)
+            most = self._most - self._decodes
+            if self._model.step_time(base) * self._slower <= seconds:
+                chunk = self._model.largest_chunk(seconds / self._slower, base, self._context, most)
+                self._known[seconds] = self._decodes + chunk
+            else:
+                low, high = 0, self._decodes
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (middle, high) if self.seconds(middle) <= seconds else (low, middle)
+                self._known[seconds] = low
+        return self._known[seconds]
+
+    @property
+    def full(self) -> float:
+        """Seconds of the largest batch the engine takes."""
+        return self.seconds(self._most)
+
+    def _shape(self, decodes: int) -> Shape:
+        kv = self._kv * decodes // self._decodes if self._decodes else 0
+        return Shape(decodes, decodes, max(kv, decodes))

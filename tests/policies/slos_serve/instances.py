@@ -1,0 +1,114 @@
+"""Small instances of admission, and what decides them without the dynamic programme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+from math import inf
+
+import numpy as np
+from hypothesis import strategies as st
+
+from rubato.policies.slos_serve.admission import Terms, grids, lengths
+from rubato.policies.slos_serve.budget import CLOSE, Grid, Job, Line, lay
+
+Holds = Callable[[Grid, Sequence[Job]], bool]
+
+
+def capacity(seconds: float) -> int:
+    """Of a machine that takes 2 units a step and 4 tokens a unit more."""
+    return max(0, int((seconds - 2.0) * 4.0 + 1e-9))
+
+
+def unit(seconds: float) -> int:
+    """Six tokens a unit of time."""
+    return int(6 * seconds + 1e-9)
+
+
+def on_one_grid(grid: Grid, jobs: Sequence[Job]) -> bool:
+    return all(alone(grid, job) for job in jobs) and Line(grid, jobs).holds
+
+
+def alone(grid: Grid, job: Job) -> bool:
+    """No batch is longer than its TPOT from its due token on, and one ends by then."""
+    k = float(grid.index(np.array([job.due]))[0])
+    return k >= 1.0 and grid.seconds_after(k) <= job.tpot * (1.0 + CLOSE)
+
+
+def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
+    """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
+    for longest in lengths(every, terms):
+        yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
+
+
+def brute_force(
+    forced: Sequence[Job], new: Sequence[Job], terms: Terms, holds: Holds = on_one_grid,
+    over: Callable[[Sequence[Job]], Iterable[Grid]] | None = None,
+) -> float | None:  # fmt: skip
+    """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
+    a subset, all that admission tries if not given."""
+    every = list(grids(forced, new, terms))
+    best = None
+    for size in range(len(new) + 1):
+        for some in combinations(new, size):
+            if sum(j.memory for j in some) > terms.memory or size > terms.seats:
+                continue
+            tried = every if over is None else over([*forced, *some])
+            if any(Line(g, forced).holds and holds(g, [*forced, *some]) for g in tried):
+                best = max(best or 0.0, sum(j.value for j in some))
+    return best
+
+
+def token_by_token(grid: Grid, jobs: Sequence[Job], batches: int = 60) -> bool:
+    """Whether every token is in time when each batch is filled by earliest deadline, one token of each decode."""
+    pending = [j.tokens for j in jobs]
+    due = [j.due for j in jobs]
+    ends = grid.ends(np.arange(1.0, batches + 1.0)).tolist()
+    supply = np.diff(grid.supply(np.arange(batches + 1.0))).tolist()
+    for end, left in zip(ends, supply, strict=True):
+        for i in sorted(range(len(jobs)), key=due.__getitem__):
+            if due[i] == inf or left == 0:
+                break
+            given = min(pending[i], left)
+            left -= given
+            pending[i] -= given
+            if pending[i] == 0:
+                if end > due[i] + 1e-6:
+                    return False
+                pending[i], due[i] = 1, due[i] + jobs[i].tpot
+    return min(due, default=inf) > ends[-1] - 1e-6 and sum(1.0 / j.tpot for j in jobs) <= grid.throughput + 1e-9
+
+
+@st.composite
+def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Job], list[Job], Terms]:
+    """Few distinct times and sizes (ties), budgets and memory that are scarce."""
+    tpots = draw(st.sampled_from([[5.0], [5.0, 10.0], [4.0, 6.0, 15.0]]))
+    tpot = st.sampled_from([*tpots, inf])
+    forced = [
+        Job(f"f{i}", draw(st.sampled_from([4.0, 6.0, 10.0, 17.5])), draw(st.sampled_from([1, 1, 5, 20])), draw(tpot))
+        for i in range(draw(st.integers(0, 4)))
+    ]
+    new = [
+        Job(
+            f"n{i}", draw(st.sampled_from([4.5, 10.0, 20.0, 20.0, 33.0])), draw(st.sampled_from([2, 8, 8, 20, 45])),
+            draw(tpot), draw(st.sampled_from([0, 1, 2, 5])), draw(st.sampled_from([1.0, 2.5])) if values else 1.0,
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]  # fmt: skip
+    new.sort(key=lambda j: j.due)
+    longest = draw(st.sampled_from([8.0, 20.0]))
+    return forced, new, Terms(longest, capacity, draw(st.sampled_from([3, 6, 100])), draw(st.sampled_from([2, 100])))
+
+
+def drawn(rng: np.random.Generator) -> tuple[list[Job], list[Job], Terms]:
+    """An instance with distinct times, TPOTs that do not divide each other, and no scarcity but of time."""
+    tpots = rng.choice([5.0, 7.0, 10.0, 12.0], 2)
+    forced = [
+        Job(f"f{i}", float(tpot * rng.uniform(1.0, 2.0)), 1, float(tpot))
+        for i, tpot in enumerate(rng.choice(tpots, rng.integers(0, 6)))
+    ]
+    new = [
+        Job(f"n{i}", float(rng.uniform(5.0, 60.0)), int(rng.integers(2, 60)), float(rng.choice(tpots)))
+        for i in range(6)
+    ]
+    return forced, sorted(new, key=lambda j: j.due), Terms(20.0, capacity, 0, 100)

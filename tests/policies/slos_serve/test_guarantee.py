@@ -1,0 +1,101 @@
+"""Whom `slos_serve` admits is in time to the end: step times by tokens alone, lengths known, KV for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rubato.interfaces import View
+from rubato.latency.roofline import Model
+from rubato.lengths import Oracle
+from rubato.policies.slos_serve import Scheduler
+from rubato.simulate import Setup, simulate
+from rubato.types import SLO, Finished, Limits, Plan, Request, Sampling, Stage
+from tests.policies.test_properties import Load
+
+SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms
+MODELS = {
+    "memory- then compute-bound": Model(k1=(0.0, 0.001), b=(0.01, 0.002)),
+    "fixed": Model(k1=(0.0, 0.0), b=(0.01, 0.0)),
+    "two planes": Model(k1=(0.0005, 0.0003), b=(0.004, 0.007)),
+    "slow": SLOW,
+}
+
+
+@st.composite
+def kinds(draw: st.DrawFn, tpots: list[float]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """Stages and outputs of requests that are alike."""
+    slo = SLO(draw(st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 1.0])), draw(st.sampled_from(tpots)))
+    stage = Stage(draw(st.sampled_from([1, 7, 7, 12, 20, 60, 150])), slo)
+    output = draw(st.sampled_from([1, 20, 60, 60]))
+    what = draw(st.sampled_from(["plain", "plain", "plain", "reasoning", "best effort"]))
+    if what == "reasoning":  # thinking, then a response at a pace of its own
+        answer = Stage(0, SLO(tpot=draw(st.sampled_from(tpots))))
+        return (replace(stage, ends="</think>"), answer), (output, draw(st.sampled_from([1, 3, 30])))
+    return (replace(stage, slo=SLO()) if what == "best effort" else stage,), (output,)
+
+
+@st.composite
+def promised(draw: st.DrawFn) -> tuple[Load, Model]:
+    """Requests with TTFT and TPOTs, many alike and at once; batches, memory and places that are scarce."""
+    tpots = draw(st.sampled_from([[0.02], [0.02, 0.04], [0.02, 0.03, 0.07], [0.05, 0.1]]))
+    alike = draw(st.lists(kinds(tpots), min_size=1, max_size=3))
+    gap = st.sampled_from(draw(st.sampled_from([[0.0], [0.0, 0.0, 0.1], [0.001, 0.02, 0.0371]])))
+    requests: list[Request] = []
+    truth: dict[str, tuple[int, ...]] = {}
+    at = 0.0
+    for i in range(draw(st.integers(6, 16))):
+        at += draw(gap)
+        stages, outputs = draw(st.sampled_from(alike))
+        sampling = Sampling(max_tokens=sum(outputs) + 10 * (i % 2))
+        decline = draw(st.sampled_from(["best_effort", "best_effort", "refuse"]))
+        requests.append(Request(f"q{i}", stages, at, on_decline=decline, sampling=sampling))
+        truth[f"q{i}"] = outputs
+    block = draw(st.sampled_from([1, 16]))
+    largest = max(r.prompt + r.sampling.max_tokens for r in requests)
+    limits = Limits(
+        max_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
+        max_tokens=draw(st.sampled_from([16, 512, 512, 512])),
+        max_length=400,
+        kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20, 20])),
+        block=block,
+        max_running=draw(st.sampled_from([None, None, None, None, 3])),
+    )
+    return Load(tuple(requests), truth, limits), draw(st.sampled_from([*MODELS.values(), SLOW]))
+
+
+class Recording:
+    """The policy, and whom it has promised to be in time."""
+
+    def __init__(self) -> None:
+        self.inner = Scheduler()
+        self.needs = self.inner.needs
+        self.observe = self.inner.observe
+        self.promised: set[str] = set()
+
+    def plan(self, view: View) -> Plan:
+        plan = self.inner.plan(view)
+        self.promised.update(self.inner.promised)
+        return plan
+
+
+def played(load: Load, model: Model, noise: float = 0.0) -> tuple[set[str], set[str]]:
+    """Ids of those who were promised to be in time, and of those who were."""
+    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
+    setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise)
+    scheduler = Recording()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
+        ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
+    assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
+    return scheduler.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(promised())
+def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
+    admitted, met = played(*case)
+    assert admitted <= met

@@ -1,0 +1,204 @@
+"""View in, plan out: one small case a rule of `slos_serve`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from rubato import policies
+from rubato.interfaces import View
+from rubato.lengths import Oracle
+from rubato.policies import PolicyError
+from rubato.policies.slos_serve import Scheduler
+from rubato.policies.slos_serve.budget import Job
+from rubato.policies.slos_serve.demand import memory, pace, round_of, tightened
+from rubato.simulate import Setup, simulate
+from rubato.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Stage, Tokens
+from tests.doubles import Linear, Seq, request, view
+from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
+
+# A step takes 10 ms and 1 ms a token; 40 blocks of 10 tokens.
+
+
+def plan(shown: View, **settings: object) -> Plan:
+    return SpelledOut("slos_serve", settings).plan(shown)
+
+
+def test_who_cannot_be_in_time_is_demoted_or_refused_and_the_rest_admitted() -> None:
+    able, late, refused = prompt("a", 30, ttft=0.1), prompt("b", 95, ttft=0.1), prompt("c", 99, ttft=0.1, refuse=True)
+    made = plan(seen([able, late, refused], []))
+    assert made.demote == ("b",)
+    assert made.drop == {"c": "rejected-slo-infeasible"}
+    assert next(iter(work(made).items())) == ("a", 30)
+
+
+def test_best_effort_fills_what_is_left_of_the_batch() -> None:
+    """No TPOT bounds it: a batch of 100 tokens, the engine's largest, takes 110 ms."""
+    made = plan(seen([prompt("patient", 200), prompt("a", 30, ttft=0.5)], []))
+    assert work(made) == {"a": 30, "patient": 70}
+
+
+def test_a_batch_is_as_long_as_the_tightest_tpot() -> None:
+    running = [decode("loose", tpot=0.1, due=0.1), decode("tight", tpot=0.04, due=0.04)]
+    made = plan(seen([prompt("a", 200, ttft=2.0)], running))
+    assert sum(work(made).values()) == 30  # 10 ms + 30 tokens of 1 ms
+
+
+def test_batches_are_long_until_a_tighter_request_decodes() -> None:
+    """30 ms a token is due from 0.3 s on: until then batches are bounded by the loose one."""
+    made = plan(seen([prompt("a", 20, ttft=0.3, tpot=0.03)], [decode("loose", tpot=0.1, due=0.1)]))
+    assert work(made) == {"loose": 1, "a": 20}
+    assert not made.demote
+
+
+def test_whose_output_does_not_fit_in_memory_is_declined() -> None:
+    """40 blocks: 100 + 16 tokens take 12, 300 + 16 take 32."""
+    made = plan(seen([prompt("a", 100, ttft=2.0), prompt("b", 300, ttft=9.0)], []))
+    assert made.demote == ("b",)
+    longer = replace(prompt("b", 250, ttft=9.0), predicted=20.0)
+    assert not plan(seen([prompt("a", 100, ttft=2.0), longer], [])).demote
+
+
+def test_best_effort_gives_up_its_kv_first() -> None:
+    patient = replace(decode("patient", 201), request=request("patient", 200))
+    tight = prompt("a", 250, ttft=2.0)
+    made = plan(seen([tight], [patient], kv_free=5))
+    assert made.preempt == ("patient",)
+    assert "a" in work(made)
+
+
+def test_values_decide_whom_to_admit() -> None:
+    """60 tokens fit by the deadline: two short prompts, or a long one worth three."""
+    short = [prompt("a", 30, ttft=0.1), prompt("b", 30, ttft=0.1)]
+    long = prompt("c", 80, ttft=0.1)
+    long = replace(long, request=replace(long.request, tier="gold"))
+    assert plan(seen([*short, long], [])).demote == ("c",)
+    assert plan(seen([*short, long], []), values={"gold": 3.0}).demote == ("a", "b")
+
+
+def test_a_reserve_is_kept_for_those_worth_most() -> None:
+    """40 blocks: 250 + 16 tokens take 27, more than half of them."""
+    low = prompt("low", 250, ttft=2.0)
+    gold = replace(low, request=replace(low.request, tier="gold"))
+    settings = {"values": {"gold": 2.0}, "reserve": 0.5}
+    assert plan(seen([low], []), **settings).demote == ("low",)
+    assert not plan(seen([gold], []), **settings).demote
+    assert not plan(seen([low], []), reserve=0.5).demote  # nobody is worth more
+
+
+def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
+    scheduler = Scheduler(threshold=2, timeout=0.5)
+    running = [decode("r", tpot=0.1, due=2.0)]
+    scheduler.plan(seen([], running, now=0.9))
+    new = replace(prompt("a", 20, ttft=2.0), due=2.9)
+    assert "a" not in work(scheduler.plan(seen([new], running, now=0.91)))
+    assert set(scheduler.promised) == {"r"}
+    other = replace(prompt("b", 20, ttft=2.0), due=2.9)
+    assert {"a", "b"} <= work(scheduler.plan(seen([new, other], running, now=0.92))).keys()
+    late = Scheduler(threshold=2, timeout=0.5)
+    late.plan(seen([], running, now=0.1))
+    assert "a" in work(late.plan(seen([new], running, now=0.7)))
+
+
+def test_a_round_that_is_not_decided_yet_waits_with_its_kv() -> None:
+    stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(20, SLO(1.0, 0.1)))
+    asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8))
+    first = Seq(asked, length=22, cached=21, blocks=3, output=2, due=1.2)
+    second = replace(first, length=42, cached=21, stage=1, stage_start=0.5, output=0, due=1.5)
+    scheduler = Scheduler(threshold=2, timeout=9.0)
+    scheduler.plan(seen([], [first, decode("r", tpot=0.1, due=2.0)], now=0.4))
+    for now in (0.5, 0.51, 0.52):
+        made = scheduler.plan(seen([], [second, decode("r", tpot=0.1, due=2.0)], now=now))
+        assert "a" not in work(made)
+        assert set(scheduler.promised) == {"r"}
+    another = replace(prompt("b", 20, ttft=1.0), due=1.5)
+    assert {"a", "b"} <= work(scheduler.plan(seen([another], [second], now=0.53))).keys()
+
+
+def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
+    made = plan(seen([prompt("a", 30, ttft=0.2, demoted=True)], []))
+    assert made.promote == ("a",)
+    gone = replace(prompt("a", 30, ttft=0.2, demoted=True), missed=True)
+    assert not plan(seen([gone], [])).promote
+
+
+def test_a_decode_behind_counts_in_the_next_tighter_tier() -> None:
+    jobs = [Job("behind", 0.001, 1, 0.1), Job("tight", 0.05, 1, 0.05), Job("late", -1.0, 1, 0.05)]
+    behind, tight, late = tightened(jobs, 0.02)
+    assert (behind.due, behind.tpot) == (0.0, 0.05)
+    assert tight is jobs[1]
+    assert (late.due, late.tpot) == (0.0, pytest.approx(0.04))
+
+
+def test_a_prompt_that_cannot_be_in_time_any_more_is_given_up() -> None:
+    scheduler = Scheduler()
+    a = prompt("a", 60, ttft=0.1)
+    scheduler.plan(seen([a], []))
+    assert set(scheduler.promised) == {"a"}
+    made = scheduler.plan(seen([a], [], now=0.05))  # nothing was run, and 70 ms are needed
+    assert made.demote == ("a",)
+    assert not scheduler.promised
+
+
+def test_stages() -> None:
+    """A promise is for a prompt and the decode-only stages after it, at the tightest TPOT of them."""
+    stages = (
+        Stage(10, SLO(1.0, 0.1), "</think>"), Stage(0, SLO(tpot=0.05), "tool"), Stage(7, SLO(1.0, 0.2)),
+    )  # fmt: skip
+    asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=30))
+    thinking = Seq(asked, length=15, cached=14)
+    assert (pace(thinking), round_of(thinking), memory(thinking, 1)) == (0.05, 0, 10 + 7 + 30)
+    answering = replace(thinking, stage=1)
+    assert (pace(answering), round_of(answering)) == (0.05, 0)
+    returned = replace(thinking, stage=2, length=40, cached=32)
+    assert (pace(returned), round_of(returned), memory(returned, 1)) == (0.2, 2, 10 + 7 + 30)
+
+
+def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
+    """The second prompt cannot be done in 50 ms: the round is declined, its KV stays, and nothing starts over."""
+    stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(80, SLO(0.05, 0.1)))
+    asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
+    limits = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
+    setup = Setup(Linear, limits, "slos_serve", lengths=Oracle({"a": 8}))
+    events = simulate([asked], {"a": (5, 3)}, setup)
+    [demoted] = [e for e in events if isinstance(e, Demoted)]
+    assert demoted.at == [e.at for e in events if isinstance(e, Tokens)][4]
+    [end] = [e for e in events if isinstance(e, Finished)]
+    assert (end.outcome, end.output, end.best_effort) == ("completed", 8, True)
+
+
+def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
+    """A decode without a promise that has waited for 4 s is in the batch before a prompt due after it."""
+    patient = replace(decode("patient"), request=request("patient", 20, arrival=-5.0), stage_start=-5.0, output=1)
+    assert patient.due == inf
+    made = plan(seen([prompt("a", 99, ttft=3.0, tpot=0.05)], [patient]))
+    assert next(iter(work(made))) == "patient"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"threshold": 0}, "at least 1 request"),
+        ({"margin": -0.1}, "0 or more"),
+        ({"longest": 0.0}, "seconds, more than 0"),
+        ({"reserve": 1.0}, "give a share"),
+        ({"values": {"gold": 0}}, "a number above 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        policies.load("slos_serve", settings)
+
+
+def test_kv_models_are_asked_for_full_lengths() -> None:
+    """With KV in the step time, fewer are admitted than tokens alone would let in."""
+
+    def admitted(per_kv: float) -> int:
+        new = [prompt(f"q{i}", 20, ttft=0.5, tpot=0.05) for i in range(8)]
+        made = Scheduler().plan(view(new, [], latency=Linear(per_kv=per_kv)))  # type: ignore[arg-type]
+        return 8 - len(made.demote)
+
+    assert admitted(0.0) == 8
+    assert admitted(0.0002) < 8
