@@ -11,6 +11,7 @@ from rubato import alone
 from rubato.cells import Done
 from rubato.interfaces import LatencyModel
 from rubato.intervals import Estimate
+from rubato.lean.run import Seconds
 from rubato.records import Record, versions
 from rubato.resample import Stretch, bootstrapped, inside
 from rubato.setting import Setting, Source
@@ -114,6 +115,12 @@ class Faster:
 
     model: LatencyModel
     by: float
+
+    @property
+    def seconds(self) -> Seconds | None:
+        """As the model has it, if it does: `lean` is faster by it."""
+        seconds, by = getattr(self.model, "seconds", None), self.by
+        return None if seconds is None else lambda *features: seconds(*features) / by
 
     def step_time(self, shape: Shape) -> float:
         return self.model.step_time(shape) / self.by
