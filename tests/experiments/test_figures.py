@@ -104,7 +104,7 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     assert kept.exists()
     assert main(words) == 0
     assert "about 0.1 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
-    assert "2 of 2 cells were in the file already" in json.loads(out.read_text())["notes"][0]
+    assert "3 of 3 cells were in the file already" in json.loads(out.read_text())["notes"][0]
     assert not kept.exists()
 
 
