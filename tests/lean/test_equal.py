@@ -20,7 +20,7 @@ from rubato.packing import decode_first
 from rubato.policies import describe, load, load_router
 from rubato.simulate import Setup, simulate
 from rubato.slo import StageTimes
-from rubato.types import SLO, Event, Finished, Limits, Plan, Request, Shape, Stage, Stepped, Tokens
+from rubato.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
 
@@ -157,6 +157,14 @@ def test_what_is_due_at_once(load: Load, budget: int, late: bool) -> None:
 def test_it_is_asked() -> None:
     requests = [Request(f"q{i}", (Stage(10, SLO(0.1, 0.02)),), 0.01 * i) for i in range(3)]
     assert asked(requests, {"q0": (9,), "q1": (1,), "q2": (5,)}, Limits(4, 64, 300, 60, 16), 8) > 10
+
+
+def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
+    """One that turns out to be hopeless is dropped; in that step nobody runs."""
+    hopeless = Request("h", (Stage(16, SLO(ttft=0.05)),), 0.0, sampling=Sampling(1), on_decline="refuse")
+    other = Request("o", (Stage(1),), 0.0, sampling=Sampling(4))
+    limits = Limits(max_seqs=1, max_tokens=8, max_length=200, kv_blocks=17, block=1, max_running=1)
+    same([other, hopeless], {"o": (4,), "h": (1,)}, Setup(Linear, limits, "edf", learns=False))
 
 
 def test_what_it_cannot_do_is_refused() -> None:

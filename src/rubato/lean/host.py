@@ -226,11 +226,15 @@ class LeanHost:
         self._outbox += events
         if self._outbox:
             self._flush()
-        if self.run is None and not self._planned:
-            if events:
-                self._plan_at(now)
-            elif plan.wake_at is not None:
-                self._at(plan.wake_at, PLAN, self, self._version)
+        if self.run is not None:
+            return
+        self._steady = 0  # nothing was run that could go on
+        if self._planned:
+            return
+        if events:
+            self._plan_at(now)
+        elif plan.wake_at is not None:
+            self._at(plan.wake_at, PLAN, self, self._version)
 
     def _ask(self) -> Plan:
         """What the policy says."""
@@ -245,7 +249,7 @@ class LeanHost:
             where = f"policy {self._policy!r}, replica {self.id!r}, t={view.now:.6f}"
             raise PlanError(f"{where}: {type(error).__name__}: {error}") from error
         again = plan.steady and plan.decode and not (plan.preempt or plan.drop or plan.demote or plan.promote)
-        self._steady = plan.steady + 1 if again else 1
+        self._steady = plan.steady + 1 if again else 0
         return plan
 
     # ----------------------------------------------------------------- a plan is carried out
