@@ -90,6 +90,17 @@ def tightened(jobs: list[Job], soonest: float) -> list[Job]:
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
 
 
+def after_flight(job: Job) -> Job:
+    """What it demands once the batch in flight has ended, where the grid begins; a replica does not show what is in it.
+
+    Of one that was promised, what would be late without that batch is in it: a decode's token due before its TPOT is
+    over (no batch is longer), and a prompt due before the grid begins.
+    """
+    if job.tpot < inf and job.due < job.tpot if job.tokens == 1 else job.due <= 0.0:
+        return job._replace(due=job.due + job.tpot, tokens=1)
+    return job
+
+
 class Machine:
     """How many tokens a batch of so many seconds holds, by the view's latency model.
 
