@@ -123,11 +123,24 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_what_a_batch_in_flight_does_is_counted() -> None:
-    """Its decode's token, due before the batch after it can have ended, is in it."""
-    assert after_flight(Job("d", 0.01, 1, 0.05)) == Job("d", pytest.approx(0.06), 1, 0.05)
-    assert after_flight(Job("ahead", 0.07, 1, 0.05)).due == 0.07
-    assert after_flight(Job("p", -0.01, 30, 0.05)) == Job("p", pytest.approx(0.04), 1, 0.05)
-    assert after_flight(Job("p", 0.01, 30, 0.05)).tokens == 30
+    """A decode due before the batch after it has ended is in it; 40 ms more hold at least 30 tokens, so 29 of a prompt;
+    a prompt due before it ends is done with it. What is shown as after it is not counted again."""
+    d = replace(decode("d", tpot=0.05, due=0.045), in_flight=0)
+    p = Seq(request("p", 60, ttft=0.2, tpot=0.05), 60, 20, 2)
+    [shown] = fleet([], running=[d, p])
+    busy = replace(shown, busy_until=0.04)
+    jobs = [Job("d", 0.01, 1, 0.05), Job("p", 0.16, 40, 0.05)]
+    assert after_flight(busy, [d, p], jobs) == [Job("d", pytest.approx(0.06), 1, 0.05), Job("p", 0.16, 11, 0.05)]
+    short = Job("p", 0.16, 20, 0.05)
+    late = Job("p", -0.01, 35, 0.05)
+    ahead = Job("d", 0.07, 1, 0.05)
+    assert after_flight(busy, [d, p], [ahead, short]) == [ahead, Job("p", pytest.approx(0.21), 1, 0.05)]
+    assert after_flight(busy, [d, p], [ahead, late])[1] == Job("p", pytest.approx(0.04), 1, 0.05)
+    gone = [replace(s, in_flight=1) for s in (d, p)]
+    assert after_flight(busy, gone, jobs) == jobs
+
+
+def test_a_decode_in_flight_takes_no_promise_away() -> None:
     new = replace(prompt("a", 60, ttft=0.15), due=0.15)
 
     def admits(in_flight: int) -> bool:

@@ -134,7 +134,7 @@ class Scheduler:
         running = [s for s in view.running if not s.best_effort]
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
-            jobs = [after_flight(j) if s.in_flight == 0 else j for s, j in zip(running, jobs, strict=True)]
+            jobs = after_flight(view, running, jobs)
         forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
         found, _ = self._choose(view, [*running, *placed, seq], forced, [promises.job(seq)])
         return found is not None and bool(found.accepted)
