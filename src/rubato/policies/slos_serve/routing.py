@@ -67,7 +67,7 @@ class Router:
                 self._declined.add(request.id)
             else:
                 self._declined.discard(request.id)
-            taker.pending += request.stages[0].prompt
+            taker.added += request.stages[0].prompt
             place[request.id] = taker.view.id
         return Dispatch(place, reject)
 
@@ -88,13 +88,17 @@ class Router:
 
 
 class _Replica:
-    """placed: who waits there and was not declined, and who has just been placed. pending: tokens, of all there."""
+    """placed: who waits there and was not declined, and who has just been placed. added: tokens that came along."""
 
     def __init__(self, view: View, scheduler: Scheduler, declined: set[str]) -> None:
         self.view = view
         self.placed: list[SeqView] = [s for s in view.waiting if not s.best_effort and s.id not in declined]
-        self.pending = view.pending
+        self.added = 0
         self._scheduler = scheduler
+
+    @property
+    def pending(self) -> int:
+        return self.view.pending + self.added
 
     def admits(self, seq: SeqView) -> bool:
         return self._scheduler.admits(self.view, seq, self.placed)
