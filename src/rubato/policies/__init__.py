@@ -55,7 +55,7 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
         module = _module(name)
         for kind in ("Scheduler", "Router"):
             cls = getattr(module, kind, None)
-            if cls is not None and cls.__module__ == module.__name__:
+            if cls is not None and f"{cls.__module__}.".startswith(f"{module.__name__}."):  # its own, not another's
                 about = (module.__doc__ or "").strip().split("\n")[0]
                 yield name, kind.lower(), about, str(module.SOURCE), _settings(cls)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -88,6 +88,29 @@ def tightened(jobs: list[Job], soonest: float) -> list[Job]:
         return job._replace(due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
 
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
+
+
+def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job]) -> list[Job]:
+    """What those running demand once the batch in flight has ended, where the grid begins; a view does not show it.
+
+    A decode's token due before its TPOT is over is in it, for no batch is longer. Beside the decodes it holds at least
+    what the time it still takes is long enough for, of the prompts due first, and all of one due before it ends.
+    """
+    base = view.decodes
+    longest = max((s.length for s in seqs), default=0)
+    left = view.latency.largest_chunk(view.busy_until - view.now, base, longest, view.limits.max_tokens - base.tokens)
+    after = list(jobs)
+    for i in sorted(range(len(jobs)), key=lambda i: jobs[i].due):
+        job = jobs[i]
+        if seqs[i].in_flight:  # shown as it will be
+            continue
+        chunk = min(job.tokens, left) if job.tokens > 1 else 0
+        left -= chunk
+        if job.due < job.tpot < inf if job.tokens == 1 else chunk == job.tokens or job.due <= 0.0:
+            after[i] = job._replace(due=job.due + job.tpot, tokens=1)
+        elif chunk:
+            after[i] = job._replace(tokens=job.tokens - chunk)
+    return after
 
 
 class Machine:

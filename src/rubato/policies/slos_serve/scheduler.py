@@ -1,0 +1,342 @@
+"""One replica's scheduler: who is promised what, and what the next batch holds; the package says when and why."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import ClassVar
+
+from rubato.interfaces import SeqView, View
+from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
+from rubato.policies.slos_serve.batches import Filling
+from rubato.policies.slos_serve.budget import Grid, Job, Line, lay
+from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, memory, pace, round_of, tightened
+from rubato.slo import TOLERANCE
+from rubato.types import Event, Finished, Plan, Shape
+
+DECLINED = "rejected-slo-infeasible"
+ASKED = 16  # requests decided in one admission; the others, due later, in the next step
+RETRIED = 8  # declined requests looked at again in one admission
+TRICKLE = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
+
+
+@dataclass(frozen=True, slots=True)
+class Elder:
+    """The one without a promise that is counted as if it had one: its length when last seen, and when its next token is
+    to be out (inf: there is no room for it yet)."""
+
+    id: str
+    length: int
+    due: float = inf
+
+
+NOBODY = Elder("", 0)
+
+
+@dataclass
+class _Turn:
+    """One plan in the making: who is there, and what is decided of them."""
+
+    view: View
+    promises: Promises
+    kept: list[SeqView] = field(default_factory=list)
+    new: list[SeqView] = field(default_factory=list)
+    rest: list[SeqView] = field(default_factory=list)
+    elder: SeqView | None = None
+    jobs: dict[str, Job] = field(default_factory=dict)  # of the promised, the asked, and the elder
+    demoted: list[str] = field(default_factory=list)
+    promoted: list[str] = field(default_factory=list)
+    drop: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def now(self) -> float:
+        return self.promises.now
+
+    def demote(self, seq: SeqView) -> None:
+        self.rest.append(seq)
+        if seq.id in self.promoted:
+            self.promoted.remove(seq.id)
+        else:
+            self.demoted.append(seq.id)
+
+    def promote(self, seq: SeqView) -> None:
+        self.rest.remove(seq)
+        self.kept.append(seq)
+        self.promoted.append(seq.id)
+
+
+@dataclass
+class Scheduler:
+    """threshold: decide when so many requests are new, or have finished since the last decision. timeout: or after so
+    many seconds. margin: predicted times count this much more. longest: seconds of a batch that no TPOT bounds.
+    patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
+    values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
+    that is kept for requests worth most.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    threshold: int = 1
+    timeout: float = 0.1
+    margin: float = 0.0
+    longest: float = 0.2
+    patience: float = 4.0
+    values: Mapping[str, float] = field(default_factory=dict)
+    reserve: float = 0.0
+    _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
+    _undecided: frozenset[str] = field(default=frozenset(), init=False)
+    _grid: Grid | None = field(default=None, init=False)
+    _decided: float = field(default=-inf, init=False)
+    _finished: int = field(default=0, init=False)
+    _elder: Elder = field(default=NOBODY, init=False)
+
+    def __post_init__(self) -> None:
+        if self.threshold < 1 or not self.timeout >= 0.0 or not self.margin >= 0.0:
+            raise ValueError(
+                f"threshold {self.threshold}, timeout {self.timeout}, margin {self.margin}: give at least 1 request, "
+                "and 0 or more"
+            )
+        if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
+            raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
+        if not 0.0 <= self.reserve < 1.0:
+            raise ValueError(f"reserve is {self.reserve}: give a share, in [0, 1)")
+        if wrong := [v for v in self.values.values() if not (isinstance(v, int | float) and 0.0 < v < inf)]:
+            raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                self._finished += 1
+                self._promised.pop(event.id, None)
+
+    def plan(self, view: View) -> Plan:
+        turn = self._parted(view)
+        self._find_elder(turn)
+        jobs = self._kept_up(view, [turn.promises.job(s) for s in turn.kept])
+        turn.jobs = {j.id: j for j in jobs}
+        grid = self._grid
+        if grid is None or self._is_time(turn) or any(0.0 < j.due < grid.phases[0].seconds for j in jobs):
+            self._decide(turn, jobs)
+            grid = self._grid
+            assert grid is not None, "deciding lays a grid"
+        self._undecided = frozenset(s.id for s in turn.new)
+        self._give_up(turn)
+        plan = self._filled(turn, grid)
+        if plan.work or plan.decode:
+            self._grid = grid.step()
+        return plan
+
+    def admits(self, view: View, seq: SeqView, placed: Sequence[SeqView]) -> bool:
+        """Whether it would promise this one, beside those that run there with a promise and `placed`, who wait there or
+        are on their way. Changes nothing, and goes by nothing but what the replica shows, so a controller may ask."""
+        promises = self._promises(view)
+        running = [s for s in view.running if not s.best_effort]
+        jobs = [promises.job(s) for s in running]
+        if view.busy_until > view.now:
+            jobs = after_flight(view, running, jobs)
+        forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
+        found, _ = self._choose(view, [*running, *placed, seq], forced, [promises.job(seq)])
+        return found is not None and bool(found.accepted)
+
+    # ----------------------------------------------------------------- who is promised what
+
+    def _promises(self, view: View) -> Promises:
+        return Promises(max(view.now, view.busy_until), view.limits.block, self.patience, self.values)
+
+    def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
+        """Those who are behind count as tighter."""
+        decodes = view.decodes
+        soonest = view.latency.step_time(decodes) * (1.0 + self.margin) if decodes.seqs else 0.0
+        return tightened(jobs, soonest)
+
+    @property
+    def promised(self) -> Collection[str]:
+        """Ids of those here whom it has admitted."""
+        return self._promised.keys()
+
+    def _parted(self, view: View) -> _Turn:
+        """Who was promised to be in time, who is to be decided, and best effort."""
+        turn = _Turn(view, self._promises(view))
+        before, self._promised = self._promised, {}
+        for seq in view.running:
+            round_ = round_of(seq)
+            if seq.best_effort:
+                turn.rest.append(seq)
+            elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if nobody remembers
+                self._promised[seq.id] = round_
+                turn.kept.append(seq)
+            else:
+                turn.new.append(seq)
+        for seq in view.waiting:
+            if seq.best_effort:
+                turn.rest.append(seq)
+            elif seq.id in before:
+                self._promised[seq.id] = before[seq.id]
+                turn.kept.append(seq)
+            else:
+                turn.new.append(seq)
+        return turn
+
+    def _find_elder(self, turn: _Turn) -> None:
+        """The oldest without a promise that is behind what `patience` says, until it ends."""
+        trickle = self.patience / TRICKLE
+        able = [*turn.rest, *(s for s in turn.kept if s.due == inf and pace(s) == inf)]
+        elder = next((s for s in able if s.id == self._elder.id), None)
+        if elder is None:
+            behind = [s for s in able if turn.now > s.stage_start + self.patience + s.output * trickle]
+            elder = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
+            self._elder = Elder(elder.id, elder.length) if elder is not None else NOBODY
+        if elder is not None:
+            due = self._elder.due + (elder.length - self._elder.length) * trickle
+            self._elder = replace(self._elder, length=elder.length, due=due)
+        turn.elder = elder
+
+    def _is_time(self, turn: _Turn) -> bool:
+        """Whether to decide now: enough is new or has finished, the last time is long ago, or there is nothing else."""
+        return (
+            max(len(turn.new), self._finished) >= self.threshold
+            or turn.now - self._decided >= self.timeout
+            or not (turn.kept or turn.rest)
+        )
+
+    def _decide(self, turn: _Turn, jobs: Sequence[Job]) -> None:
+        """Admit who can be in time beside those who were promised, and lay the grid for all of them."""
+        again = self._declined_before(turn)
+        forced = self._with_elder(turn, jobs)
+        turn.jobs.update((s.id, turn.promises.job(s)) for s in [*turn.new, *again])
+        asked = heapq.nsmallest(ASKED, [*turn.new, *again], key=lambda s: (-turn.jobs[s.id].value, s.due, _arrival(s)))
+        asked.sort(key=lambda s: (s.due, _arrival(s)))
+        new = [turn.jobs[s.id] for s in asked]
+        found, terms = self._choose(turn.view, [*turn.kept, *asked], forced, new)
+        if found is None and len(forced) > len(jobs):  # it has to wait until others end; nobody is added meanwhile
+            self._elder = replace(self._elder, due=inf)
+            found = admit(jobs, [], terms)
+        if found is not None:
+            self._grid = found.grid
+        elif self._grid is None:
+            self._grid = lay([(j.due, j.tpot) for j in jobs], terms.longest, terms.capacity)
+        accepted = {asked[i].id for i in found.accepted} if found is not None else set()
+        self._answer(turn, asked, accepted)
+        self._decided, self._finished = turn.now, 0
+
+    def _choose(
+        self, view: View, seqs: Sequence[SeqView], forced: Sequence[Job], new: Sequence[Job]
+    ) -> tuple[Admitted | None, Terms]:
+        """Whom of the new to admit beside the forced, and what there was for them; `seqs` are all of both."""
+        machine = Machine(view, seqs, [*forced, *new], self.margin)
+        terms = self._terms(view, machine, forced, 1.0)
+        if self.reserve and any(j.value < self._most for j in new):
+            others = self._terms(view, machine, forced, 1.0 - self.reserve)
+            return admit_first(forced, new, terms, others, self._most), terms
+        return admit(forced, new, terms), terms
+
+    def _terms(self, view: View, machine: Machine, forced: Sequence[Job], share: float) -> Terms:
+        """What there is for new ones when a share of memory, places and batches is used in all."""
+        limits = view.limits
+        seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
+        held = sum(j.memory for j in forced) + sum(s.blocks for s in view.moving)
+        return Terms(
+            longest=min(max(self.longest, 2.0 * machine.seconds(1)), machine.full),
+            capacity=lambda seconds: int(share * machine.capacity(seconds)),
+            memory=int(share * view.kv_total) - held,
+            seats=int(share * seats) - len(forced),
+        )
+
+    @property
+    def _most(self) -> float:
+        """What a request can be worth."""
+        return max([1.0, *self.values.values()])
+
+    def _with_elder(self, turn: _Turn, jobs: Sequence[Job]) -> list[Job]:
+        """The forced, and the elder as if it were."""
+        elder = turn.elder
+        if elder is None:
+            return list(jobs)
+        if self._elder.due == inf:
+            self._elder = replace(self._elder, due=turn.now + 0.5 * self.patience)
+        job = self._elder_job(turn, elder)
+        return [*(j for j in jobs if j.id != elder.id), job]
+
+    def _elder_job(self, turn: _Turn, elder: SeqView) -> Job:
+        due = max(self._elder.due - turn.now, 0.0)
+        return turn.promises.job(elder)._replace(due=due, tpot=self.patience / TRICKLE)
+
+    def _declined_before(self, turn: _Turn) -> list[SeqView]:
+        """Declined requests that could still be in time: those with the least left to prefill."""
+        able = [s for s in turn.rest if s.demoted and s is not turn.elder and not s.missed and turn.now < s.due < inf]
+        return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, s.request.arrival, s.id))
+
+    def _answer(self, turn: _Turn, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
+        """Take up who was admitted, and tell who was declined."""
+        for seq in asked:
+            if seq.id in accepted and seq.demoted:
+                turn.promote(seq)
+            elif seq.id in accepted:
+                turn.kept.append(seq)
+            elif seq.demoted:
+                continue
+            elif seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt:
+                turn.drop[seq.id] = DECLINED
+            else:
+                turn.demote(seq)
+        decided = {s.id for s in asked}
+        turn.new = [s for s in turn.new if s.id not in decided]
+        self._promised = {s.id: round_of(s) for s in turn.kept}
+
+    def _give_up(self, turn: _Turn) -> None:
+        """Demote whose prompt cannot be done by its deadline any more, even alone."""
+        for seq in [s for s in turn.kept if s.pending > 1 and s.due + TOLERANCE < turn.now + _alone(turn.view, s)]:
+            turn.kept.remove(seq)
+            self._promised.pop(seq.id, None)
+            turn.demote(seq)
+
+    # ----------------------------------------------------------------- what the next batch holds
+
+    def _filled(self, turn: _Turn, grid: Grid) -> Plan:
+        view, elder, block = turn.view, turn.elder, turn.view.limits.block
+        due = {s.id: turn.jobs[s.id].due for s in turn.kept}
+        kept = turn.kept
+        if elder is not None and self._elder.due < inf:
+            turn.jobs[elder.id] = self._elder_job(turn, elder)
+            due[elder.id] = turn.jobs[elder.id].due
+            kept = [*(s for s in kept if s is not elder), elder]
+        rest = sorted((s for s in turn.rest if s.id not in due), key=_arrival)
+        holders = [s for s in rest if s.id in view.running_ids]
+        filling = Filling(view, grid.phases[0].seconds / (1.0 + self.margin), holders)
+        order = self._steady(turn, grid, sorted(kept, key=lambda s: (due[s.id], s.request.arrival)))
+        if holders or turn.new or not filling.decodes(order):
+            filling.fill(order)
+        if rest:
+            needs = [turn.jobs[s.id].memory if s.id in turn.jobs else memory(s, block) for s in [*kept, *turn.new]]
+            held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
+            filling.rest(rest, view.kv_total - held, block)
+        if filling.empty:
+            able = [s for s in [*order, *rest] if s not in filling.packing.preempted]
+            if able:
+                filling.force(able[0], [s for s in able[1:] if s.id in view.running_ids])
+        return filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
+
+    def _steady(self, turn: _Turn, grid: Grid, order: list[SeqView]) -> list[SeqView]:
+        """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
+        batch can be spared: none is then held up for as long as it was ahead."""
+        first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
+        ahead = [s for s in order[first:] if s.pending == 1]
+        if not ahead:
+            return order
+        left = Line(grid, [turn.jobs[s.id] for s in order]).room.min(initial=inf)
+        spared = ahead[: max(0, int(min(left, len(ahead))))]
+        ids = {s.id for s in spared}
+        return [*order[:first], *spared, *(s for s in order[first:] if s.id not in ids)]
+
+
+def _arrival(seq: SeqView) -> tuple[float, str]:
+    return (seq.request.arrival, seq.id)
+
+
+def _alone(view: View, seq: SeqView) -> float:
+    """Seconds until its pending tokens are done if nothing else runs."""
+    most = view.limits.max_tokens
+    batches, tokens = divmod(seq.pending, most)
+    seconds = batches * view.latency.step_time(Shape().plus(most, seq.cached)) if batches else 0.0
+    return seconds + (view.latency.step_time(Shape().plus(tokens, seq.cached)) if tokens else 0.0)
