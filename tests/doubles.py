@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -22,8 +23,8 @@ class Linear:
         return self.fixed + self.per_token * shape.tokens + self.per_kv * shape.kv
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        fits = [c for c in range(1, most + 1) if self.step_time(base.plus(c, cached)) <= seconds]
-        return max(fits, default=0)
+        chunks = range(1, most + 1)
+        return bisect_right(chunks, seconds, key=lambda c: self.step_time(base.plus(c, cached)))
 
     def fit(self, samples: Sequence[Sample]) -> None:
         raise ValueError("this model is what it is")
