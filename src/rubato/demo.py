@@ -30,9 +30,10 @@ from rubato.workloads.making import make
 from rubato.workloads.texts import Count
 
 OVERLOAD = 1.3  # times the rate that vllm holds
-TRIES = 4  # rates tried on the real server
+TRIES = 6  # rates tried on the real server, at most
 HOLD_SECONDS = 20.0  # each of them
 HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
+HALF = 0.5  # below it a rate is far too high: the machine has become slower since it was measured
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
 BUDGETS = (0, 32, 64, 128, 256, 512)  # Sarathi's, tried in simulation; 0 = by the tightest TPOT
 
@@ -218,7 +219,7 @@ class Stage:
             tries.append((rate, attained))
             if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
                 break
-            rate *= 1.15 if attained >= HOLDS else 0.85
+            rate *= 1.15 if attained >= HOLDS else 0.85 if attained >= HALF else 0.7
         return held(tries)
 
     def _attained_in_simulation(self, load: Workload, model: affine.Model) -> bool:
