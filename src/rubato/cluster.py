@@ -175,8 +175,7 @@ class Cluster:
             self._placing = False
 
     def _place_once(self) -> bool:
-        if self._cancelled:
-            self._end_cancelled()
+        self._end_cancelled()
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
@@ -279,7 +278,7 @@ class Cluster:
     def _forget(self, id: str) -> None:
         """It is placed no longer."""
         placed = self._placed.pop(id, None)
-        if placed is None or not self._groups or placed[1].group not in self._groups:
+        if placed is None or placed[1].group not in self._groups:
             return
         _, left = self._groups[placed[1].group]
         left.discard(id)
@@ -311,10 +310,9 @@ class Cluster:
             handed = True
             self._forget(event.id)
             self._held[event.id] = event.request
-        if self._own:
-            own = self._own.pop(event.id, None) if last else self._own.get(event.id)
-            if own is not None:
-                self._listeners.tell_one(own, event)
+        own = self._own.pop(event.id, None) if last else self._own.get(event.id)
+        if own is not None:
+            self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._router.observe((event,))
         if last and not self.in_flight:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from rubato import bench, plot, results, trace
+from rubato.capacity import narrowed
 from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import error_report
@@ -205,10 +206,7 @@ class Stage:
     def _rate(self, url: str, model: affine.Model, slos: Mapping[str, SLO]) -> float:
         """The rate at which vllm attains 90 %: bracketed in simulation, then tried on the real server."""
         pattern = self.load(1.0, 60.0, slos, "hold")
-        low, high = 0.05, 50.0
-        while high / low > 1.02:
-            rate = (low * high) ** 0.5
-            low, high = (rate, high) if self._attained_in_simulation(pattern.rescaled(rate), model) else (low, rate)
+        low, _ = narrowed(lambda r: self._attained_in_simulation(pattern.rescaled(r), model), 0.05, 50.0, 0.02)
         say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
         rate = 0.9 * low  # the simulated server has its cores to itself, the real one shares them with its clients
         tries: list[tuple[float, float]] = []

@@ -30,10 +30,7 @@ class Listeners:
 
     def tell(self, event: Event) -> None:
         for listener in self._all:
-            try:
-                listener(event)
-            except Exception as error:
-                self._failed_on(listener, event, error)
+            self.tell_one(listener, event)
 
     def tell_one(self, listener: Listener, event: Event) -> None:
         try:

@@ -118,15 +118,15 @@ class Packing:
         wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
     ) -> Plan:  # fmt: skip
         return Plan(
-            tuple([Work(id, tokens) for id, tokens in self.work.items()]) if self.work else (),
-            tuple([s.id for s in self.preempted]) if self.preempted else (),
-            tuple(demote),
-            tuple(promote),
-            drop or NOTHING,
-            wake_at,
-            self.decode,
-            steady,
-            handoff or NOTHING,
+            work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
+            preempt=tuple([s.id for s in self.preempted]),
+            demote=tuple(demote),
+            promote=tuple(promote),
+            drop=drop or NOTHING,
+            wake_at=wake_at,
+            decode=self.decode,
+            steady=steady,
+            handoff=handoff or NOTHING,
         )
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:

@@ -222,10 +222,7 @@ class Model:
 
     def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
         """`step_time` of a shape's features, without the shape."""
-        try:
-            time = self._by_tokens[tokens] + self._by_seqs[seqs]
-        except IndexError:
-            time = self._fixed(tokens, seqs)
+        time = self._fixed(tokens, seqs)
         decodes = seqs - chunks
         if decodes:
             time += self._decode.time(decodes, kv - chunk_kv)
@@ -238,14 +235,13 @@ class Model:
 
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more up to `until`."""
-        try:
-            fixed = self._by_tokens[seqs] + self._by_seqs[seqs]
-        except IndexError:
-            fixed = self._fixed(seqs, seqs)
-        return Line(fixed, *self._decode.piece(seqs, kv))
+        return Line(self._fixed(seqs, seqs), *self._decode.piece(seqs, kv))
 
     def _fixed(self, tokens: int, seqs: int) -> float:
-        return _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
+        try:
+            return self._by_tokens[tokens] + self._by_seqs[seqs]
+        except IndexError:
+            return _at(self._by_tokens, tokens) + _at(self._by_seqs, seqs)
 
     def _flatten(self) -> None:
         """Dense lists: an index costs less than any formula."""

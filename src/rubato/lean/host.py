@@ -147,10 +147,7 @@ class LeanHost:
         self.known[seq.id] = seq
         self._view.count = len(self.known)
         self._view.pending += seq.prompt
-        if self.waiting:
-            insort(self.waiting, seq, key=_key)
-        else:
-            self.waiting.append(seq)
+        insort(self.waiting, seq, key=_key)
         self._changed(now)
 
     def cancel(self, id: str, reason: str) -> None:
@@ -198,10 +195,9 @@ class LeanHost:
             for seq in self._book(run):
                 if not seq.ended:
                     self._token(seq, now)
-            if self._ending:
-                for seq in self._ending:
-                    self._release(seq)
-                self._ending.clear()
+            for seq in self._ending:
+                self._release(seq)
+            self._ending.clear()
             if self.waiting or self.prefilling:
                 self._steady = 0
         return True
@@ -218,14 +214,12 @@ class LeanHost:
             return
         if self._steady > 0 and self.pool.blocks(self.tick) <= self.kv_free:  # the last plan stands
             self._run(now, True, (), ())
-            if self._outbox:
-                self._flush()
+            self._flush()
             return
         plan = self._ask()
         events = self._carry_out(plan, now)
         self._outbox += events
-        if self._outbox:
-            self._flush()
+        self._flush()
         if self.run is not None:
             return
         self._steady = 0  # nothing was run that could go on
@@ -256,9 +250,8 @@ class LeanHost:
 
     def _carry_out(self, plan: Plan, now: float) -> list[Event]:
         events: list[Event] = []
-        if plan.drop:
-            for id, reason in plan.drop.items():
-                events.append(self._end(self.known[id], now, "refused", reason))
+        for id, reason in plan.drop.items():
+            events.append(self._end(self.known[id], now, "refused", reason))
         for id in plan.preempt:
             events.append(self._preempt(self.known[id], now))
         for id in plan.demote:
@@ -337,18 +330,16 @@ class LeanHost:
 
     def _blocks(self, run: Run, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
-        need = self.pool.blocks_until(run.tick, steps)
-        return need + sum([part.blocks(steps, self.block) for part in run.chunks]) if run.chunks else need
+        return self.pool.blocks_until(run.tick, steps) + sum([part.blocks(steps, self.block) for part in run.chunks])
 
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
         self.tick += steps
         self.pool.kv += steps * run.seqs
-        if run.chunks:
-            for part in run.chunks:
-                tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
-                part.seq._cached += tokens
-                self._view.pending -= tokens
+        for part in run.chunks:
+            tokens = min(steps * part.tokens, part.total - run.done * part.tokens)
+            part.seq._cached += tokens
+            self._view.pending -= tokens
         run.done = done
 
     def _book(self, run: Run) -> list[LeanSeq]:
@@ -370,11 +361,10 @@ class LeanHost:
             self._view.pending += 1
             self.pool.join(seq, self.tick)
             came.append(seq)
-        if self._resting:
-            for seq in self._resting:
-                if not seq.ended and seq.id in self.running:
-                    self._join(seq)
-            self._resting.clear()
+        for seq in self._resting:
+            if not seq.ended and seq.id in self.running:
+                self._join(seq)
+        self._resting.clear()
         if len(came) > 1:  # decodes in order of start, then whom the plan named
             place = {seq.id: i for i, seq in enumerate(run.order)}
             came.sort(key=lambda seq: (place.get(seq.id, -1), seq.nth))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -149,11 +150,7 @@ class Machine:
                 chunk = self._model.largest_chunk(seconds / self._slower, base, self._context, most)
                 self._known[seconds] = self._decodes + chunk
             else:
-                low, high = 0, self._decodes
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    low, high = (middle, high) if self.seconds(middle) <= seconds else (low, middle)
-                self._known[seconds] = low
+                self._known[seconds] = bisect_right(range(1, self._decodes), seconds, key=self.seconds)
         return self._known[seconds]
 
     @property

@@ -185,7 +185,7 @@ class Scheduler:
         elder = next((s for s in able if s.id == self._elder.id), None)
         if elder is None:
             behind = [s for s in able if turn.now > s.stage_start + self.patience + s.output * trickle]
-            elder = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
+            elder = min(behind, key=_arrival, default=None)
             self._elder = Elder(elder.id, elder.length) if elder is not None else NOBODY
         if elder is not None:
             due = self._elder.due + (elder.length - self._elder.length) * trickle
@@ -265,7 +265,7 @@ class Scheduler:
     def _declined_before(self, turn: _Turn) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
         able = [s for s in turn.rest if s.demoted and s is not turn.elder and not s.missed and turn.now < s.due < inf]
-        return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, s.request.arrival, s.id))
+        return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
 
     def _answer(self, turn: _Turn, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
         """Take up who was admitted, and tell who was declined."""
