@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
+    _end_on_sigterm()
     try:
         options.check_results(args)
         return run(args)
@@ -49,7 +51,8 @@ def _end_on_sigterm() -> None:
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+    if threading.current_thread() is threading.main_thread():  # others may not
+        signal.signal(signal.SIGTERM, leave)
 
 
 # --------------------------------------------------------------------------- what can be said
@@ -323,7 +326,6 @@ def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from rubato.demo import demo
 
-    _end_on_sigterm()
     return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed, progress=not args.no_progress)
 
 
