@@ -7,7 +7,7 @@ from math import inf
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
-from rubato.types import Plan, Work
+from rubato.types import SATURATED, Plan, Work
 
 
 class PlanError(RuntimeError):
@@ -39,9 +39,14 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
             yield f"preempt names {id!r}, which holds no KV"
     for id, reason in plan.handoff.items():
         yield from _handoff(id, reason, known[id], view.supports, running)
-    for id in plan.drop:
-        if known[id].request.on_decline != "refuse":
-            yield f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it"
+    for id, why in plan.drop.items():
+        seq = known[id]
+        begun = id in running or seq.length > seq.request.stages[0].prompt
+        if seq.request.on_decline != "refuse" and (begun or why != SATURATED):
+            yield (
+                f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it, or, "
+                f"where too many wait, refuse it as {SATURATED!r} before it has begun"
+            )
     for id in plan.demote:
         if known[id].best_effort:
             yield f"demote names {id!r}, which is best effort already"

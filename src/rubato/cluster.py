@@ -16,6 +16,7 @@ from rubato.listeners import Listener, Listeners
 from rubato.policies import load, router_for
 from rubato.slo import StageTimes, judge
 from rubato.types import (
+    SATURATED,
     Event,
     Finished,
     HandedOff,
@@ -115,7 +116,7 @@ class Cluster:
         if self._draining:
             self._refuse(request, "rejected-shutting-down")
         elif full:
-            self._refuse(request, "rejected-saturated")
+            self._refuse(request, SATURATED)
         elif not self.hosts:
             self._end(request, "failed", f"no replica is left: {self.error}")
         else:

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -156,10 +156,13 @@ class Stage:
         """Poisson arrivals given their number: in some thirty seconds a plain draw is off its rate by a tenth or more,
         and 1.3 times a rate would mean anything between 1.1 and 1.5."""
         count = max(1, round(rate * seconds))
-        made = make(name, kinds(slos), rate, count=count, seed=self.seed, count_tokens=self._count())
+        made = make(name, self.kinds(slos), rate, count=count, seed=self.seed, count_tokens=self._count())
         factor = seconds * count / (count + 1) / made.arrivals[-1].at
         arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in made.arrivals)
         return dataclasses.replace(made, rate=count / seconds, duration=seconds, arrivals=arrivals)
+
+    def kinds(self, slos: Mapping[str, SLO]) -> list[Kind]:
+        return kinds(slos)
 
     # ----------------------------------------------------------------- warm-up
 
@@ -269,7 +272,7 @@ class Stage:
             "max_in_flight": 1024,
             "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
             "tiers": {
-                tier: {"ttft_ms": 1e3 * (slo.ttft or 0.0), "tpot_ms": 1e3 * (slo.tpot or 0.0)}
+                tier: {f"{name}_ms": 1e3 * value for name, value in asdict(slo).items() if value is not None}
                 for tier, slo in tiers.items()
             },
         }

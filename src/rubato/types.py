@@ -201,6 +201,7 @@ class Limits:
 # third of the time that frozen dataclasses do.
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+SATURATED = "rejected-saturated"  # the reason of a refusal because too many wait; over HTTP a 429 with Retry-After
 
 
 class Shape(NamedTuple):
@@ -278,7 +279,8 @@ class Work(NamedTuple):
 class Plan(NamedTuple):
     """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
 
-    drop: seq -> reason, refuses a request for good (only one that asked for `on_decline="refuse"`, or cannot ever fit).
+    drop: seq -> reason, refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
+    one that has not begun.
     handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
     until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.

@@ -28,6 +28,7 @@ CASES = [
     (Plan((Work("r", 1),), preempt=("r",)), "which the same plan preempts"),
     (Plan(preempt=("w",)), "preempt names 'w', which holds no KV"),
     (Plan(drop={"r": "why"}), "drop names 'r', whose client asked for best effort"),
+    (Plan(drop={"r": "rejected-saturated"}), "before it has begun"),
     (Plan(demote=("d",)), "demote names 'd', which is best effort already"),
     (Plan(promote=("r",)), "promote names 'r', which was not demoted"),
     (Plan(), "nothing planned though 4 requests are here"),

@@ -88,6 +88,17 @@ def test_a_reserve_is_kept_for_those_worth_most() -> None:
     assert not plan(seen([low], []), reserve=0.5).demote  # nobody is worth more
 
 
+def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refused() -> None:
+    late = [replace(prompt(f"late{i}", 95, ttft=0.1), request=request(f"late{i}", 95, ttft=0.1, arrival=0.01 * i))
+            for i in range(3)]  # fmt: skip
+    patient = prompt("patient", 95)
+    begun = replace(prompt("begun", 95), length=99, output=4)  # preempted: it has had tokens
+    made = plan(seen([*late, patient, begun], []), backlog=2)
+    assert made.demote == ("late0",)
+    assert made.drop == {"late1": "rejected-saturated", "late2": "rejected-saturated"}
+    assert not plan(seen([*late, patient, begun], []), backlog=4).drop
+
+
 def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
     scheduler = Scheduler(threshold=2, timeout=0.5)
     running = [decode("r", tpot=0.1, due=2.0)]
@@ -184,6 +195,7 @@ def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
         ({"margin": -0.1}, "0 or more"),
         ({"longest": 0.0}, "seconds, more than 0"),
         ({"reserve": 1.0}, "give a share"),
+        ({"backlog": -1}, "0 requests or more"),
         ({"values": {"gold": 0}}, "a number above 0"),
     ],
 )

@@ -14,7 +14,7 @@ from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, Line, lay
 from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, memory, pace, round_of, tightened
 from rubato.slo import TOLERANCE
-from rubato.types import Event, Finished, Plan, Shape
+from rubato.types import SATURATED, Event, Finished, Plan, Shape
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
@@ -73,7 +73,8 @@ class Scheduler:
     many seconds. margin: predicted times count this much more. longest: seconds of a batch that no TPOT bounds.
     patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
     values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
-    that is kept for requests worth most.
+    that is kept for requests worth most. backlog: requests without a promise that may wait for their first batch, any
+    number if None; more are refused, so that they do not fill the queue that those who could be promised must pass.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -84,6 +85,7 @@ class Scheduler:
     patience: float = 4.0
     values: Mapping[str, float] = field(default_factory=dict)
     reserve: float = 0.0
+    backlog: int | None = None
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
@@ -101,6 +103,8 @@ class Scheduler:
             raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
         if not 0.0 <= self.reserve < 1.0:
             raise ValueError(f"reserve is {self.reserve}: give a share, in [0, 1)")
+        if self.backlog is not None and self.backlog < 0:
+            raise ValueError(f"backlog is {self.backlog}: give 0 requests or more")
         if wrong := [v for v in self.values.values() if not (isinstance(v, int | float) and 0.0 < v < inf)]:
             raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
 
@@ -122,6 +126,7 @@ class Scheduler:
             assert grid is not None, "deciding lays a grid"
         self._undecided = frozenset(s.id for s in turn.new)
         self._give_up(turn)
+        self._shed(turn)
         plan = self._filled(turn, grid)
         if plan.work or plan.decode:
             self._grid = grid.step()
@@ -290,6 +295,16 @@ class Scheduler:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
             turn.demote(seq)
+
+    def _shed(self, turn: _Turn) -> None:
+        """Refuse the youngest without a promise that have not begun, beyond the backlog."""
+        if self.backlog is None:
+            return
+        fresh = [s for s in turn.rest if s.length == s.request.stages[0].prompt and s.id not in turn.view.running_ids]
+        for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
+            turn.rest.remove(seq)
+            turn.drop[seq.id] = SATURATED
+        turn.demoted = [id for id in turn.demoted if id not in turn.drop]
 
     # ----------------------------------------------------------------- what the next batch holds
 

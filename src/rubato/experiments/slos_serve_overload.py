@@ -1,0 +1,182 @@
+"""Twice what a replica holds, the top tier alone within it: who keeps the top tier, the promises, and the queue.
+
+A chat in three tiers on one replica (Llama-3.1-8B, H200, ChatBot's lengths): gold, low, and batch without an SLO. For a
+minute twice as much of gold and low comes as SLOs-Serve holds, and of gold alone less than 70 % of what it holds, then
+a tenth of it; to hold is to attain 90 %. Uncontended is the same gold without the others. SLOs-Serve knows what a tier
+is worth (`values`), keeps a `reserve` for the worthiest, and bounds its `backlog`; beside it the same without a
+reserve, and the baselines. Attainment is over all offered that carry an SLO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rubato.cells import Cell
+from rubato.experiments import Found
+from rubato.intervals import Estimate, over_seeds
+from rubato.records import Record
+from rubato.setting import Choice, Hardware, Setting, oracle, packaged
+from rubato.types import SLO
+from rubato.workloads import Workload
+from rubato.workloads.arrivals import Piecewise
+from rubato.workloads.kinds import Kind
+from rubato.workloads.making import make
+from rubato.workloads.scenarios import get
+
+SOURCE = "ours; soft admission as in SLOs-Serve, §3.2"
+SECONDS = 250.0
+
+PROFILE = "llama-3.1-8b-h200"
+SEEDS = 3
+RATES = {"gold": 14.0, "low": 36.0, "batch": 1.0}  # requests/s while it lasts
+SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
+HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
+BACKLOG = 64
+KEEPS = {"values": {"gold": 4.0}, "reserve": 0.6, "backlog": BACKLOG}
+POLICIES = {
+    "slos_serve": Choice("slos_serve", KEEPS),
+    "slos_serve, no reserve": Choice("slos_serve", {**KEEPS, "reserve": 0.0}),
+    "sarathi": Choice("sarathi"),
+    "sarathi, 2048": Choice("sarathi", {"budget": 2048}),
+    "vllm": Choice("vllm"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """count: requests of a steady run. high, after: seconds of overload, and after it."""
+
+    count: int
+    high: float
+    after: float
+    seeds: int
+
+
+FULL, SMALL = Scale(1500, HIGH, AFTER, SEEDS), Scale(60, 6.0, 12.0, 1)
+
+
+def scale_of(small: bool) -> Scale:
+    return SMALL if small else FULL
+
+
+def cells(small: bool) -> list[Cell]:
+    scale = scale_of(small)
+    made = []
+    for seed in range(scale.seeds):
+        made += [
+            Cell(f"{'+'.join(tiers)} x{factor:.3g} seed={seed}", steadily, (tiers, factor, scale.count, seed))
+            for tiers, factor in ((("gold",), 1.0 / 0.7), (("gold", "low"), 0.5))
+        ]
+        made.append(Cell(f"uncontended seed={seed}", play, ("slos_serve", ("gold",), scale, seed)))
+        made += [Cell(f"{policy} seed={seed}", play, (policy, tuple(RATES), scale, seed)) for policy in POLICIES]
+    return made
+
+
+def hardware() -> Hardware:
+    return packaged(PROFILE)
+
+
+def kinds(tiers: Sequence[str]) -> tuple[Kind, ...]:
+    chat = get("slos-serve-chatbot").kinds[0]
+    return tuple(Kind(tier, SLOS[tier], chat.prompt, chat.output, tier, RATES[tier]) for tier in tiers)
+
+
+def offered(tiers: Sequence[str], scale: Scale, seed: int) -> Workload:
+    rate = sum(RATES[tier] for tier in tiers)
+    process = Piecewise((0.0, scale.high), (1.0, LOW), scale.high + scale.after)
+    mean = rate * (scale.high + LOW * scale.after) / (scale.high + scale.after)
+    return make(
+        "overload", kinds(tiers), mean, duration=scale.high + scale.after, seed=seed, arrivals=process, texts=False
+    )
+
+
+def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict[str, Any]:
+    """What SLOs-Serve attains of these tiers at so many times their rates, for as long as it takes."""
+    rate = factor * sum(RATES[tier] for tier in tiers)
+    load = make("steadily", kinds(tiers), rate, count=count, seed=seed, texts=False)
+    records = Setting(hardware(), Choice("slos_serve"), lengths=oracle).run(load, times=False, causes=False).records
+    return {"steadily": list(tiers), "factor": factor, "seed": seed, "attained": share(records)}
+
+
+def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str, Any]:
+    load = offered(tiers, scale, seed)
+    records = Setting(hardware(), POLICIES[policy], lengths=oracle).run(load, seed, times=False, causes=False).records
+    rows = {tier: [r for r in records if r.tier == tier] for tier in tiers}
+    asked = [r for r in records if r.tier != "batch"]
+    kept = [r for r in asked if not r.best_effort and r.outcome != "refused"]
+    patient = [r for r in records if r.best_effort or r.tier == "batch"]
+    begun = [r for r in patient if r.outcome != "refused"]
+    return {
+        "policy": policy,
+        "tiers": list(tiers),
+        "seed": seed,
+        "offered": {tier: len(own) for tier, own in rows.items()},
+        "attained": {tier: share(own) for tier, own in rows.items()},
+        "all": share(asked),
+        "promised": len(kept),
+        "promised_attained": share(kept),
+        "best_effort": len(begun),
+        "best_effort_completed": sum(r.outcome == "completed" for r in begun) / max(1, len(begun)),
+        "refused": sum(r.outcome == "refused" for r in records),
+        "in_flight": in_flight(records),
+        "seconds_after": max((_end(r) for r in records if r.outcome == "completed"), default=0.0) - scale.high,
+    }
+
+
+def share(records: Sequence[Record]) -> float:
+    return sum(r.verdict.met for r in records) / len(records) if records else 1.0
+
+
+def _end(record: Record) -> float:
+    return record.at + (record.verdict.e2e or 0.0)
+
+
+def in_flight(records: Sequence[Record]) -> int:
+    """The most requests at once that had come, were not refused, and had not ended."""
+    there = [r for r in records if r.verdict.e2e is not None]
+    changes = sorted([(r.at, 1) for r in there] + [(_end(r), -1) for r in there])
+    return int(np.cumsum([change for _, change in changes]).max(initial=0))
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    scale = scale_of(small)
+
+    def of(policy: str, tiers: Sequence[str] = tuple(RATES)) -> list[Any]:
+        return [v for v in values if v.get("policy") == policy and v["tiers"] == list(tiers)]
+
+    def held(*tiers: str) -> Estimate:
+        return over_seeds([v["attained"] for v in values if v.get("steadily") == list(tiers)])
+
+    ours, alone, sarathi = of("slos_serve"), of("slos_serve", ("gold",)), [of("sarathi"), of("sarathi, 2048")]
+    best = [max(v["all"] for v in each) for each in zip(*sarathi, strict=True)]
+    bound = BACKLOG + hardware().limits.max_seqs
+    estimates = {
+        "gold-beyond": held("gold"),
+        "half-of-all": held("gold", "low"),
+        "gold-of-uncontended": over_seeds(
+            [v["attained"]["gold"] / a["attained"]["gold"] for v, a in zip(ours, alone, strict=True)]
+        ),
+        "promised-attained": Estimate.exact(min(v["promised_attained"] for v in ours)),
+        "all-over-sarathi": over_seeds([v["all"] - b for v, b in zip(ours, best, strict=True)]),
+        "best-effort-completed": Estimate.exact(min(v["best_effort_completed"] for v in ours)),
+        "in-flight": Estimate.exact(max(v["in_flight"] for v in ours) / bound),
+        "seconds-after": Estimate.exact(max(v["seconds_after"] for v in ours) / (scale.after + 30.0)),
+    }
+    settings = {"profile": PROFILE, "rates": RATES, "keeps": KEEPS, "seconds": [scale.high, scale.after], "after": LOW}
+    return Found(estimates, list(values), range(scale.seeds), "deadline", settings)
+
+
+def draw(data: Any, axes: Any) -> None:
+    """Attainment of each tier under each policy, the mean of the seeds."""
+    runs = [v for v in data if "policy" in v and len(v["tiers"]) == len(RATES)]
+    names = list(dict.fromkeys(v["policy"] for v in runs))
+    for place, tier in enumerate(("gold", "low")):
+        means = [100 * np.mean([v["attained"][tier] for v in runs if v["policy"] == name]) for name in names]
+        axes.bar(np.arange(len(names)) + 0.4 * place - 0.2, means, 0.4, label=tier)
+    axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names])
+    axes.set_ylabel("SLO attainment (%, of offered)")
+    axes.legend()
