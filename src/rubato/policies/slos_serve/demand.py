@@ -47,10 +47,9 @@ def remaining(seq: SeqView) -> float:
 
 def memory(seq: SeqView, block: int) -> int:
     """KV blocks that it takes at its end: all its prompts, and all its output."""
-    stages, length = seq.request.stages, seq.length
-    if len(stages) > 1:
-        length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
-    return blocks_for(int(length + remaining(seq) + 0.999), block)
+    stages = seq.request.stages
+    to_come = sum(stage.prompt for stage in stages[seq.stage + 1 :]) if len(stages) > 1 else 0
+    return blocks_for(int(seq.length + to_come + remaining(seq) + 0.999), block)
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,16 @@ class Promises:
 
     def job(self, seq: SeqView) -> Job:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot, request = seq.due, pace(seq), seq.request
-        e2e = request.stages[seq.stage].slo.e2e
+        due, tpot = seq.due, pace(seq)
+        e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             left = remaining(seq)
             steady = 0.5 * e2e / (left + seq.output)
             tpot = min(tpot, steady)
-            due = min(due, request.arrival + e2e - (left - 1.0) * steady)
+            due = min(due, seq.request.arrival + e2e - (left - 1.0) * steady)
         elif due == inf and seq.output == 0:
             due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
-        value = self.values.get(request.tier, 1.0) if self.values else 1.0
+        value = self.values.get(seq.request.tier, 1.0)
         return Job(seq.id, due - self.now, seq.pending, tpot, memory(seq, self.block), value)
 
 
