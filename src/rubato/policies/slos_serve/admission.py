@@ -54,10 +54,13 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
     most = ceiling(new, terms.memory, terms.seats)
     demand = Demand(forced)
     for grid in grids(demand, new, terms):
+        able, after = alone(grid, new, terms.memory)
+        if best is not None and sum([new[i].value for i in able]) <= best.value + EPS:
+            continue
         line = Line(grid, demand)
         if not line.holds:
             continue
-        accepted = choose(line, new, terms.memory, terms.seats, best.value if best is not None else -inf)
+        accepted = choose(line, new, able, after, terms.memory, terms.seats)
         value = sum([new[i].value for i in accepted])
         if best is None or value > best.value + EPS:
             best = Admitted(accepted, grid, value)
@@ -98,9 +101,10 @@ def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
 
 
 def grids(forced: Demand, new: Sequence[Job], terms: Terms) -> Iterator[Grid]:
-    """The grids to try: for each length of the first batches, each choice of the first request admitted of each TPOT
-    that would shorten batches. All of them but where they are more than `GRIDS`: then its first request or none."""
+    """The grids to try, each once: for each length of the first batches, each choice of the first request admitted of
+    each TPOT that would shorten batches. All but where those are more than `GRIDS`: then its first request or none."""
     decodes = forced.first()
+    known: set[Grid] = set()
     due = np.array([j.due for j in new])
     assert (due < inf).all(), "every new request has a deadline, if one of ours"
     for longest in lengths(forced, new, terms):
@@ -114,33 +118,40 @@ def grids(forced: Demand, new: Sequence[Job], terms: Terms) -> Iterator[Grid]:
             options = [[o[0], None] for o in options]
         for dues in product(*options):
             added = [(due, tpot) for due, tpot in zip(dues, shorter, strict=True) if due is not None]
-            yield lay([*decodes, *added], longest, terms.capacity) if added else plain
+            grid = lay([*decodes, *added], longest, terms.capacity) if added else plain
+            if grid not in known:
+                known.add(grid)
+                yield grid
 
 
 def lengths(forced: Demand, new: Sequence[Job], terms: Terms) -> list[float]:
     """The longest, and what fits one of the first deadlines without a rest, of a prefill or of a decode that is due
     before its TPOT is over: a short prompt is due before a long batch would have ended."""
-    f = forced
-    early = f.due[((f.tokens > 1) | (f.due < f.tpot)) & ~f.late]
-    dues = {*early.tolist(), *(j.due for j in new if (j.tokens > 1 or j.due < j.tpot) and j.due > 0.0)}
+    early = forced.due[(forced.tokens > 1) | (forced.due < forced.tpot)]
+    dues = {*early[early > 0.0].tolist(), *(j.due for j in new if (j.tokens > 1 or j.due < j.tpot) and j.due > 0.0)}
     fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in sorted(dues)[:ALIGNED]]
     return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
 
 
-def choose(line: Line, new: Sequence[Job], memory: int, seats: int, beaten: float = -inf) -> tuple[int, ...]:
-    """Indices of the set of largest value; of these, the one that leaves the largest budget. beaten: a value that a set
-    has on another grid; none where there is no larger one here."""
-    grid = line.grid
-    after = grid.index(np.array([j.due for j in new], dtype=np.float64))
+def alone(grid: Grid, new: Sequence[Job], memory: int) -> tuple[list[int], Floats]:
+    """Who could be in time if nobody else were there, in order of deadline, and the batch that is each one's last."""
+    after = grid.index(np.array([j.due for j in new]))
     able = [
         i
         for i, (job, k) in enumerate(zip(new, after.tolist(), strict=True))
         if 1.0 <= k < inf and grid.seconds_after(k) <= job.tpot * (1.0 + CLOSE) and job.memory <= memory
     ]
-    if not able or sum([new[i].value for i in able]) <= beaten + EPS:
-        return ()
     able.sort(key=after.__getitem__)
-    asked = _Asked(line, [new[i] for i in able], after[able])
+    return able, after[able]
+
+
+def choose(
+    line: Line, new: Sequence[Job], able: Sequence[int], after: Floats, memory: int, seats: int
+) -> tuple[int, ...]:
+    """Indices of the set of largest value; of these, the one that leaves the largest budget."""
+    if not able:
+        return ()
+    asked = _Asked(line, [new[i] for i in able], after)
     if asked.all_fit(memory, seats):
         return tuple(able)
     table = _Table(asked.jobs, memory)

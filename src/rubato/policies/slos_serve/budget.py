@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -135,14 +136,14 @@ def lay(decodes: Iterable[tuple[float, float]], longest: float, capacity: Callab
 
 
 class Demand:
-    """What jobs with a deadline demand, as columns: told once, held against many grids."""
+    """What jobs with a deadline demand, as columns in order of deadline: told once, held against many grids."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        rows = [j for j in jobs if j.due < inf]
+        rows = sorted([j for j in jobs if j.due < inf], key=itemgetter(1))  # by `due`
         _, due, tokens, tpot, *_ = zip(*rows, strict=True) if rows else ((),) * len(Job._fields)
         self.due, self.tokens, self.tpot = (np.fromiter(c, np.float64, len(rows)) for c in (due, tokens, tpot))
         self.rate = 1.0 / self.tpot
-        self.late = self.due <= 0.0
+        self.late = int(self.due.searchsorted(0.0, side="right"))  # so many of them
         self.tpots = set(tpot)
 
     def first(self) -> list[tuple[float, float]]:
@@ -165,13 +166,10 @@ class Line:
             if fringe := grid.fringe(tpot):
                 tokens = np.where(demand.tpot == tpot, tokens + fringe, tokens)
         k = grid.index(demand.due)
-        k[demand.late] = 1.0
-        order = k.argsort(kind="stable")
-        k = k[order]
-        rate = demand.rate[order]
+        k[: demand.late] = k[demand.late :].min(initial=1.0)  # not after those due before any batch ends: none fits
         self._k = k
-        self._rates = _summed(rate)
-        self._owed = _summed(tokens[order] - rate * grid.ends(k))
+        self._rates = _summed(demand.rate)
+        self._owed = _summed(tokens - demand.rate * grid.ends(k))
         last = np.ones(len(k), dtype=bool)  # of those due by the same batch
         np.not_equal(k[1:], k[:-1], out=last[:-1])
         self.at = k[last]
