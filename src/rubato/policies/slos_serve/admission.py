@@ -9,11 +9,13 @@ TPOT admitted decides how long batches are, and a deadline may fall just before 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, islice, product
 from math import ceil, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +52,48 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
 
     Equal deadlines are decided in the order given.
     """
-    best: Admitted | None = None
     most = ceiling(new, terms.memory, terms.seats)
     demand = Demand(forced)
-    for grid in grids(demand, new, terms):
+    tries: list[_Try] = []
+    best: tuple[Admitted, int] | None = None
+    for n, grid in enumerate(grids(demand, new, terms)):
         able, after = alone(grid, new, terms.memory)
-        if best is not None and sum([new[i].value for i in able]) <= best.value + EPS:
-            continue
-        line = Line(grid, demand)
-        if not line.holds:
-            continue
-        accepted = choose(line, new, able, after, terms.memory, terms.seats)
-        value = sum([new[i].value for i in accepted])
-        if best is None or value > best.value + EPS:
-            best = Admitted(accepted, grid, value)
-        if best.value >= most - EPS:
-            break
-    return best
+        tries.append(_Try(n, grid, able, after, sum([new[i].value for i in able])))
+        if tries[-1].bound >= most - EPS:
+            best = _better(best, tries.pop(), demand, new, terms)
+            if best is not None and best[0].value >= most - EPS:
+                return best[0]
+    for each in sorted(tries, key=lambda each: -each.bound):
+        best = _better(best, each, demand, new, terms)
+    return best[0] if best is not None else None
+
+
+class _Try(NamedTuple):
+    """The n-th grid; who could be in time there alone, each one's last batch, and what they are worth together."""
+
+    n: int
+    grid: Grid
+    able: Sequence[int]
+    after: Floats
+    bound: float
+
+
+def _better(
+    best: tuple[Admitted, int] | None, one: _Try, demand: Demand, new: Sequence[Job], terms: Terms
+) -> tuple[Admitted, int] | None:
+    """The best set so far, or the one of this grid: of equal ones that of the first grid. It is looked for only where
+    it could be better."""
+    value, n = (best[0].value, best[1]) if best is not None else (-inf, inf)
+    if one.bound <= value + (EPS if n < one.n else -EPS):
+        return best
+    line = Line(one.grid, demand)
+    if not line.holds:
+        return best
+    accepted = choose(line, new, one.able, one.after, terms.memory, terms.seats)
+    own = sum([new[i].value for i in accepted])
+    if own <= value + (EPS if n < one.n else -EPS):
+        return best
+    return Admitted(accepted, one.grid, own), one.n
 
 
 def admit_first(forced: Sequence[Job], new: Sequence[Job], terms: Terms, others: Terms, most: float) -> Admitted | None:
@@ -128,8 +155,9 @@ def lengths(forced: Demand, new: Sequence[Job], terms: Terms) -> list[float]:
     """The longest, and what fits one of the first deadlines without a rest, of a prefill or of a decode that is due
     before its TPOT is over: a short prompt is due before a long batch would have ended."""
     early = forced.due[(forced.tokens > 1) | (forced.due < forced.tpot)]
-    dues = {*early[early > 0.0].tolist(), *(j.due for j in new if (j.tokens > 1 or j.due < j.tpot) and j.due > 0.0)}
-    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in sorted(dues)[:ALIGNED]]
+    fresh = [j.due for j in new if j.due > 0.0 and (j.tokens > 1 or j.due < j.tpot)]
+    soon = heapq.merge(early[early > 0.0].tolist(), sorted(fresh))
+    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due, _ in islice(groupby(soon), ALIGNED)]
     return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
 
 
