@@ -3,7 +3,7 @@
 CPU time of whole calls, in states as a simulated replica runs into them: Llama-3.1-8B on an H200, requests that hold
 about so many running with a promise, and bursts of so many at the same instant; TTFT five times the prefill alone, so
 that bursts are taken in part. One TPOT, or three. Who is declined is refused. Counted are the calls that find as many
-new, or up to a fifth more, and within a half as many running; of 50 new such a call decides 16, and the next ones the
+new, or up to a fifth more, and as many running within a fifth; of 50 new such a call decides 16, and the next ones the
 others. Without Python's search for cycles, as all simulations.
 """
 
@@ -66,7 +66,7 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
     )  # fmt: skip
     ends = [e for e in simulate(requests, outputs, setup) if isinstance(e, Finished)]
     of_state = [
-        p for p in log if p.at >= begin and new <= p.new <= 1.2 * new and abs(p.running - running) <= running / 2
+        p for p in log if p.at >= begin and new <= p.new <= 1.2 * new and abs(p.running - running) <= running / 5
     ]
     return {
         "running": running, "new": new, "tiers": tiers, "seed": seed,

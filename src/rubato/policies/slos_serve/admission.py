@@ -13,8 +13,9 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, product
+from itertools import accumulate, groupby, islice, product
 from math import ceil, inf, prod
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -182,9 +183,10 @@ def choose(
     asked = _Asked(line, [new[i] for i in able], after)
     if asked.all_fit(memory, seats):
         return tuple(able)
-    table = _Table(asked.jobs, memory)
-    for turn, job in enumerate(asked.jobs):
-        table.decide(job, asked.owed[turn], asked.ends[turn], asked.room[turn], line.slope, seats)
+    scarce = sum([j.memory for j in asked.jobs]) > memory
+    table = _Fronts(asked, seats, memory) if scarce else _Counts(asked, seats)
+    for turn in range(len(able)):
+        table.decide(turn)
         between = slice(*asked.between[turn : turn + 2])
         if between.start < between.stop:
             table.keep(line.room[between], asked.ends_between[between])
@@ -193,7 +195,8 @@ def choose(
 
 class _Asked:
     """Those who could be in time alone, in order of deadline, as columns. owed: each demands that + t / TPOT by time t.
-    between: where in `line.at` those deadlines of the forced begin that are no earlier than each one's."""
+    between: where in `line.at` those deadlines of the forced begin that are no earlier than each one's. A state has a
+    number: how many were accepted of each class, as digits; step: what each adds to it."""
 
     def __init__(self, line: Line, jobs: Sequence[Job], after: Floats) -> None:
         self.jobs = jobs
@@ -206,6 +209,11 @@ class _Asked:
         self.between = [*line.at.searchsorted(after, side="left").tolist(), len(line.at)]
         self.ends_between = grid.ends(line.at)
         self._after = after
+        self.classes = Counter((j.tpot, j.value) for j in jobs)
+        radix = [1, *accumulate([n + 1 for n in self.classes.values()], mul)]
+        self.states = radix.pop()
+        place = dict(zip(self.classes, radix, strict=True))
+        self.step = [place[j.tpot, j.value] for j in jobs]
 
     def all_fit(self, memory: int, seats: int) -> bool:
         """Whether there is room for all of them: then there is nothing to choose."""
@@ -219,33 +227,73 @@ class _Asked:
         return bool((owed[n] + rates[n] * self.ends_between[later] <= self.line.room[later] + EPS).all())
 
 
+class _Counts:
+    """The programme where memory does not matter: for each state the least `owed`; with its rate, what is demanded."""
+
+    def __init__(self, asked: _Asked, seats: int) -> None:
+        self._asked = asked
+        self._rate, self._value, count = np.zeros((3, asked.states))
+        number = np.arange(asked.states)
+        for (tpot, value), most in asked.classes.items():
+            number, digit = np.divmod(number, most + 1)
+            self._rate += digit / tpot
+            self._value += digit * value
+            count += digit
+        self._able = (self._rate <= asked.line.slope + EPS) & (count <= seats)
+        self._owed = np.full(asked.states, inf)
+        self._owed[0] = 0.0
+        self._accepted: list[NDArray[np.bool_]] = []  # by turn, of the states from `step` on
+
+    def decide(self, turn: int) -> None:
+        """Each state as it is, or with this request where it fits and owes less: by its deadline, in the long run."""
+        asked, step = self._asked, self._asked.step[turn]
+        owed = self._owed[:-step] + asked.owed[turn]
+        fits = owed + self._rate[step:] * asked.ends[turn] <= asked.room[turn] + EPS
+        fits &= self._able[step:]
+        fits &= owed < self._owed[step:]
+        np.copyto(self._owed[step:], owed, where=fits)
+        self._accepted.append(fits)
+
+    def keep(self, room: Floats, ends: Floats) -> None:
+        """Only the states that leave the forced in time at these deadlines of theirs."""
+        demand = self._owed[:, None] + self._rate[:, None] * ends
+        self._owed[(demand > room + EPS).any(axis=1)] = inf
+
+    def best(self) -> list[int]:
+        """The turns in which it was accepted, of the best state at the end."""
+        value = np.where(self._owed < inf, self._value, -inf)
+        state = int(np.lexsort((self._owed, -value))[0])
+        turns = []
+        for turn in range(len(self._accepted) - 1, -1, -1):
+            before = state - self._asked.step[turn]
+            if before >= 0 and self._accepted[turn][before]:
+                state = before
+                turns.append(turn)
+        return turns[::-1]
+
+
 KEY, OWED, RATE, VALUE, COUNT, USED = range(6)
 
 
-class _Table:
-    """The states: columns of an array. OWED + RATE · t is what the accepted demand by time t, USED their memory."""
+class _Fronts:
+    """The programme where memory is scarce. The states are columns of an array: OWED + RATE · t is what the accepted
+    demand by time t, USED their memory."""
 
-    def __init__(self, jobs: Sequence[Job], memory: int) -> None:
-        classes = Counter((j.tpot, j.value) for j in jobs)
-        self._step: dict[tuple[float, float], int] = {}
-        radix = 1
-        for each, count in classes.items():
-            self._step[each] = radix
-            radix *= count + 1
+    def __init__(self, asked: _Asked, seats: int, memory: int) -> None:
+        self._asked = asked
+        self._seats = seats
         self._memory = memory
-        self._scarce = sum([j.memory for j in jobs]) > memory
         self._states: Floats = np.zeros((6, 1))
         self._from: list[tuple[Ints, int]] = []  # of each state after a decision: that before, accepted if >= the int
 
-    def decide(self, job: Job, owed: float, end: float, room: float, slope: float, seats: int) -> None:
+    def decide(self, turn: int) -> None:
         """Each state without this request, and with it where it fits: by its deadline, in memory, in the long run."""
-        step = self._step[job.tpot, job.value]
-        states = self._states
-        used = job.memory if self._scarce else 0  # else who comes first is taken, not who is smaller
-        grown = states + np.array([[step], [owed], [1.0 / job.tpot], [job.value], [1.0], [used]])
-        fits = (grown[OWED] + grown[RATE] * end <= room + EPS) & (grown[RATE] <= slope + EPS) & (grown[COUNT] <= seats)
-        if self._scarce:
-            fits &= grown[USED] <= self._memory
+        asked, states = self._asked, self._states
+        job, end, slope = asked.jobs[turn], asked.ends[turn], asked.line.slope
+        delta = (asked.step[turn], asked.owed[turn], 1.0 / job.tpot, job.value, 1.0, job.memory)
+        grown = states + np.array(delta)[:, None]
+        fits = grown[OWED] + grown[RATE] * end <= asked.room[turn] + EPS
+        fits &= (grown[RATE] <= slope + EPS) & (grown[COUNT] <= self._seats) & (grown[USED] <= self._memory)
         rows = fits.nonzero()[0]
         before = states.shape[1]
         self._from.append((np.concatenate((np.arange(before), rows + before)), before))  # + before marks: accepted
@@ -260,8 +308,6 @@ class _Table:
         key = keys[order]
         first = np.ones(len(key), dtype=bool)
         np.not_equal(key[1:], key[:-1], out=first[1:])
-        if not self._scarce:
-            return order[first]
         # the least memory so far in its state: states further on are shifted below all before
         shifted = used[order] - (self._memory + 1) * first.cumsum()
         least = np.minimum.accumulate(shifted)
