@@ -1,9 +1,9 @@
 """How long SLOs-Serve takes to decide and plan a step, by how many run and how many are new (Fig. 15).
 
 CPU time of whole calls, in states as a simulated replica runs into them: Llama-3.1-8B on an H200, requests that hold
-about so many running with a promise, and bursts of so many at the same instant; TTFT five times the prefill alone, so
-that bursts are taken in part. One TPOT, or three. Who is declined is refused. Counted are the calls that find as many
-new, or up to a fifth more, and as many running within a fifth; of 50 new such a call decides 16, and the next ones the
+about so many running with a promise, and bursts of so many at the same instant, whose TTFT, five times the prefill
+alone, lets them be taken in part. One TPOT, or three. Who is declined is refused. Counted are calls that find as many
+new, or up to a fifth more, and as many running within a third; of 50 new such a call decides 16, and the next ones the
 others. Without Python's search for cycles, as all simulations.
 """
 
@@ -33,10 +33,13 @@ ALONE = True
 PROFILE, POLICY = "llama-3.1-8b-h200", "rubato.experiments._timed"
 RUNNING, NEW = (10, 100, 500), (1, 10, 50)
 TPOTS = {1: (0.1,), 3: (0.05, 0.1, 0.2)}  # seconds, by how many tiers there are
-SLOWDOWN = 5.0  # TTFT, of the prefill alone
+SLOWDOWN = 5.0  # TTFT of a burst's, of the prefill alone
+LOOSE = 1.0  # TTFT of the others, seconds
+BURSTY = 0.3  # the part that comes in bursts
+TAKEN = {1: 0.6, 10: 0.6, 50: 0.3}  # of those, about
 PROMPTS, OUTPUTS = (50, 250), (50, 250)  # tokens, uniform
 SEEDS = (1, 2, 3)
-BURSTS = {1: 100, 10: 100, 50: 40}
+BURSTS = {1: 60, 10: 60, 50: 20}
 BAR = (100, 10)  # running and new, for which planning is to take 2 ms at most
 _GAPS, _LENGTHS = 61, 62  # random streams
 
@@ -66,7 +69,7 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
     )  # fmt: skip
     ends = [e for e in simulate(requests, outputs, setup) if isinstance(e, Finished)]
     of_state = [
-        p for p in log if p.at >= begin and new <= p.new <= 1.2 * new and abs(p.running - running) <= running / 5
+        p for p in log if p.at >= begin and new <= p.new <= 1.2 * new and abs(p.running - running) <= running / 3
     ]
     return {
         "running": running, "new": new, "tiers": tiers, "seed": seed,
@@ -89,24 +92,23 @@ def hardware() -> Hardware:
 
 
 def load(running: int, new: int, tiers: int, seed: int, bursts: int) -> tuple[list[Request], float]:
-    """Requests that hold about so many running, a half of them, or all, one by one, the others in bursts of `new`; and
-    the time from which on they do."""
+    """Requests one by one, of which about so many run, and bursts of `new`; and the time from which on it is so."""
     machine = hardware()
     length = (sum(PROMPTS) + sum(OUTPUTS)) // 2
     life = sum(OUTPUTS) / 2 * machine.model.step_time(Shape(running, running, running * length))
-    many = new > running / 2  # then they come on top, when those before have ended
-    gap = life * (1.5 if many else 2 * new / running)
+    small = new <= running / 2  # else a burst comes when the one before has ended
+    gap = life * (new / running / BURSTY if small else 1.5)
     begin = 2.0 * life
     end = begin + bursts * gap
-    draw = np.random.default_rng([seed, _GAPS])
-    rate = running / life * (1.0 if many else 0.5)
-    single = np.cumsum(draw.exponential(1.0 / rate, int(1.5 * rate * end) + 10))
-    times = [*single[single < end].tolist(), *np.repeat(np.arange(0.0, end, gap), new).tolist()]
-    lengths = np.random.default_rng([seed, _LENGTHS])
+    rate = running / life * (1.0 - TAKEN[new] * BURSTY if small else 1.0)
+    singles = np.cumsum(np.random.default_rng([seed, _GAPS]).exponential(1.0 / rate, int(1.5 * rate * end) + 10))
+    times = [(at, False) for at in singles[singles < end].tolist()]
+    times += [(at, True) for at in np.repeat(np.arange(0.0, end, gap), new).tolist()]
+    draw = np.random.default_rng([seed, _LENGTHS])
     made = []
-    for i, at in enumerate(sorted(times)):
-        prompt, tpot = int(lengths.integers(*PROMPTS)), TPOTS[tiers][int(lengths.integers(tiers))]
-        slo = SLO(SLOWDOWN * machine.prefill(prompt), tpot)
+    for i, (at, burst) in enumerate(sorted(times)):
+        prompt, tpot = int(draw.integers(*PROMPTS)), TPOTS[tiers][int(draw.integers(tiers))]
+        slo = SLO(SLOWDOWN * machine.prefill(prompt) if burst else LOOSE, tpot)
         sampling = Sampling(max_tokens=OUTPUTS[1])
         made.append(Request(f"q{i}", (Stage(prompt, slo),), at, sampling=sampling, on_decline="refuse"))
     return made, begin
