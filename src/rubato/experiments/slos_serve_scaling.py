@@ -6,7 +6,8 @@ paired by seed. Coder and ToolLLM come in bursts that a higher rate makes shorte
 that all see as many bursts. Chat comes evenly: as many requests a replica, so that runs last as long.
 
 Why more than so many times as much: a burst that one replica must decline in part is shared by several, whose queues
-are seldom full at once, and who is declined by one is asked of the others.
+are seldom full at once. Any router that spreads requests does that: what SLOs-Serve's adds, by asking before it places,
+is within the interval here.
 """
 
 from __future__ import annotations
@@ -113,7 +114,16 @@ def search(case: str, system: str, replicas: int, seed: int, scale: Scale) -> di
     source, setting = _asked(case, system, replicas, scale)
     start = CASES[case].start * replicas
     found = capacity.search(source, setting, seed, (TARGET,), scale.tolerance, start)
-    return {"case": case, "system": system, "replicas": replicas, **found, "capacity": found["capacity"][str(TARGET)]}
+    bracketed = found["capacity"][str(TARGET)]
+    return {"case": case, "system": system, "replicas": replicas, **found, "capacity": bracketed}
+
+
+def crossed(tried: Sequence[tuple[float, float]], bracketed: float) -> float:
+    """Where attainment crosses the target in the last bracket, whose middle the search gives, taken as a line there:
+    else rates of one sequence of brackets would be equal, or a whole step apart."""
+    low, above = max((rate, share) for rate, share in tried if rate <= bracketed)
+    high, below = min((rate, share) for rate, share in tried if rate > bracketed)
+    return float(low * (high / low) ** ((above - TARGET) / (above - below)))
 
 
 def same(case: str, scale: Scale) -> dict[str, Any]:
@@ -136,7 +146,11 @@ def _asked(case: str, system: str, replicas: int, scale: Scale) -> tuple[Able, S
 
 def found(values: Sequence[Any], small: bool) -> Found:
     scale = SMALL if small else FULL
-    rates = {(v["case"], v["system"], v["replicas"], v["seed"]): v["capacity"] for v in values if "capacity" in v}
+    rates = {
+        (v["case"], v["system"], v["replicas"], v["seed"]): crossed(v["tried"], v["capacity"])
+        for v in values
+        if "capacity" in v
+    }
 
     def over(case: str, system: str, replicas: int, other: str, others: int) -> Estimate:
         pairs = [(rates[case, system, replicas, seed], rates[case, other, others, seed]) for seed in scale.seeds]
@@ -162,7 +176,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
 def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
     for case in CASES:
         rates = {
-            n: [v["capacity"] for v in data if (v["case"], v.get("system"), v.get("replicas")) == (case, OURS, n)]
+            n: [
+                crossed(v["tried"], v["capacity"])
+                for v in data
+                if (v["case"], v.get("system"), v.get("replicas")) == (case, OURS, n)
+            ]
             for n in REPLICAS
         }
         axes.plot(REPLICAS, [np.mean(rates[n]) / np.mean(rates[1]) for n in REPLICAS], "o-", label=case)
