@@ -399,7 +399,7 @@ def cluster_of(
             for i, make in enumerate(makers)
         ]
 
-    placing = router_for(policy, router, router_settings)
+    placing = router_for(policy, router, router_settings, settings)
     return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
@@ -40,9 +41,14 @@ class Packing:
         self._added.clear()
         return self._shape
 
+    @cached_property
+    def decodes(self) -> Shape:
+        """The view's, asked once: it may have to look at every sequence."""
+        return self.view.decodes
+
     def decode_all(self) -> bool:
         """One token of every running sequence that has one pending, before anything else; False if not all fit."""
-        decodes, need = self.view.decodes, self.view.decode_blocks
+        decodes, need = self.decodes, self.view.decode_blocks
         if decodes.seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
             return False
         self.decode = decodes.seqs > 0

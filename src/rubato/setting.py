@@ -111,7 +111,7 @@ class Choice:
         own, _, other = text.partition("@")
         choice = cls(*_parsed(own), *_parsed(other or router))
         load(choice.policy, choice.settings)
-        router_for(choice.policy, choice.router, choice.router_settings)
+        router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
         return choice
 
 

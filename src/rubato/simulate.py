@@ -171,7 +171,7 @@ def simulated_run(
 def lean_enough(setup: Setup) -> bool:
     """Whether the fast driver can simulate this: a model that does not learn, plain steps, no KV shared or
     moved, no shares that are paid back with time."""
-    router = router_for(setup.policy, setup.router, setup.router_settings)
+    router = router_for(setup.policy, setup.router, setup.router_settings, setup.settings)
     plain = load(setup.policy, setup.settings).needs <= SUPPORTS and not hasattr(router, "roles")
     return plain and not (setup.learns or setup.prefix_cache or setup.fair)
 

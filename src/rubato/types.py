@@ -160,7 +160,10 @@ class Request:
 
     @property
     def best_effort(self) -> bool:
-        return False not in [stage.slo.best_effort for stage in self.stages]
+        for stage in self.stages:  # noqa: SIM110  `all` takes twice as long, for every request in every step
+            if not stage.slo.best_effort:
+                return False
+        return True
 
 
 # --------------------------------------------------------------------------- what a step is made of

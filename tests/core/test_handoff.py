@@ -409,7 +409,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
             return Router().roles(replicas)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.router_for", lambda policy, router, settings: Back())
+        patch.setattr("rubato.cluster.router_for", lambda *_: Back())
         events = scenario([(0.0, offer(request("a", 20)))], (1, 1))
     assert "placed it on 'r0', which had handed it off with its KV" in end(events, "a").reason
 

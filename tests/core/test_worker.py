@@ -111,7 +111,7 @@ def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.Monkey
             return Plan(preempt=("nobody",))
 
     monkeypatch.setattr("rubato.cluster.load", lambda name, settings: Wrong())
-    monkeypatch.setattr("rubato.cluster.router_for", lambda policy, router, settings: load_router("least_loaded"))
+    monkeypatch.setattr("rubato.cluster.router_for", lambda *_: load_router("least_loaded"))
     _, events, _ = scenario([(0.0, offer(request("a")))], policy="mine")
     assert "policy 'mine'" in ends(events)["a"].reason
     assert "'nobody'" in ends(events)["a"].reason

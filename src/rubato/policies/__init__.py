@@ -42,10 +42,19 @@ def load_router(name: str, settings: Mapping[str, object] | None = None) -> Rout
     return cast(Router, _build(name, "Router", settings or {}))
 
 
-def router_for(policy: str, router: str, settings: Mapping[str, object] | None = None) -> Router:
-    """`router`; for "auto" the policy's own, or `least_loaded` where it has none. Raises PolicyError."""
+def router_for(
+    policy: str, router: str, settings: Mapping[str, object] | None = None, own: Mapping[str, object] | None = None
+) -> Router:
+    """`router`; for "auto" the policy's own, or `least_loaded` where it has none. Raises PolicyError.
+
+    own: the policy's settings. Its own Router goes by those that it has too, where `settings` says nothing else.
+    """
+    paired = getattr(_module(policy), "Router", None)
     if router == "auto":
-        router = policy if hasattr(_module(policy), "Router") else "least_loaded"
+        router = policy if paired else "least_loaded"
+    if paired and router == policy:
+        shared = _settings(paired)
+        settings = {key: value for key, value in (own or {}).items() if key in shared} | dict(settings or {})
     return load_router(router, settings)
 
 

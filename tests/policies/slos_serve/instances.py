@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rubato.policies.slos_serve.admission import Terms, grids, lengths
-from rubato.policies.slos_serve.budget import CLOSE, Grid, Job, Line, lay
+from rubato.policies.slos_serve.budget import CLOSE, Demand, Grid, Job, Line, lay
 
 Holds = Callable[[Grid, Sequence[Job]], bool]
 
@@ -26,7 +26,7 @@ def unit(seconds: float) -> int:
 
 
 def on_one_grid(grid: Grid, jobs: Sequence[Job]) -> bool:
-    return all(alone(grid, job) for job in jobs) and Line(grid, jobs).holds
+    return all(alone(grid, job) for job in jobs) and Line(grid, Demand(jobs)).holds
 
 
 def alone(grid: Grid, job: Job) -> bool:
@@ -37,7 +37,7 @@ def alone(grid: Grid, job: Job) -> bool:
 
 def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
     """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
-    for longest in lengths(every, terms):
+    for longest in lengths(Demand(every), (), terms):
         yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
 
 
@@ -47,14 +47,14 @@ def brute_force(
 ) -> float | None:  # fmt: skip
     """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
     a subset, all that admission tries if not given."""
-    every = list(grids(forced, new, terms))
+    every = list(grids(Demand(forced), new, terms))
     best = None
     for size in range(len(new) + 1):
         for some in combinations(new, size):
             if sum(j.memory for j in some) > terms.memory or size > terms.seats:
                 continue
             tried = every if over is None else over([*forced, *some])
-            if any(Line(g, forced).holds and holds(g, [*forced, *some]) for g in tried):
+            if any(Line(g, Demand(forced)).holds and holds(g, [*forced, *some]) for g in tried):
                 best = max(best or 0.0, sum(j.value for j in some))
     return best
 

@@ -169,6 +169,16 @@ def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
         policies.load_router("slos_serve", settings)
 
 
+def test_it_goes_by_its_schedulers_settings_unless_told_otherwise() -> None:
+    own = {"margin": 0.2, "values": {"gold": 2.0}, "threshold": 3}
+    for router in ("auto", "slos_serve"):
+        made = policies.router_for("slos_serve", router, {"reserve": 0.1, "max_hops": 1}, own)
+        assert made == Router(margin=0.2, values={"gold": 2.0}, reserve=0.1, max_hops=1)
+    assert policies.router_for("slos_serve", "auto", {"margin": 0.3}, own) == Router(margin=0.3, values={"gold": 2.0})
+    assert policies.router_for("slos_serve", "round_robin", {}, own) == policies.load_router("round_robin")
+    assert policies.router_for("sarathi", "slos_serve", {}, {"budget": 64}) == Router()
+
+
 # ----------------------------------------------------------------- a fleet
 
 

@@ -9,15 +9,19 @@ TPOT admitted decides how long batches are, and a deadline may fall just before 
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import ceil, inf
+from itertools import accumulate, groupby, islice, product
+from math import ceil, inf, prod
+from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.policies.slos_serve.budget import CLOSE, EPS, Floats, Grid, Job, Line, lay
+from rubato.policies.slos_serve.budget import CLOSE, EPS, Demand, Floats, Grid, Job, Line, lay
 
 GRIDS = 64  # tried at most for one length of the first batches
 ALIGNED = 2  # deadlines that the first batches are fitted to, the earliest ones
@@ -49,19 +53,48 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
 
     Equal deadlines are decided in the order given.
     """
-    best: Admitted | None = None
     most = ceiling(new, terms.memory, terms.seats)
-    for grid in grids(forced, new, terms):
-        line = Line(grid, forced)
-        if not line.holds:
-            continue
-        accepted = choose(line, new, terms.memory, terms.seats)
-        value = sum(new[i].value for i in accepted)
-        if best is None or value > best.value + EPS:
-            best = Admitted(accepted, grid, value)
-        if best.value >= most - EPS:
-            break
-    return best
+    demand = Demand(forced)
+    tries: list[_Try] = []
+    best: tuple[Admitted, int] | None = None
+    for n, grid in enumerate(grids(demand, new, terms)):
+        able, after = alone(grid, new, terms.memory)
+        tries.append(_Try(n, grid, able, after, sum([new[i].value for i in able])))
+        if tries[-1].bound >= most - EPS:
+            best = _better(best, tries.pop(), demand, new, terms)
+            if best is not None and best[0].value >= most - EPS:
+                return best[0]
+    for each in sorted(tries, key=lambda each: -each.bound):
+        best = _better(best, each, demand, new, terms)
+    return best[0] if best is not None else None
+
+
+class _Try(NamedTuple):
+    """The n-th grid; who could be in time there alone, each one's last batch, and what they are worth together."""
+
+    n: int
+    grid: Grid
+    able: Sequence[int]
+    after: Floats
+    bound: float
+
+
+def _better(
+    best: tuple[Admitted, int] | None, one: _Try, demand: Demand, new: Sequence[Job], terms: Terms
+) -> tuple[Admitted, int] | None:
+    """The best set so far, or the one of this grid: of equal ones that of the first grid. It is looked for only where
+    it could be better."""
+    value, n = (best[0].value, best[1]) if best is not None else (-inf, inf)
+    if one.bound <= value + (EPS if n < one.n else -EPS):
+        return best
+    line = Line(one.grid, demand)
+    if not line.holds:
+        return best
+    accepted = choose(line, new, one.able, one.after, terms.memory, terms.seats)
+    own = sum([new[i].value for i in accepted])
+    if own <= value + (EPS if n < one.n else -EPS):
+        return best
+    return Admitted(accepted, one.grid, own), one.n
 
 
 def admit_first(forced: Sequence[Job], new: Sequence[Job], terms: Terms, others: Terms, most: float) -> Admitted | None:
@@ -95,129 +128,207 @@ def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
     return value if len(new) <= seats else sum(sorted((j.value for j in new), reverse=True)[:seats])
 
 
-def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Iterator[Grid]:
-    """The grids to try: for each length of the first batches, each choice of the first request admitted of each TPOT
-    that would shorten batches. All of them but where they are more than `GRIDS`: then its first request or none."""
-    decodes = [(j.due, j.tpot) for j in forced if j.due < inf]
-    assert all(j.due < inf for j in new), "every new request has a deadline, if one of ours"
-    for longest in lengths([*forced, *new], terms):
+def grids(forced: Demand, new: Sequence[Job], terms: Terms) -> Iterator[Grid]:
+    """The grids to try, each once: for each length of the first batches, each choice of the first request admitted of
+    each TPOT that would shorten batches. All but where those are more than `GRIDS`: then its first request or none."""
+    decodes = forced.first()
+    known: set[Grid] = set()
+    due = np.array([j.due for j in new])
+    assert (due < inf).all(), "every new request has a deadline, if one of ours"
+    for longest in lengths(forced, new, terms):
         plain = lay(decodes, longest, terms.capacity)
-        after = plain.index(np.array([j.due for j in new]))
-        shorter = sorted({j.tpot for j, k in zip(new, after, strict=True) if j.tpot < plain.seconds_after(float(k))})
+        after = plain.index(due).tolist()
+        shorter = sorted({j.tpot for j, k in zip(new, after, strict=True) if j.tpot < plain.seconds_after(k)})
         options: list[list[float | None]] = [
             [*sorted({j.due for j in new if j.tpot == tpot}), None] for tpot in shorter
         ]
-        if np.prod([len(o) for o in options]) > GRIDS:
+        if prod(map(len, options)) > GRIDS:
             options = [[o[0], None] for o in options]
         for dues in product(*options):
             added = [(due, tpot) for due, tpot in zip(dues, shorter, strict=True) if due is not None]
-            yield lay([*decodes, *added], longest, terms.capacity) if added else plain
+            grid = lay([*decodes, *added], longest, terms.capacity) if added else plain
+            if grid not in known:
+                known.add(grid)
+                yield grid
 
 
-def lengths(jobs: Sequence[Job], terms: Terms) -> list[float]:
+def lengths(forced: Demand, new: Sequence[Job], terms: Terms) -> list[float]:
     """The longest, and what fits one of the first deadlines without a rest, of a prefill or of a decode that is due
     before its TPOT is over: a short prompt is due before a long batch would have ended."""
-    dues = sorted({j.due for j in jobs if (j.tokens > 1 or j.due < j.tpot) and 0.0 < j.due < inf})[:ALIGNED]
-    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in dues]
+    early = forced.due[(forced.tokens > 1) | (forced.due < forced.tpot)]
+    fresh = [j.due for j in new if j.due > 0.0 and (j.tokens > 1 or j.due < j.tpot)]
+    soon = heapq.merge(early[early > 0.0].tolist(), sorted(fresh))
+    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due, _ in islice(groupby(soon), ALIGNED)]
     return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
 
 
-def choose(line: Line, new: Sequence[Job], memory: int, seats: int) -> tuple[int, ...]:
-    """Indices of the set of largest value; of these, the one that leaves the largest budget."""
-    grid = line.grid
-    after = grid.index(np.array([j.due for j in new], dtype=np.float64))
+def alone(grid: Grid, new: Sequence[Job], memory: int) -> tuple[list[int], Floats]:
+    """Who could be in time if nobody else were there, in order of deadline, and the batch that is each one's last."""
+    after = grid.index(np.array([j.due for j in new]))
     able = [
         i
-        for i, (job, k) in enumerate(zip(new, after, strict=True))
-        if 1.0 <= k < inf and grid.seconds_after(float(k)) <= job.tpot * (1.0 + CLOSE) and job.memory <= memory
+        for i, (job, k) in enumerate(zip(new, after.tolist(), strict=True))
+        if 1.0 <= k < inf and grid.seconds_after(k) <= job.tpot * (1.0 + CLOSE) and job.memory <= memory
     ]
-    able.sort(key=lambda i: float(after[i]))
+    able.sort(key=after.__getitem__)
+    return able, after[able]
+
+
+def choose(
+    line: Line, new: Sequence[Job], able: Sequence[int], after: Floats, memory: int, seats: int
+) -> tuple[int, ...]:
+    """Indices of the set of largest value; of these, the one that leaves the largest budget."""
     if not able:
         return ()
-    ends, room = grid.ends(after), line.left(after)
-    table = _Table(new, able, memory)
-    for turn, i in enumerate(able):
-        k = float(after[i])
-        table.decide(new[i], grid.fringe(new[i].tpot), float(ends[i]), float(room[i]), line.slope, seats)
-        until = float(after[able[turn + 1]]) if turn + 1 < len(able) else inf
-        between = slice(*np.searchsorted(line.at, [k, until], side="left"))
+    asked = _Asked(line, [new[i] for i in able], after)
+    if asked.all_fit(memory, seats):
+        return tuple(able)
+    scarce = sum([j.memory for j in asked.jobs]) > memory
+    table = _Fronts(asked, seats, memory) if scarce else _Counts(asked, seats)
+    for turn in range(len(able)):
+        table.decide(turn)
+        between = slice(*asked.between[turn : turn + 2])
         if between.start < between.stop:
-            table.keep(line.room[between], grid.ends(line.at[between]))
+            table.keep(line.room[between], asked.ends_between[between])
     return tuple(able[turn] for turn in table.best())
 
 
-class _Table:
-    """The states: rows of arrays. `owed` + rate · t is what the accepted demand by time t."""
+class _Asked:
+    """Those who could be in time alone, in order of deadline, as columns. owed: each demands that + t / TPOT by time t.
+    between: where in `line.at` those deadlines of the forced begin that are no earlier than each one's. A state has a
+    number: how many were accepted of each class, as digits; step: what each adds to it."""
 
-    def __init__(self, new: Sequence[Job], able: Sequence[int], memory: int) -> None:
-        classes: dict[tuple[float, float], int] = {}
-        for i in able:
-            classes[new[i].tpot, new[i].value] = classes.get((new[i].tpot, new[i].value), 0) + 1
-        self._step: dict[tuple[float, float], int] = {}
-        radix = 1
-        for each, count in classes.items():
-            self._step[each] = radix
-            radix *= count + 1
-        self._memory = memory
-        self._scarce = sum(new[i].memory for i in able) > memory
-        self._key: Ints = np.zeros(1, np.int64)
-        self._owed: Floats = np.zeros(1)
-        self._rate: Floats = np.zeros(1)
-        self._value: Floats = np.zeros(1)
-        self._count: Ints = np.zeros(1, np.int64)
-        self._used: Ints = np.zeros(1, np.int64)
-        self._from: list[tuple[Ints, int]] = []  # of each row after a decision: the row before, accepted if >= the int
+    def __init__(self, line: Line, jobs: Sequence[Job], after: Floats) -> None:
+        self.jobs = jobs
+        self.line = line
+        grid = line.grid
+        self.ends, self.room = grid.ends(after), line.left(after)
+        self.rate = 1.0 / np.array([j.tpot for j in jobs])
+        fringes = {tpot: grid.fringe(tpot) for tpot in {j.tpot for j in jobs}}
+        self.owed = np.array([j.tokens + fringes[j.tpot] for j in jobs]) - self.rate * self.ends
+        self.between = [*line.at.searchsorted(after, side="left").tolist(), len(line.at)]
+        self.ends_between = grid.ends(line.at)
+        self._after = after
+        self.classes = Counter((j.tpot, j.value) for j in jobs)
+        radix = [1, *accumulate([n + 1 for n in self.classes.values()], mul)]
+        self.states = radix.pop()
+        place = dict(zip(self.classes, radix, strict=True))
+        self.step = [place[j.tpot, j.value] for j in jobs]
 
-    def decide(self, job: Job, fringe: float, end: float, room: float, slope: float, seats: int) -> None:
-        """Each state without this request, and with it where it fits: by its deadline, in memory, in the long run."""
-        rate = 1.0 / job.tpot
-        owed = self._owed + (job.tokens + fringe - rate * end)
-        rates = self._rate + rate
-        fits = (owed + rates * end <= room + EPS) & (rates <= slope + EPS) & (self._count < seats)
-        used = self._used
-        if self._scarce:
-            used = used + job.memory
-            fits &= used <= self._memory
-        rows = np.flatnonzero(fits)
-        before = len(self._key)
-        step = self._step[job.tpot, job.value]
-        self._key = np.concatenate((self._key, self._key[rows] + step))
-        self._owed = np.concatenate((self._owed, owed[rows]))
-        self._rate = np.concatenate((self._rate, rates[rows]))
-        self._value = np.concatenate((self._value, self._value[rows] + job.value))
-        self._count = np.concatenate((self._count, self._count[rows] + 1))
-        self._used = np.concatenate((self._used, used[rows]))
-        source: Ints = np.concatenate((np.arange(before), rows + before))  # + before marks: accepted
-        self._from.append((source, before))
-        if len(rows):
-            self._restrict(self._undominated())
+    def all_fit(self, memory: int, seats: int) -> bool:
+        """Whether there is room for all of them: then there is nothing to choose."""
+        if len(self.jobs) > seats or sum([j.memory for j in self.jobs]) > memory:
+            return False
+        rates, owed = self.rate.cumsum(), self.owed.cumsum()
+        if rates[-1] > self.line.slope + EPS or (owed + rates * self.ends > self.room + EPS).any():
+            return False
+        later = slice(self.between[0], None)
+        n = self._after.searchsorted(self.line.at[later], side="right") - 1
+        return bool((owed[n] + rates[n] * self.ends_between[later] <= self.line.room[later] + EPS).all())
 
-    def _undominated(self) -> Ints:
-        """Per state, the rows that no other beats in both budget and memory."""
-        order = np.lexsort((self._used, self._owed, self._key))
-        key = self._key[order]
-        first = np.concatenate(([True], key[1:] != key[:-1]))
-        if not self._scarce:
-            return order[first]
-        # the least memory so far in its state: states further on are shifted below all before
-        shifted = self._used[order] - (self._memory + 1) * np.cumsum(first)
-        least = np.minimum.accumulate(shifted)
-        return order[first | np.concatenate(([True], shifted[1:] < least[:-1]))]
+
+class _Counts:
+    """The programme where memory does not matter: for each state the least `owed`; with its rate, what is demanded."""
+
+    def __init__(self, asked: _Asked, seats: int) -> None:
+        self._asked = asked
+        self._rate, self._value, count = np.zeros((3, asked.states))
+        number = np.arange(asked.states)
+        for (tpot, value), most in asked.classes.items():
+            number, digit = np.divmod(number, most + 1)
+            self._rate += digit / tpot
+            self._value += digit * value
+            count += digit
+        self._able = (self._rate <= asked.line.slope + EPS) & (count <= seats)
+        self._owed = np.full(asked.states, inf)
+        self._owed[0] = 0.0
+        self._accepted: list[NDArray[np.bool_]] = []  # by turn, of the states from `step` on
+
+    def decide(self, turn: int) -> None:
+        """Each state as it is, or with this request where it fits and owes less: by its deadline, in the long run."""
+        asked, step = self._asked, self._asked.step[turn]
+        owed = self._owed[:-step] + asked.owed[turn]
+        fits = owed + self._rate[step:] * asked.ends[turn] <= asked.room[turn] + EPS
+        fits &= self._able[step:]
+        fits &= owed < self._owed[step:]
+        np.copyto(self._owed[step:], owed, where=fits)
+        self._accepted.append(fits)
 
     def keep(self, room: Floats, ends: Floats) -> None:
         """Only the states that leave the forced in time at these deadlines of theirs."""
-        demand = self._owed[:, None] + self._rate[:, None] * ends[None, :]
-        self._restrict(np.flatnonzero((demand <= room[None, :] + EPS).all(axis=1)))
-
-    def _restrict(self, rows: Ints) -> None:
-        source, before = self._from[-1]
-        self._from[-1] = (source[rows], before)
-        self._key, self._owed, self._rate = self._key[rows], self._owed[rows], self._rate[rows]
-        self._value, self._count, self._used = self._value[rows], self._count[rows], self._used[rows]
+        demand = self._owed[:, None] + self._rate[:, None] * ends
+        self._owed[(demand > room + EPS).any(axis=1)] = inf
 
     def best(self) -> list[int]:
         """The turns in which it was accepted, of the best state at the end."""
-        row = int(np.lexsort((self._key, self._owed, -self._value))[0])
+        value = np.where(self._owed < inf, self._value, -inf)
+        state = int(np.lexsort((self._owed, -value))[0])
+        turns = []
+        for turn in range(len(self._accepted) - 1, -1, -1):
+            before = state - self._asked.step[turn]
+            if before >= 0 and self._accepted[turn][before]:
+                state = before
+                turns.append(turn)
+        return turns[::-1]
+
+
+KEY, OWED, RATE, VALUE, COUNT, USED = range(6)
+
+
+class _Fronts:
+    """The programme where memory is scarce. The states are columns of an array: OWED + RATE · t is what the accepted
+    demand by time t, USED their memory."""
+
+    def __init__(self, asked: _Asked, seats: int, memory: int) -> None:
+        self._asked = asked
+        self._seats = seats
+        self._memory = memory
+        self._states: Floats = np.zeros((6, 1))
+        self._from: list[tuple[Ints, int]] = []  # of each state after a decision: that before, accepted if >= the int
+
+    def decide(self, turn: int) -> None:
+        """Each state without this request, and with it where it fits: by its deadline, in memory, in the long run."""
+        asked, states = self._asked, self._states
+        job, end, slope = asked.jobs[turn], asked.ends[turn], asked.line.slope
+        delta = (asked.step[turn], asked.owed[turn], 1.0 / job.tpot, job.value, 1.0, job.memory)
+        grown = states + np.array(delta)[:, None]
+        fits = grown[OWED] + grown[RATE] * end <= asked.room[turn] + EPS
+        fits &= (grown[RATE] <= slope + EPS) & (grown[COUNT] <= self._seats) & (grown[USED] <= self._memory)
+        rows = fits.nonzero()[0]
+        before = states.shape[1]
+        self._from.append((np.concatenate((np.arange(before), rows + before)), before))  # + before marks: accepted
+        if len(rows):
+            self._states = np.concatenate((states, grown[:, rows]), axis=1)
+            self._restrict(self._undominated())
+
+    def _undominated(self) -> Ints:
+        """Per state, the columns that no other beats in both budget and memory."""
+        keys, owed, used = self._states[KEY], self._states[OWED], self._states[USED]
+        order = np.lexsort((used, owed, keys))
+        key = keys[order]
+        first = np.ones(len(key), dtype=bool)
+        np.not_equal(key[1:], key[:-1], out=first[1:])
+        # the least memory so far in its state: states further on are shifted below all before
+        shifted = used[order] - (self._memory + 1) * first.cumsum()
+        least = np.minimum.accumulate(shifted)
+        first[1:] |= shifted[1:] < least[:-1]
+        return order[first]
+
+    def keep(self, room: Floats, ends: Floats) -> None:
+        """Only the states that leave the forced in time at these deadlines of theirs."""
+        demand = self._states[OWED][:, None] + self._states[RATE][:, None] * ends
+        fits = (demand <= room + EPS).all(axis=1)
+        if not fits.all():
+            self._restrict(fits.nonzero()[0])
+
+    def _restrict(self, columns: Ints) -> None:
+        source, before = self._from[-1]
+        self._from[-1] = (source[columns], before)
+        self._states = self._states[:, columns]
+
+    def best(self) -> list[int]:
+        """The turns in which it was accepted, of the best state at the end."""
+        row = int(np.lexsort((self._states[KEY], self._states[OWED], -self._states[VALUE]))[0])
         turns = []
         for turn in range(len(self._from) - 1, -1, -1):
             source, before = self._from[turn]

@@ -30,7 +30,7 @@ class Filling:
     def decodes(self, order: Sequence[SeqView]) -> bool:
         """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
         batch. False, and nothing done, where not."""
-        packing, many = self.packing, self.packing.view.decodes
+        packing, many = self.packing, self.packing.decodes
         first = order[: many.seqs]
         if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
             return False

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -58,9 +59,9 @@ class Grid:
 
     def index(self, due: Floats) -> Floats:
         """How many batches have ended by then."""
-        ended, begin = np.zeros_like(due), 0.0
+        ended, begin = np.zeros(len(due)), 0.0
         for p in self.phases:
-            ended += np.clip(np.floor((due - begin) / p.seconds + CLOSE), 0.0, p.count)
+            ended += _within(np.floor((due - begin) / p.seconds + CLOSE), p.count)
             begin += p.count * p.seconds
         return ended
 
@@ -73,9 +74,9 @@ class Grid:
         return self._sum(k, [float(p.tokens) for p in self.phases])
 
     def _sum(self, k: Floats, each: Sequence[float]) -> Floats:
-        total, begin = np.zeros_like(k), 0.0
+        total, begin = np.zeros(len(k)), 0.0
         for p, amount in zip(self.phases, each, strict=True):
-            total += np.clip(k - begin, 0.0, p.count) * amount
+            total += _within(k - begin, p.count) * amount
             begin += p.count
         return total
 
@@ -113,6 +114,12 @@ class Grid:
         return Grid(tuple(rest))
 
 
+def _within(count: Floats, most: float) -> Floats:
+    """Clipped to [0, most], in place."""
+    np.maximum(count, 0.0, out=count)
+    return count if most == inf else np.minimum(count, most, out=count)
+
+
 def lay(decodes: Iterable[tuple[float, float]], longest: float, capacity: Callable[[float], int]) -> Grid:
     """The grid for requests with these (due, tpot): batches of at most `longest` seconds, and of each TPOT from the
     last batch on that has ended when its request is due. capacity: tokens of a batch that takes so many seconds."""
@@ -128,6 +135,22 @@ def lay(decodes: Iterable[tuple[float, float]], longest: float, capacity: Callab
     return Grid((*phases, Phase(inf, seconds, capacity(seconds))))
 
 
+class Demand:
+    """What jobs with a deadline demand, as columns in order of deadline: told once, held against many grids."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        rows = sorted([j for j in jobs if j.due < inf], key=itemgetter(1))  # by `due`
+        _, due, tokens, tpot, *_ = zip(*rows, strict=True) if rows else ((),) * len(Job._fields)
+        self.due, self.tokens, self.tpot = (np.fromiter(c, np.float64, len(rows)) for c in (due, tokens, tpot))
+        self.rate = 1.0 / self.tpot
+        self.late = int(self.due.searchsorted(0.0, side="right"))  # so many of them
+        self.tpots = set(tpot)
+
+    def first(self) -> list[tuple[float, float]]:
+        """(due, TPOT) of the first of each TPOT: all that shortens batches."""
+        return [(float(self.due[self.tpot == tpot].min()), tpot) for tpot in self.tpots]
+
+
 class Line:
     """What requests that are served anyway leave of a grid for others.
 
@@ -135,30 +158,37 @@ class Line:
     second that are left in the long run.
     """
 
-    def __init__(self, grid: Grid, jobs: Sequence[Job]) -> None:
+    def __init__(self, grid: Grid, demand: Demand) -> None:
         """Jobs due at 0 are late already: they are due with the first batch."""
         self.grid = grid
-        fringes = {tpot: grid.fringe(tpot) for tpot in {j.tpot for j in jobs}}
-        with_due = [j for j in jobs if j.due < inf]
-        due = np.array([j.due for j in with_due])
-        tokens = np.array([j.tokens + fringes[j.tpot] for j in with_due])
-        rate = np.array([1.0 / j.tpot for j in with_due])
-        k = np.where(due <= 0.0, 1.0, grid.index(due))
-        order = np.argsort(k, kind="stable")
-        k = k[order]
+        tokens = demand.tokens
+        for tpot in demand.tpots:
+            if fringe := grid.fringe(tpot):
+                tokens = np.where(demand.tpot == tpot, tokens + fringe, tokens)
+        k = grid.index(demand.due)
+        k[: demand.late] = k[demand.late :].min(initial=1.0)  # not after those due before any batch ends: none fits
         self._k = k
-        self._rates = np.concatenate(([0.0], np.cumsum(rate[order])))
-        self._owed = np.concatenate(([0.0], np.cumsum(tokens[order] - rate[order] * grid.ends(k))))
-        self.at = np.unique(k)
+        self._rates = _summed(demand.rate)
+        self._owed = _summed(tokens - demand.rate * grid.ends(k))
+        last = np.ones(len(k), dtype=bool)  # of those due by the same batch
+        np.not_equal(k[1:], k[:-1], out=last[:-1])
+        self.at = k[last]
         self.room = self.left(self.at)
         self.slope = grid.throughput - float(self._rates[-1])
 
     def left(self, k: Floats) -> Floats:
         """Tokens left by the k-th batch's end: its PB* from now, when nobody is added. Negative: they do not fit."""
-        n = np.searchsorted(self._k, k, side="right")
+        n = self._k.searchsorted(k, side="right")
         return self.grid.supply(k) - self._owed[n] - self._rates[n] * self.grid.ends(k)
 
     @property
     def holds(self) -> bool:
         """Whether all of them are in time, for ever."""
         return self.slope >= -EPS and bool((self.room >= -EPS).all())
+
+
+def _summed(values: Floats) -> Floats:
+    """The sum of the first n of them, for each n from 0."""
+    sums = np.zeros(len(values) + 1)
+    np.cumsum(values, out=sums[1:])
+    return sums

@@ -17,8 +17,8 @@ TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no t
 
 def round_of(seq: SeqView) -> int:
     """The stage with a prompt that it is in, or that its decode-only stage goes on from: what a promise is made for."""
-    at = seq.stage
-    while seq.request.stages[at].prompt == 0:
+    at, stages = seq.stage, seq.request.stages
+    while stages[at].prompt == 0:
         at -= 1
     return at
 
@@ -82,6 +82,8 @@ class Promises:
 def tightened(jobs: list[Job], soonest: float) -> list[Job]:
     """Decodes that are behind, whose next token is due sooner than any batch ends, at the pace of the next tighter
     tier, with a token due as soon as can be."""
+    if not any(j.due < soonest for j in jobs):
+        return jobs
     paces = sorted({j.tpot for j in jobs})
 
     def tighter(job: Job) -> Job:

@@ -21,8 +21,8 @@ BACKUPS = ("best_effort", "refuse")
 @dataclass
 class Router:
     """max_hops: replicas that are asked after the first. backup: what becomes of a request that all of them decline:
-    "best_effort" on the least loaded, unless its client asked to be refused, or "refuse". The rest is as the Scheduler
-    has it, which should be given the same.
+    "best_effort" on the least loaded, unless its client asked to be refused, or "refuse". The rest is as the
+    Scheduler has it: a cluster hands those settings on.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()

@@ -11,7 +11,7 @@ from typing import ClassVar
 from rubato.interfaces import SeqView, View
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
 from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import Grid, Job, Line, lay
+from rubato.policies.slos_serve.budget import Demand, Grid, Job, Line, lay
 from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, memory, pace, round_of, tightened
 from rubato.slo import TOLERANCE
 from rubato.types import SATURATED, Event, Finished, Plan, Shape
@@ -287,11 +287,12 @@ class Scheduler:
                 turn.demote(seq)
         decided = {s.id for s in asked}
         turn.new = [s for s in turn.new if s.id not in decided]
-        self._promised = {s.id: round_of(s) for s in turn.kept}
+        self._promised.update((s.id, round_of(s)) for s in asked if s.id in accepted)
 
     def _give_up(self, turn: _Turn) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone."""
-        for seq in [s for s in turn.kept if s.pending > 1 and s.due + TOLERANCE < turn.now + _alone(turn.view, s)]:
+        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1]
+        for seq in [s for s in prefills if s.due + TOLERANCE < turn.now + _alone(turn.view, s)]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
             turn.demote(seq)
@@ -310,36 +311,38 @@ class Scheduler:
 
     def _filled(self, turn: _Turn, grid: Grid) -> Plan:
         view, elder, block = turn.view, turn.elder, turn.view.limits.block
-        due = {s.id: turn.jobs[s.id].due for s in turn.kept}
-        kept = turn.kept
+        kept, rest, jobs = turn.kept, turn.rest, turn.jobs
         if elder is not None and self._elder.due < inf:
-            turn.jobs[elder.id] = self._elder_job(turn, elder)
-            due[elder.id] = turn.jobs[elder.id].due
+            jobs[elder.id] = self._elder_job(turn, elder)
             kept = [*(s for s in kept if s is not elder), elder]
-        rest = sorted((s for s in turn.rest if s.id not in due), key=_arrival)
-        holders = [s for s in rest if s.id in view.running_ids]
+            rest = [s for s in rest if s is not elder]
+        rest = sorted(rest, key=_arrival)
+        running = view.running_ids if rest else ()
+        holders = [s for s in rest if s.id in running]
         filling = Filling(view, grid.phases[0].seconds / (1.0 + self.margin), holders)
-        order = self._steady(turn, grid, sorted(kept, key=lambda s: (due[s.id], s.request.arrival)))
+        order = self._steady(turn, grid, sorted(kept, key=lambda s: (jobs[s.id].due, s.request.arrival)))
         if holders or turn.new or not filling.decodes(order):
             filling.fill(order)
         if rest:
-            needs = [turn.jobs[s.id].memory if s.id in turn.jobs else memory(s, block) for s in [*kept, *turn.new]]
+            needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *turn.new]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filling.rest(rest, view.kv_total - held, block)
         if filling.empty:
             able = [s for s in [*order, *rest] if s not in filling.packing.preempted]
             if able:
-                filling.force(able[0], [s for s in able[1:] if s.id in view.running_ids])
+                running = view.running_ids
+                filling.force(able[0], [s for s in able[1:] if s.id in running])
         return filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
 
     def _steady(self, turn: _Turn, grid: Grid, order: list[SeqView]) -> list[SeqView]:
         """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
         batch can be spared: none is then held up for as long as it was ahead."""
-        first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
-        ahead = [s for s in order[first:] if s.pending == 1]
+        jobs = [turn.jobs[s.id] for s in order]
+        first = next((i for i, j in enumerate(jobs) if j.tokens > 1), len(order))
+        ahead = [s for s, j in zip(order[first:], jobs[first:], strict=True) if j.tokens == 1]
         if not ahead:
             return order
-        left = Line(grid, [turn.jobs[s.id] for s in order]).room.min(initial=inf)
+        left = Line(grid, Demand(jobs)).room.min(initial=inf)
         spared = ahead[: max(0, int(min(left, len(ahead))))]
         ids = {s.id for s in spared}
         return [*order[:first], *spared, *(s for s in order[first:] if s.id not in ids)]

@@ -1,0 +1,39 @@
+"""SLOs-Serve whose plans are timed, for `slos_serve_planning`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from rubato.clock import measured
+from rubato.interfaces import View
+from rubato.policies import slos_serve
+from rubato.types import Plan
+
+SOURCE = "ours, to measure planning by"
+
+
+class Planned(NamedTuple):
+    """One plan. running: who had a promise; new: who waited for one; seconds: of CPU."""
+
+    at: float
+    running: int
+    new: int
+    seconds: float
+
+
+@dataclass
+class Scheduler(slos_serve.Scheduler):
+    """log: where each plan is written down."""
+
+    log: list[Planned] | None = None
+
+    def plan(self, view: View) -> Plan:
+        promised = self.promised
+        running = len(promised)
+        new = sum(s.id not in promised and not s.best_effort for s in view.waiting)
+        plan, cost = measured(partial(super().plan, view))
+        if self.log is not None:
+            self.log.append(Planned(view.now, running, new, cost.cpu))
+        return plan
