@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 RECENT = 64  # completions that the estimate of Retry-After looks back on
 
+FREES_PLACES = (Finished, HandedOff)
+FREES_KV = (Stepped, Preempted)
+
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
 HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
 
@@ -111,8 +114,7 @@ class Cluster:
             self._fair.enter(request, self.clock.now())
         if listener is not None:
             self._own[request.id] = listener
-        now = self.clock.now()
-        self._emit(Offered(now, request.id, request))
+        self._emit(Offered(self.clock.now(), request.id, request))
         if self._draining:
             self._refuse(request, "rejected-shutting-down")
         elif full:
@@ -176,7 +178,8 @@ class Cluster:
             self._placing = False
 
     def _place_once(self) -> bool:
-        self._end_cancelled()
+        if self._cancelled:
+            self._end_cancelled()
         now = self.clock.now()
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
@@ -276,15 +279,15 @@ class Cluster:
     def _moving_at(self, replica: str) -> Sequence[SeqView]:
         return self.hosts[replica].view().moving if replica in self.hosts else ()
 
-    def _forget(self, id: str) -> None:
-        """It is placed no longer."""
-        placed = self._placed.pop(id, None)
-        if placed is None or placed[1].group not in self._groups:
-            return
-        _, left = self._groups[placed[1].group]
-        left.discard(id)
-        if not left:
-            del self._groups[placed[1].group]
+    def _forget(self, id: str) -> Request | None:
+        """It is placed no longer, if it was."""
+        _, request = self._placed.pop(id, (None, None))
+        if request is not None and request.group in self._groups:
+            _, left = self._groups[request.group]
+            left.discard(id)
+            if not left:
+                del self._groups[request.group]
+        return request
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._end(request, "refused", reason)
@@ -298,7 +301,7 @@ class Cluster:
         self._emit(Finished(self.clock.now(), request.id, outcome, reason, verdict, output))
 
     def _emit(self, event: Event) -> None:
-        last = handed = False
+        last = False
         if isinstance(event, Finished):
             last = True
             self._let_go(event.id)
@@ -308,21 +311,20 @@ class Cluster:
             if event.outcome == "completed":
                 self._recent.append(event.at)
         elif isinstance(event, HandedOff):
-            handed = True
             self._forget(event.id)
             self._held[event.id] = event.request
-        own = self._own.pop(event.id, None) if last else self._own.get(event.id)
-        if own is not None:
-            self._listeners.tell_one(own, event)
+        if self._own:
+            own = self._own.pop(event.id, None) if last else self._own.get(event.id)
+            if own is not None:
+                self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._router.observe((event,))
-        if last and not self.in_flight:
-            self._empty.set()
         if not self._held:
-            return
-        if last or handed:
+            if last and not self._placed:
+                self._empty.set()
+        elif isinstance(event, FREES_PLACES):
             self._place()
-        elif isinstance(event, Stepped | Preempted):
+        elif isinstance(event, FREES_KV):
             self._place_moved()
 
     def _place_moved(self) -> None:
@@ -332,8 +334,7 @@ class Cluster:
 
     def _let_go(self, id: str) -> None:
         """It has ended: so does its transfer, and its KV where it was handed off is free."""
-        request = self._held.pop(id, None) or self._placed.get(id, (None, None))[1]
-        self._forget(id)
+        request = self._held.pop(id, None) or self._forget(id)
         self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)
         if task is not None and task is not asyncio.current_task():

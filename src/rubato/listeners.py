@@ -30,7 +30,10 @@ class Listeners:
 
     def tell(self, event: Event) -> None:
         for listener in self._all:
-            self.tell_one(listener, event)
+            try:
+                listener(event)
+            except Exception as error:
+                self._failed_on(listener, event, error)
 
     def tell_one(self, listener: Listener, event: Event) -> None:
         try:

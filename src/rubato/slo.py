@@ -144,14 +144,14 @@ def _deadline_margin(tokens: Sequence[float] | NDArray[np.float64], begun: float
         return first - begun
     if n < MANY:
         return first + min([i * tpot - float(t) for i, t in enumerate(tokens)])
-    spare = _counting(1 << n.bit_length())[:n] * tpot
-    spare -= tokens
-    return first + float(np.minimum.reduce(spare))
+    spare = _after(tpot, 1 << n.bit_length())[:n] - tokens
+    return first + float(spare[spare.argmin()])  # in a third of the time that the minimum takes
 
 
-@lru_cache
-def _counting(n: int) -> NDArray[np.float64]:
-    return np.arange(0.0, n)
+@lru_cache(16)
+def _after(tpot: float, n: int) -> NDArray[np.float64]:
+    """Seconds after the first of n tokens at which each is due."""
+    return np.arange(0.0, n) * tpot
 
 
 def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as happened
+else:
+
+    def happened(*, frozen: bool, slots: bool) -> Any:
+        """For mypy `dataclass`. Making a frozen one takes four times as long, and a simulation makes little else."""
+        return dataclass(slots=slots, unsafe_hash=frozen)
+
 
 # --------------------------------------------------------------------------- what a client asks for
 
@@ -387,7 +396,7 @@ class StepResult:
 # --------------------------------------------------------------------------- what happened
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Verdict:
     """The judgement of one finished request (`slo.judge`). Measured times in seconds, None where there is none.
 
@@ -406,7 +415,7 @@ class Verdict:
     margin: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Event:
     """Something happened to request `id` at time `at`."""
 
@@ -414,17 +423,17 @@ class Event:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Offered(Event):
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Placed(Event):
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Started(Event):
     """The first work of this sequence since it waited. `resumed`: after a preemption, or on another replica than
     before. cached: tokens whose KV was there already (prefix cache, or its group's prompt)."""
@@ -433,7 +442,7 @@ class Started(Event):
     cached: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Tokens(Event):
     """Output tokens came out. stage_done: the last of `stage`; the next stage began with it. tried: drafted tokens that
     were put to the test, of which all but one of `tokens` were right."""
@@ -447,12 +456,12 @@ class Tokens(Event):
     tried: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Preempted(Event):
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class HandedOff(Event):
     """A replica gave up this request: `request.handoff` says which, why and with how much KV, `request.progress` what
     it had received. It is held again until a router places it."""
@@ -460,7 +469,7 @@ class HandedOff(Event):
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Transferred(Event):
     """The KV of `tokens` tokens, `size` bytes, has come to `replica` from `source`; the request runs on there."""
 
@@ -470,24 +479,24 @@ class Transferred(Event):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Lost(Event):
     """The replica that served this request is gone; the request is held again, with what it had received."""
 
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Demoted(Event):
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Promoted(Event):
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Finished(Event):
     """The one last event of every request, whatever became of it.
 
@@ -502,7 +511,7 @@ class Finished(Event):
     best_effort: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@happened(frozen=True, slots=True)
 class Stepped(Event):
     """A replica (`id`) planned and ran a batch of `shape` in `seconds`."""
 

@@ -86,7 +86,6 @@ class LeanHost:
         self.kv_free = limits.kv_blocks  # before the run, while one is under way
         self.pool = Pool(limits.block)
         self.run: Run | None = None
-        self._need = 0  # KV blocks that all its steps take
         self.dues: Dues | None = None  # once somebody has asked for them
         self.log = Log(latency, causes)
         self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
@@ -147,7 +146,7 @@ class LeanHost:
         self.known[seq.id] = seq
         self._view.count = len(self.known)
         self._view.pending += seq.prompt
-        insort(self.waiting, seq, key=_key)
+        insort(self.waiting, seq)
         self._changed(now)
 
     def cancel(self, id: str, reason: str) -> None:
@@ -186,7 +185,7 @@ class LeanHost:
         now = run.ends[-1]
         self.run = None
         self.view = self._at_once
-        self.kv_free -= self._need
+        self.kv_free -= self._blocks(run, run.steps)
         if self._ran is not None:
             self._ran(run)
         run.ends = []
@@ -310,16 +309,16 @@ class LeanHost:
 
     def _run(self, now: float, goes_on: bool, chunks: Sequence[Part], order: Sequence[LeanSeq]) -> None:
         pool, tick = self.pool, self.tick
-        most = 1
+        most, spare = 1, self.kv_free
         if goes_on and self._steady > 1:
             most = min(self._steady, LONGEST, pool.next - tick)
             for part in chunks:
                 most = min(most, -(-part.total // part.tokens))
+                spare -= part.total
         self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order, [])
-        self._need = self._blocks(run, most)
-        while most > 1 and self._need > self.kv_free:
-            most -= 1
-            self._need = self._blocks(run, most)
+        if pool.count * most > spare:  # else there is KV enough, were it a block for every token
+            while most > 1 and self._blocks(run, most) > self.kv_free:
+                most -= 1
         self._steady -= most
         self._steps.take(run, most)
         self.log.keep(run)
@@ -330,7 +329,10 @@ class LeanHost:
 
     def _blocks(self, run: Run, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
-        return self.pool.blocks_until(run.tick, steps) + sum([part.blocks(steps, self.block) for part in run.chunks])
+        need = self.pool.blocks_until(run.tick, steps)
+        for part in run.chunks:
+            need += part.blocks(steps, self.block)
+        return need
 
     def _advance(self, run: Run, done: int) -> None:
         steps = done - run.done
@@ -423,7 +425,7 @@ class LeanHost:
         seq._cached = 0
         self._view.pending += seq.pending
         seq.since = now
-        insort(self.waiting, seq, key=_key)
+        insort(self.waiting, seq)
         return Preempted(now, seq.id)
 
     def _end(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
@@ -487,7 +489,6 @@ class LeanHost:
         if keep < len(run.ends):
             del run.ends[keep:]
             run.steps = keep
-            self._need = self._blocks(run, keep)
             self._version += 1
             self._at(run.ends[-1], COMPLETION, self, self._version)
 
@@ -518,7 +519,3 @@ class LeanHost:
         assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())
         assert self.pool.blocks(self.tick) == sum(s.cached % self.limits.block == 0 for s in decodes)
-
-
-def _key(seq: LeanSeq) -> tuple[float, int]:
-    return seq.key

@@ -18,7 +18,7 @@ class Pool:
         self.kv = 0
         self.next = NEVER
         self._block = block
-        self._wants = [0] * block  # how many need another block at ticks that leave this remainder
+        self._wants = [0] * (2 * block)  # how many need another block at ticks that leave this remainder; twice over
         self._milestones: list[tuple[int, int, LeanSeq]] = []
 
     def join(self, seq: LeanSeq, tick: int) -> None:
@@ -26,15 +26,20 @@ class Pool:
         self.count += 1
         self.kv += seq._cached
         seq.decode(tick)
-        self._wants[-seq._cached % self._block] += 1
+        self._want(seq, 1)
 
     def leave(self, seq: LeanSeq, tick: int, state: int) -> None:
         """From this step on it does not, if it did."""
         if seq.state == DECODING:
             self.count -= 1
             self.kv -= seq._cached + tick
-            self._wants[-seq._cached % self._block] -= 1
+            self._want(seq, -1)
         seq.halt(tick, state)
+
+    def _want(self, seq: LeanSeq, more: int) -> None:
+        at = -seq._cached % self._block
+        self._wants[at] += more
+        self._wants[at + self._block] += more
 
     def aim(self, seq: LeanSeq, tick: int) -> None:
         """Somebody must look at it when its first or its last token of the stage comes."""
@@ -63,5 +68,5 @@ class Pool:
         """KV blocks that so many steps of all decodes need from this tick on."""
         whole, rest = divmod(steps, self._block)
         first = tick % self._block
-        need = sum((self._wants * 2)[first : first + rest])
+        need = sum(self._wants[first : first + rest])
         return need + whole * self.count if whole else need

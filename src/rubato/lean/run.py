@@ -61,10 +61,25 @@ class Run:
 
     def shape(self, i: int) -> Shape:
         """Of the i-th step."""
-        shape = self.decodes(i)
+        tokens, seqs, kv, context, square, chunks, chunk_kv = self.features(i)
+        return Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv)
+
+    def features(self, i: int) -> tuple[int, int, int, int, int, int, int]:
+        """Of the i-th step's shape, but for draft steps."""
+        tokens = seqs = self.seqs
+        kv = self.kv + (i + 1) * seqs
+        context = square = chunks = chunk_kv = 0
         for part in self.chunks:
-            shape = shape.plus(*part.at(i))
-        return shape
+            count, start = part.at(i)
+            tokens += count
+            seqs += 1
+            kv += start + count
+            if count > 1:
+                context += count * start
+                square += count * count
+                chunks += 1
+                chunk_kv += start + count
+        return tokens, seqs, kv, context, square, chunks, chunk_kv
 
     def decodes(self, i: int) -> Shape:
         """The i-th step's entries of one token that are not in `chunks`."""
@@ -94,7 +109,7 @@ class Steps:
         self._first = 0  # the step whose factor is first in the list
 
     def take(self, run: Run, steps: int) -> None:
-        """Put the end of each of so many steps of the run into `ends`, which is empty."""
+        """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
         if seconds is None:
@@ -109,32 +124,22 @@ class Steps:
             took = _along(self._line, n, kv, steps)
         if self._noise:
             took = [seconds * self._factor(run.tick + i) for i, seconds in enumerate(took)]
-        run.ends += accumulate(took, initial=run.begin)
-        del run.ends[0]
+        took[0] += run.begin
+        run.ends = list(accumulate(took))
 
     def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
-        decodes, took = run.seqs, []
-        tokens = seqs = decodes
-        kv, context, square, chunks, chunk_kv = run.kv + decodes, 0, 0, 0, 0
-        for _, start, count, _ in run.chunks:
-            tokens += count
-            seqs += 1
-            kv += start + count
-            if count > 1:
-                context += count * start
-                square += count * count
-                chunks += 1
-                chunk_kv += start + count
-        in_chunks = tokens - decodes - (seqs - decodes - chunks)
+        if steps == 1:
+            return [seconds(*run.features(0))]
+        tokens, seqs, kv, context, square, chunks, chunk_kv = run.features(0)
+        in_chunks = tokens - (seqs - chunks)
+        took = []
         for _ in range(steps - 1):
             took.append(seconds(tokens, seqs, kv, context, square, chunks, chunk_kv))
             kv += tokens
             context += square
             chunk_kv += in_chunks
-        if steps > 1:
-            tokens, seqs, kv, context, square, _, chunks, chunk_kv = run.shape(steps - 1)
-        took.append(seconds(tokens, seqs, kv, context, square, chunks, chunk_kv))
+        took.append(seconds(*run.features(steps - 1)))
         return took
 
     def _factor(self, tick: int) -> float:

@@ -59,7 +59,7 @@ class LeanSeq:
         self.renew_due()
 
     def __lt__(self, other: LeanSeq) -> bool:
-        return self.order < other.order
+        return self.key < other.key
 
     # ----------------------------------------------------------------- SeqView
 
