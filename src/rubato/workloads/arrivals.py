@@ -1,7 +1,7 @@
-"""When requests arrive: Poisson, gamma, on/off, piecewise rates, a trace's times, all at once.
+"""When requests arrive: Poisson, gamma, bursts, on/off, piecewise rates, a trace's times, all at once.
 
 A process gives the first n arrival times at a mean rate. More of them begin with the fewer, so a longer run begins with
-the shorter one. Times are in seconds; bursts and changes of rate keep their own seconds whatever the rate, and
+the shorter one. Times are in seconds; on/off and changes of rate keep their own seconds whatever the rate, and
 `Workload.rescaled` stretches them with everything else.
 """
 
@@ -47,6 +47,34 @@ class Gamma:
 
     def __str__(self) -> str:
         return f"gamma:cv={self.cv:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """Poisson bursts of `size` requests on average at `peak` times the mean rate, and nothing between them; how long
+    bursts and pauses last is exponential (an interrupted Poisson process). Stretched with the rate, as a trace is."""
+
+    peak: float
+    size: float
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.peak < math.inf or not 1.0 <= self.size < math.inf:
+            raise ValueError(f"bursts of {self.size} requests at {self.peak} times the rate: give 1 or more, above 1")
+
+    def times(self, rate: float, n: int, rng: np.random.Generator) -> Floats:
+        within, between = rng.spawn(2)
+        busy = np.cumsum(within.exponential(size=n)) / self.peak  # mean gaps of 1, the time of pauses left out
+        length = self.size / self.peak
+        lasts = between.exponential(size=(16, 2))
+        while lasts[:, 0].sum() * length < busy[-1]:
+            lasts = np.concatenate((lasts, between.exponential(size=lasts.shape)))
+        ends = np.cumsum(lasts[:, 0]) * length
+        pauses = np.concatenate(([0.0], np.cumsum(lasts[:, 1]) * length * (self.peak - 1.0)))
+        times: Floats = (busy + pauses[np.searchsorted(ends, busy)]) / rate
+        return times
+
+    def __str__(self) -> str:
+        return f"bursts:peak={self.peak:g},size={self.size:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +153,12 @@ class AtOnce:
 
 
 def parse(text: str) -> Process:
-    """`poisson`, `at-once`, `gamma:cv=3`, `on-off:on=10,off=50,quiet=0.1`, `piecewise:0=1,60=3,90=1,360=0` (from each
-    second on that level; the last begins the pattern again). Raises ValueError saying what is wrong."""
+    """`poisson`, `at-once`, `gamma:cv=3`, `bursts:peak=6,size=130`, `on-off:on=10,off=50,quiet=0.1`,
+    `piecewise:0=1,60=3,90=1,360=0` (from each second on that level; the last begins the pattern again). Raises
+    ValueError saying what is wrong."""
     name, _, rest = text.partition(":")
-    made: dict[str, Callable[..., Process]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma, "on-off": on_off}
+    made: dict[str, Callable[..., Process]] = {"poisson": Poisson, "at-once": AtOnce, "gamma": Gamma}
+    made |= {"bursts": Bursts, "on-off": on_off}
     try:
         pairs = [part.split("=") for part in rest.split(",")] if rest else []
         if name == "piecewise":
@@ -141,7 +171,9 @@ def parse(text: str) -> Process:
     raise ValueError(f"arrivals {text!r}: {WORDS}")
 
 
-WORDS = "give poisson, gamma:cv=3, on-off:on=10,off=50, piecewise:0=1,60=3,90=1,360=0 or at-once"
+WORDS = (
+    "give poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50, piecewise:0=1,60=3,90=1,360=0 or at-once"
+)
 
 
 def offered(process: Process, rate: float, stream: Sequence[int], count: int | None, duration: float | None) -> Floats:

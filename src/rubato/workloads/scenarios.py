@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rubato.policies import nearest
 from rubato.types import SLO
-from rubato.workloads.arrivals import AtOnce, Gamma, Piecewise, Poisson, Process
+from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
 from rubato.workloads.kinds import Change, Kind, Then, within
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of
 from rubato.workloads.making import Prefill
@@ -40,9 +40,10 @@ class Scenario:
 
 TIGHT, LOOSE = 3.0, 5.0  # times the zero-load prefill
 TIGHT_TPOT, LOOSE_TPOT = SLO(tpot=0.05), SLO(tpot=0.1)
-# Stand-ins for the Azure traces' arrivals (`--trace` takes the real ones): gaps of the chat trace have a CV of 1.09; of
-# the code trace's 13 most is a few gaps of minutes, and a gamma of 4.6 has the spread of its counts per second.
-CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Gamma(4.6)
+# Stand-ins for the Azure traces' arrivals (`--trace` takes the real ones): gaps of the chat trace have a CV of
+# 1.09; the code trace comes in bursts, and these have its CV, 13, and its counts in windows of 0.1 to 60 s
+# (docs/workloads.md).
+CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Bursts(6.0, 130.0)
 OPT, TOOL_LLAMA, R1 = "opt-13b-2xa100-40g", "llama-2-7b-a100-40g", "qwen2.5-1.5b-a100-40g"
 OPT_CONTEXT = 2048
 
