@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from rubato.interfaces import SeqView, View
@@ -139,15 +139,15 @@ class Packing:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
 
 
-def decode_first(view: View, budget: int | None) -> Packing:
-    """Every decode, then running prefills in order of start, then who waits. Who lacks KV takes it from the one started
-    last, in vLLM's way."""
+def decode_first(view: View, budget: int | None, whole: bool = False) -> Packing:
+    """Every decode, then running prefills in order of start, then who waits (`starting`). Who lacks KV takes it from
+    the one started last, in vLLM's way."""
     packing = Packing(view, budget)
     if not packing.decode_all() or not run_chunks(packing):
         packing = Packing(view, budget)
         decodes = [s for s in view.running if s.pending == 1]
         run_in_order(packing, [*decodes, *view.prefilling])
-    admit_in_order(packing, view.waiting)
+    admit_in_order(packing, starting(view, whole))
     return packing
 
 
@@ -193,3 +193,38 @@ def admit_in_order(packing: Packing, waiting: Iterable[SeqView]) -> None:
         if tokens == 0 or packing.room(seq) < tokens:
             return
         packing.add(seq, tokens)
+
+
+def starting(view: View, whole: bool) -> Iterable[SeqView]:
+    """Who waits, in order. whole: as long as the KV that each takes to its end is left beside what all others take to
+    theirs, so that with exact predictions nobody is ever preempted."""
+    return _fitting(view) if whole else view.waiting
+
+
+def _fitting(view: View) -> Iterator[SeqView]:
+    block = view.limits.block
+    free = view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
+    alone = not (view.running or view.moving)  # then it starts whatever is predicted
+    for seq in view.waiting:
+        free -= memory(seq, block)
+        if free < 0 and not alone:
+            return
+        yield seq
+        alone = False
+
+
+def memory(seq: SeqView, block: int) -> int:
+    """KV blocks that it takes at its end: all its prompts, and all its output."""
+    stages, length = seq.request.stages, seq.length
+    if len(stages) > 1:
+        length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
+    return blocks_for(int(length + remaining(seq) + 0.999), block)
+
+
+def remaining(seq: SeqView) -> float:
+    """Output tokens still to come: predicted, or as many as it may ask for."""
+    predicted = seq.predicted
+    if predicted is not None:
+        return predicted
+    prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
+    return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))

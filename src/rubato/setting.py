@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import yaml
 
 from rubato import profiles
+from rubato.engines.simulated import Drafter
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lengths import Oracle
 from rubato.policies import load, router_for
@@ -63,8 +64,12 @@ class Hardware:
 
     def describe(self) -> dict[str, Any]:
         """model: a digest, so that a file of cells is not resumed with other step times."""
-        model = hashlib.blake2b(pickle.dumps(self.model), digest_size=8).hexdigest()
-        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": model}
+        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": pickled(self.model)}
+
+
+def pickled(what: object) -> str:
+    """A digest of what has no words."""
+    return hashlib.blake2b(pickle.dumps(what), digest_size=8).hexdigest()
 
 
 def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
@@ -139,7 +144,8 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 @dataclass(frozen=True)
 class Setting:
     """learns: schedulers' latency models go on learning from the steps, as they do live. Not by default: step times
-    are exact already, and the fast driver (`lean`) simulates models that do not learn alone."""
+    are exact already, and the fast driver (`lean`) simulates models that do not learn alone. drafter: None = the
+    engines do not speculate."""
 
     hardware: Hardware
     choice: Choice
@@ -148,6 +154,7 @@ class Setting:
     noise: float = 0.0
     lengths: Lengths = unknown
     learns: bool = False
+    drafter: Drafter | None = None
 
     def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
         """The workload, simulated. seed: of the noise in step times; times, causes: as `simulated_run` has them."""
@@ -164,6 +171,7 @@ class Setting:
             lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
             rule=self.rule,
             learns=self.learns,
+            drafter=self.drafter,
         )
         return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
 
@@ -180,6 +188,7 @@ class Setting:
             "noise": self.noise,
             "lengths": _name(self.lengths),
             "learns": self.learns,
+            **({} if self.drafter is None else {"drafter": pickled(self.drafter)}),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,18 @@ def test_co_chunk_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then
 def test_co_chunks_budget_is_static_whatever_the_tpot() -> None:
     tight = decode("r", tpot=0.02)  # sarathi would give it 10 tokens: 10 ms + 1 ms a token
     assert work(load("co_chunk", {"budget": 50}).plan(seen([prompt("a", 90)], [tight]))) == {"r": 1, "a": 49}
+
+
+@pytest.mark.parametrize("name", ["vllm", "sarathi", "prefill_first", "vllm_spec"])
+def test_whole_starts_nobody_who_would_have_to_give_its_memory_up(name: str) -> None:
+    """40 blocks of 10: the running one takes 20 in the end, the first prompt 15; the second fits now, and not then."""
+    running = replace(decode("r", 101), predicted=99.0)
+    first, second = (replace(prompt(id, 30), predicted=120.0) for id in "ab")
+    shown = seen([first, second], [running], kv_free=30)
+    assert work(load(name).plan(shown)).keys() >= {"a", "b"}
+    assert work(load(name, {"whole": True}).plan(shown)).keys() & {"a", "b"} == {"a"}
+    huge = replace(prompt("a", 30), predicted=999.0)  # a guess that no memory holds: it starts where nobody else is
+    assert work(load(name, {"whole": True}).plan(seen([huge], []))) == {"a": 30}
 
 
 def test_random_is_seeded_and_even() -> None:

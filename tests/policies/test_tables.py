@@ -322,6 +322,16 @@ def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
     assert "none is left to prefill" in router.place([request("h", 5)], pools([], [40]), 0.0).reject["h"]
 
 
+def test_distserve_takes_whom_it_can_hold_to_the_end() -> None:
+    """40 blocks of 10, of which one that runs holds 2 and takes 30 in the end: 110 and 16 tokens more do not fit."""
+    fleet = pools([0], [40])
+    fleet[1] = replace(fleet[1], running=[replace(decode("r"), predicted=279.0)], kv_free=38)
+    assert load_router("distserve").place([moved("a", 110)], fleet, 0.0).place == {"a": "d0"}
+    whole = load_router("distserve", {"whole": True})
+    assert whole.place([moved("a", 110)], fleet, 0.0).place == {}
+    assert whole.place([moved("b", 80)], fleet, 0.0).place == {"b": "d0"}
+
+
 @pytest.mark.parametrize(
     ("settings", "replicas", "prefill"),
     [((1, 1), 2, 1), ((2, 1), 3, 2), ((1, 2), 3, 1), ((1, 1), 5, 2), ((9, 1), 2, 1), ((1, 9), 4, 1), ((2, 1), 6, 4)],

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rubato.workloads.arrivals import AtOnce, Gamma, Piecewise, Poisson, Replay, offered, on_off, parse
+from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Replay, offered, on_off, parse
 
-PROCESSES = [Poisson(), Gamma(3.0), on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce()]
+PROCESSES = [Poisson(), Gamma(3.0), Bursts(6.0, 40.0), on_off(10.0, 30.0, 0.2), Replay((0.0, 1.0, 1.5, 7.0)), AtOnce()]
 
 
 def times(process, rate=2.0, n=20_000, seed=0):
@@ -31,7 +31,27 @@ def test_a_longer_run_begins_with_the_shorter_one_and_times_ascend(process):
     assert (np.diff(times(process)) >= 0).all()
 
 
-def test_bursts_keep_their_seconds_and_their_share():
+def test_bursts_have_their_rate_their_peak_and_their_size():
+    at = times(Bursts(6.0, 40.0), n=400_000)
+    assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
+    gaps = np.diff(at)
+    assert np.median(gaps) == pytest.approx(np.log(2.0) / 12.0, rel=0.03)  # Poisson at six times the rate
+    assert len(at) / (gaps > 2.0).sum() == pytest.approx(40.0 / np.exp(-2.0 * 3.0 / 50.0), rel=0.05)  # most pauses
+
+
+def test_bursts_are_stretched_with_the_rate():
+    assert times(Bursts(6.0, 40.0), rate=4.0).tolist() == (times(Bursts(6.0, 40.0)) / 2.0).tolist()
+
+
+def test_bursts_are_as_uneven_as_azures_code_trace():
+    at = times(Bursts(6.0, 130.0), rate=2.566, n=200_000)
+    assert np.diff(at).std() / np.diff(at).mean() == pytest.approx(13.2, rel=0.1)
+    for window, spread in ((0.1, 2.5), (1.0, 13.2), (10.0, 71.3), (60.0, 160.5)):
+        counts = np.bincount((at / window).astype(int))
+        assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.2)
+
+
+def test_on_off_keeps_its_seconds_and_its_share():
     at = times(on_off(10.0, 30.0, 0.2))
     assert len(at) / at[-1] == pytest.approx(2.0, rel=0.05)
     busy = (at % 40.0) < 10.0
@@ -53,7 +73,9 @@ def test_a_replay_is_stretched_by_one_factor_and_begins_again():
     assert times(trace, rate=2.0, n=6).tolist() == [0.0, 0.25, 0.375, 1.5, 2.0, 2.25]
 
 
-@pytest.mark.parametrize("words", ["poisson", "gamma:cv=3", "piecewise:0=1,60=3,90=1,360=0", "at-once"])
+@pytest.mark.parametrize(
+    "words", ["poisson", "gamma:cv=3", "bursts:peak=6,size=130", "piecewise:0=1,60=3,90=1,360=0", "at-once"]
+)
 def test_words_and_processes_are_each_others(words):
     assert str(parse(words)) == words
 
@@ -70,6 +92,7 @@ def test_on_off_in_words():
         ("gamma:cv=0", "positive number"),
         ("gamma:cv=much", "could not convert"),
         ("poisson:cv=2", "poisson:cv=2"),
+        ("bursts:peak=1,size=9", "give 1 or more, above 1"),
         ("piecewise:0=1", "piecewise"),
         ("piecewise:5=1,9=0", "ascending, the first 0"),
         ("piecewise:0=0,9=0", "at least one positive"),

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from rubato.interfaces import Dispatch, View
 from rubato.kv import blocks_for
-from rubato.packing import Packing, run_in_order
+from rubato.packing import Packing, memory, run_in_order
 from rubato.types import Event, HandoffReason, Plan, Request, Role
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -87,12 +87,14 @@ def _decode(view: View) -> Plan:
 @dataclass
 class Router:
     """prefill, decode: the ratio of the two pools, at least one replica each. watermark: share of a decode replica's KV
-    kept free when it takes a request beside others."""
+    kept free when it takes a request beside others. whole: it takes one only when KV for all of it is left beside what
+    those that run there take to their ends (the longest it may be)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     prefill: int = 1
     decode: int = 1
     watermark: float = 0.01
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1 or not 0.0 <= self.watermark < 1.0:
@@ -118,7 +120,7 @@ class Router:
         place: dict[str, str] = {}
         reject: dict[str, str] = {}
         load = {v.id: sum(s.pending for s in [*v.waiting, *v.running]) for v in prefills}
-        free = {v.id: v.kv_free for v in decodes}
+        free = {v.id: self._free(v) for v in decodes}
         full = False
         for request in held:
             if not prefills or not decodes:
@@ -130,13 +132,20 @@ class Router:
                 place[request.id] = to
                 load[to] += request.prompt + (sum(map(len, request.progress.times)) if request.progress else 0)
             elif not full:  # first come, first served: who is small does not pass who waits for memory
-                taker = self._taker(decodes, free, request, request.handoff.cached)
+                tokens = _longest(request) if self.whole else request.handoff.cached
+                taker = self._taker(decodes, free, request, tokens)
                 if taker is None:
                     full = True
                 else:
                     place[request.id] = taker.id
-                    free[taker.id] -= blocks_for(request.handoff.cached, taker.limits.block)
+                    free[taker.id] -= blocks_for(tokens, taker.limits.block)
         return Dispatch(place, reject)
+
+    def _free(self, view: View) -> int:
+        """KV blocks for those that come."""
+        if not self.whole:
+            return view.kv_free
+        return view.kv_total - sum(memory(s, view.limits.block) for s in [*view.running, *view.waiting, *view.moving])
 
     def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:
         """The decode replica with the largest share of its KV free, if that is enough."""
@@ -151,5 +160,9 @@ class Router:
 
 
 def _could_hold(view: View, request: Request) -> bool:
-    most = request.prompt + request.sampling.max_tokens
+    most = _longest(request)
     return most <= view.limits.max_length and blocks_for(most, view.limits.block) <= view.kv_total
+
+
+def _longest(request: Request) -> int:
+    return request.prompt + request.sampling.max_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
-from rubato.packing import Packing, run_in_order
+from rubato.packing import Packing, run_in_order, starting
 from rubato.types import Event, Plan
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
@@ -18,11 +18,13 @@ SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baselin
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting."""
+    """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
+    whole: start a request only when KV for all of it is left (`packing.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
     budget: int = 2048
     watermark: float = 0.01
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1 or not 0.0 <= self.watermark < 1.0:
@@ -48,7 +50,7 @@ class Scheduler:
             if tokens:
                 packing.add(seq, tokens)
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
-        for seq in view.waiting:
+        for seq in starting(view, self.whole):
             whole = self._whole(packing, seq)
             if begun or whole == 0 or packing.room(seq) < whole:
                 return

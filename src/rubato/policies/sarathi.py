@@ -20,11 +20,13 @@ SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it
 
 @dataclass
 class Scheduler:
-    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `least` of prefill."""
+    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `least` of prefill. whole: start
+    a request only when KV for all of it is left (`packing.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0
     least: int = 32
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.least < 1:
@@ -34,7 +36,7 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = decode_first(view, self.budget or self._tuned(view))
+        packing = decode_first(view, self.budget or self._tuned(view), self.whole)
         fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
         return packing.plan(steady=packing.steady() if fixed else 0)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import View
-from rubato.packing import Packing, admit_in_order, decode_first, run_in_order
+from rubato.packing import Packing, admit_in_order, decode_first, run_in_order, starting
 from rubato.types import Event, Plan
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
@@ -20,10 +20,12 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens."""
+    """budget: max_num_batched_tokens. whole: start a request only when KV for all of it is left
+    (`packing.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -34,11 +36,11 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         if self._prefills_last(view):
-            packing = decode_first(view, self.budget)
+            packing = decode_first(view, self.budget, self.whole)
         else:
             packing = Packing(view, self.budget)
             run_in_order(packing, view.running)
-            admit_in_order(packing, view.waiting)
+            admit_in_order(packing, starting(view, self.whole))
         return packing.plan(steady=packing.steady())
 
     def _prefills_last(self, view: View) -> bool:

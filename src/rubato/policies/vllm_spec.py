@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.interfaces import SeqView, View
-from rubato.packing import Packing, admit_in_order, run_in_order
+from rubato.packing import Packing, admit_in_order, run_in_order, starting
 from rubato.policies import vllm
 from rubato.types import Event, Plan, Work
 
@@ -21,11 +21,13 @@ SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaS
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8)."""
+    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8). whole: as
+    `vllm`."""
 
     needs: ClassVar[frozenset[str]] = vllm.Scheduler.needs | {"draft"}
     budget: int = 2048
     n: int = 4
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.n < 1:
@@ -37,7 +39,7 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         packing = Packing(view, self.budget)
         run_in_order(packing, view.running, drafted=_drafted)
-        admit_in_order(packing, view.waiting)
+        admit_in_order(packing, starting(view, self.whole))
         plan = packing.plan()
         seqs = {s.id: s for s in [*view.running, *view.waiting]}
         return plan._replace(work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))

@@ -27,8 +27,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
     parser.add_argument(
         "--arrivals", metavar="WORDS",
-        help="poisson, gamma:cv=3, on-off:on=10,off=50,quiet=0.1, piecewise:0=1,60=3,90=1,360=0, at-once, trace "
-        "(default: the trace's, the scenario's, or poisson)",
+        help="poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50,quiet=0.1, "
+        "piecewise:0=1,60=3,90=1,360=0, at-once, trace (default: the trace's, the scenario's, or poisson)",
     )  # fmt: skip
     parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")

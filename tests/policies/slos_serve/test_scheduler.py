@@ -13,9 +13,9 @@ from rubato.lengths import Oracle
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
-from rubato.policies.slos_serve.demand import memory, pace, round_of, tightened
+from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, round_of, tightened
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Stage, Tokens
+from rubato.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Tokens
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 
@@ -214,3 +214,53 @@ def test_kv_models_are_asked_for_full_lengths() -> None:
 
     assert admitted(0.0) == 8
     assert admitted(0.0002) < 8
+
+
+# --------------------------------------------------------------------------- decodes of long contexts
+
+DEEP = Linear(0.01, 1e-4, 2e-5)  # a decode of 500 tokens takes 10.1 ms, a token of prefill 0.1 ms and a little
+ROOM = Limits(max_seqs=8, max_tokens=1000, max_length=4000, kv_blocks=400, block=10)
+
+
+def deep(waiting: list[Seq], running: list[Seq]) -> View:
+    return view(waiting, running, kv_free=100, kv_total=400, limits=ROOM, latency=DEEP)
+
+
+def test_a_token_of_prefill_counts_what_it_costs_beside_a_decodes() -> None:
+    assert lightness(seen([], [decode("a"), decode("b")])) == 1.0  # a roofline: tokens are tokens
+    assert lightness(seen([], [])) == 1.0
+    light = lightness(deep([], [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]))
+    assert light == pytest.approx(1.0 / 84, rel=0.2)  # 0.12 ms of 10.1 ms, to the next step of √2
+
+
+@pytest.mark.parametrize("light", [1.0, 0.25, 1.0 / 64])
+def test_whatever_a_capacity_counts_as_fitting_fits(light: float) -> None:
+    """Of any number of decodes, and the chunk that leaves."""
+    running = [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]
+    shown = deep([], running)
+    jobs = [Job(s.id, 1.0, 1, 0.2, 50) for s in running]
+    machine = Machine(shown, running, jobs, 0.0, light)
+    for seconds in (0.015, 0.03, 0.06, 0.2):
+        for decodes in range(min(4, machine.capacity(seconds)) + 1):
+            chunk = min(ROOM.max_tokens - decodes, int((machine.capacity(seconds) - decodes) / light))
+            shape = Shape(decodes, decodes, 500 * decodes)
+            if chunk:
+                shape = shape.plus(chunk, 0)
+            assert DEEP.step_time(shape) <= seconds + 1e-9 or decodes + chunk == 0
+
+
+def test_decodes_that_are_ahead_wait_for_a_prompt_due_before_a_batch_of_theirs_would_end() -> None:
+    """All four decodes take 50 ms and have 1 s; the prompt takes 13 ms and has 30."""
+    new = prompt("new", 20, ttft=0.03, tpot=0.4)
+    made = plan(deep([new], [decode(id, 500, tpot=0.4, due=1.0) for id in "abcd"]))
+    assert work(made)["new"] == 20
+    assert len(work(made)) == 2  # one decode fits beside
+    assert not made.demote
+    assert plan(deep([new], [decode(id, 500, tpot=0.4, due=0.06) for id in "abcd"])).demote == ("new",)
+
+
+def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
+    """10 ms and 1 ms a token: the prompt's 95 would hold up for 106 ms a decode that is to have a token every 50."""
+    running = [replace(decode("d", tpot=0.05, due=1.0), output=11)]
+    assert sum(work(plan(seen([prompt("a", 95, ttft=1.0)], running))).values()) > 40
+    assert work(plan(seen([prompt("a", 95, ttft=1.0)], running), even=True)) == {"d": 1, "a": 39}

@@ -11,7 +11,9 @@ the batch's seconds hold (`batches`), then decodes and prefills without a deadli
 What is promised. With step times as predicted by a model of tokens alone (roofline), lengths known, and requests of one
 prompt with TTFT and TPOTs, every admitted one meets the deadline SLO: `budget` has the argument. In the paper decode
 tokens count in a batch as soon as they are eligible, here when they are due, which admits more. Models that see KV are
-asked for the longest sequences there can be. A promise is for a stage with a prompt and the decode-only stages after
+asked for the longest sequences there can be; where a decode of a long context costs as much as many tokens of a prompt,
+those count less (`demand.lightness`), and a prompt due before all decodes could be done once has a short batch before
+them if they are ahead (`admission.leads`). A promise is for a stage with a prompt and the decode-only stages after
 it, at their tightest TPOT; the next prompt (a tool's return) is decided anew, its KV kept while there is room.
 
 When steps take longer than predicted, a decode that is behind counts in the next tighter tier until it is on time

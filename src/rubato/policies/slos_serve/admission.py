@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.policies.slos_serve.budget import CLOSE, EPS, Demand, Floats, Grid, Job, Line, lay
+from rubato.policies.slos_serve.budget import CLOSE, EPS, Demand, Floats, Grid, Job, Line, Phase, lay
 
 GRIDS = 64  # tried at most for one length of the first batches
 ALIGNED = 2  # deadlines that the first batches are fitted to, the earliest ones
@@ -31,12 +31,14 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What admission has to work with. longest: seconds of a batch while no TPOT is tighter. capacity: tokens of a
-    batch of so many seconds. memory, seats: KV blocks, and places in a batch, that the forced leave."""
+    batch of so many seconds; beside: of one in which no more than so many decode (None: nobody knows). memory, seats:
+    KV blocks, and places in a batch, that the forced leave."""
 
     longest: float
     capacity: Callable[[float], int]
     memory: int
     seats: int
+    beside: Callable[[float, int], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +132,53 @@ def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
 
 def grids(forced: Demand, new: Sequence[Job], terms: Terms) -> Iterator[Grid]:
     """The grids to try, each once: for each length of the first batches, each choice of the first request admitted of
-    each TPOT that would shorten batches. All but where those are more than `GRIDS`: then its first request or none."""
-    decodes = forced.first()
+    each TPOT that would shorten batches. All but where those are more than `GRIDS`: then its first request or none. In
+    the end with a short batch first, where one of the new is due before any other would have ended."""
     known: set[Grid] = set()
     due = np.array([j.due for j in new])
     assert (due < inf).all(), "every new request has a deadline, if one of ours"
     for longest in lengths(forced, new, terms):
-        plain = lay(decodes, longest, terms.capacity)
-        after = plain.index(due).tolist()
-        shorter = sorted({j.tpot for j, k in zip(new, after, strict=True) if j.tpot < plain.seconds_after(k)})
-        options: list[list[float | None]] = [
-            [*sorted({j.due for j in new if j.tpot == tpot}), None] for tpot in shorter
-        ]
-        if prod(map(len, options)) > GRIDS:
-            options = [[o[0], None] for o in options]
-        for dues in product(*options):
-            added = [(due, tpot) for due, tpot in zip(dues, shorter, strict=True) if due is not None]
-            grid = lay([*decodes, *added], longest, terms.capacity) if added else plain
-            if grid not in known:
-                known.add(grid)
-                yield grid
+        yield from _laid(forced, new, due, longest, terms, known)
+    for lead in leads(forced, new, terms):
+        yield from _laid(forced, new, due, terms.longest, terms, known, lead)
+
+
+def _laid(
+    forced: Demand,
+    new: Sequence[Job],
+    due: Floats,
+    longest: float,
+    terms: Terms,
+    known: set[Grid],
+    lead: Phase | None = None,
+) -> Iterator[Grid]:
+    decodes = forced.first()
+    plain = lay(decodes, longest, terms.capacity, lead)
+    after = plain.index(due).tolist()
+    shorter = sorted({j.tpot for j, k in zip(new, after, strict=True) if j.tpot < plain.seconds_after(k)})
+    options: list[list[float | None]] = [[*sorted({j.due for j in new if j.tpot == tpot}), None] for tpot in shorter]
+    if prod(map(len, options)) > GRIDS:
+        options = [[o[0], None] for o in options]
+    for dues in product(*options):
+        added = [(due, tpot) for due, tpot in zip(dues, shorter, strict=True) if due is not None]
+        grid = lay([*decodes, *added], longest, terms.capacity, lead) if added else plain
+        if grid not in known:
+            known.add(grid)
+            yield grid
+
+
+def leads(forced: Demand, new: Sequence[Job], terms: Terms) -> list[Phase]:
+    """One short batch each, until one of the first prompts is due: the decodes due before the batch after it ends, and
+    what fits beside those. All others, who are ahead, wait for it; a batch with all of them would last too long."""
+    if terms.beside is None:
+        return []
+    made = []
+    for end in sorted({j.due for j in new if 0.0 < j.due < terms.longest})[:ALIGNED]:
+        if (forced.tpot[forced.due < end] < end).any():  # two of its tokens would be due
+            continue
+        if tokens := terms.beside(end, int((forced.due < end + terms.longest).sum())):
+            made.append(Phase(1, end, tokens))
+    return made
 
 
 def lengths(forced: Demand, new: Sequence[Job], terms: Terms) -> list[float]:

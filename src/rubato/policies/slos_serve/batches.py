@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rubato.interfaces import SeqView, View
-from rubato.packing import Packing
-from rubato.policies.slos_serve.demand import memory
+from rubato.packing import Packing, memory
 from rubato.types import Shape
 
 

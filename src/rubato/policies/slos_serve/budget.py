@@ -32,11 +32,12 @@ EPS = 1e-6  # tokens: float rounding
 
 class Job(NamedTuple):
     """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on one every `tpot`
-    seconds (inf: none), and `memory` KV blocks. value: of attaining it."""
+    seconds (inf: none), and `memory` KV blocks. value: of attaining it. Tokens are those of decodes: of a prefill, the
+    last counts as one, the others as what they cost beside it (`demand.lightness`)."""
 
     id: str
     due: float
-    tokens: int
+    tokens: float
     tpot: float
     memory: int = 0
     value: float = 1.0
@@ -48,14 +49,20 @@ class Phase:
 
     count: float
     seconds: float
-    tokens: int
+    tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Batches laid end to end: phases, each of shorter batches than the one before, the last without end."""
+    """Batches laid end to end: phases, each of shorter batches than the one before, the last without end. Before the
+    longest there may be one short batch, for a prompt that is due at its end (`lay`, lead)."""
 
     phases: tuple[Phase, ...]
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first batch is such a short one."""
+        return len(self.phases) > 1 and self.phases[0].seconds < self.phases[1].seconds
 
     def index(self, due: Floats) -> Floats:
         """How many batches have ended by then."""
@@ -84,7 +91,7 @@ class Grid:
         """How long the batch after the first k is, and none that follows is longer."""
         for p in self.phases:
             if k < p.count:
-                return p.seconds
+                return p.seconds if p is not self.phases[0] else max(q.seconds for q in self.phases)
             k -= p.count
         raise AssertionError("the last phase has no end")
 
@@ -97,12 +104,12 @@ class Grid:
         """How far a decode's stairs rise above the line of slope 1/tpot that begins at a due token, in tokens: nothing
         where batches divide the TPOT, and each other, else less than what it needs in a batch."""
         before = tpot
-        for p in self.phases if tpot < inf else ():
+        for p in self.phases[self.leads :] if tpot < inf else ():  # nobody's stairs begin before a short batch's end
             if p.seconds > tpot * (1.0 + CLOSE):
                 continue
             ratio = before / p.seconds
             if abs(ratio - round(ratio)) > 1e-6:
-                return max(q.seconds for q in self.phases if q.seconds <= tpot * (1.0 + CLOSE)) / tpot
+                return max(q.seconds for q in self.phases[self.leads :] if q.seconds <= tpot * (1.0 + CLOSE)) / tpot
             before = p.seconds
         return 0.0
 
@@ -120,11 +127,14 @@ def _within(count: Floats, most: float) -> Floats:
     return count if most == inf else np.minimum(count, most, out=count)
 
 
-def lay(decodes: Iterable[tuple[float, float]], longest: float, capacity: Callable[[float], int]) -> Grid:
+def lay(
+    decodes: Iterable[tuple[float, float]], longest: float, capacity: Callable[[float], int], lead: Phase | None = None
+) -> Grid:
     """The grid for requests with these (due, tpot): batches of at most `longest` seconds, and of each TPOT from the
-    last batch on that has ended when its request is due. capacity: tokens of a batch that takes so many seconds."""
-    phases: list[Phase] = []
-    begin, seconds = 0.0, longest
+    last batch on that has ended when its request is due. capacity: tokens of a batch that takes so many seconds. lead:
+    one shorter batch before all others."""
+    phases: list[Phase] = [] if lead is None else [lead]
+    begin, seconds = 0.0 if lead is None else lead.seconds, longest
     for due, tpot in sorted(decodes):
         if tpot < seconds:
             count = max(0, floor((due - begin) / seconds + CLOSE))

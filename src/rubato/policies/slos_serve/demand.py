@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log2
 
 from rubato.interfaces import SeqView, View
-from rubato.kv import blocks_for
+from rubato.packing import memory, remaining
 from rubato.policies.slos_serve.budget import Job
 from rubato.types import Shape
 
+PROBE = 512  # tokens of prefill whose time stands for all
 TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (SYSTEMS.md §1, ours)
 
 
@@ -36,33 +37,21 @@ def pace(seq: SeqView) -> float:
     return tpot
 
 
-def remaining(seq: SeqView) -> float:
-    """Output tokens still to come: predicted, or as many as it may ask for."""
-    predicted = seq.predicted
-    if predicted is not None:
-        return predicted
-    prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
-    return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
-
-
-def memory(seq: SeqView, block: int) -> int:
-    """KV blocks that it takes at its end: all its prompts, and all its output."""
-    stages = seq.request.stages
-    to_come = sum(stage.prompt for stage in stages[seq.stage + 1 :]) if len(stages) > 1 else 0
-    return blocks_for(int(seq.length + to_come + remaining(seq) + 0.999), block)
-
-
 @dataclass(frozen=True)
 class Promises:
     """How deadlines are read, `now` being when the grid begins.
 
-    patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same.
+    patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same. since: of
+    decodes that are to have a token every TPOT, however far ahead they are, when the last came out. light: what a token
+    of prefill counts.
     """
 
     now: float
     block: int
     patience: float
     values: Mapping[str, float] = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
+    light: float = 1.0
 
     def job(self, seq: SeqView) -> Job:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
@@ -75,8 +64,31 @@ class Promises:
             due = min(due, seq.request.arrival + e2e - (left - 1.0) * steady)
         elif due == inf and seq.output == 0:
             due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
-        value = self.values.get(seq.request.tier, 1.0)
-        return Job(seq.id, due - self.now, seq.pending, tpot, memory(seq, self.block), value)
+        if seq.id in self.since and seq.pending == 1:
+            due = min(due, self.since[seq.id] + tpot)
+        value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
+        tokens = counted(seq.pending, self.light)
+        return Job(seq.id, due - self.now, tokens, tpot, memory(seq, self.block), value)
+
+
+def counted(pending: int, light: float) -> float:
+    """Pending tokens, in tokens of decodes."""
+    return 1.0 + (pending - 1) * light
+
+
+def lightness(view: View) -> float:
+    """What a token of prefill costs, in tokens of the decodes that run: 1 for a roofline, much less for long contexts,
+    whose KV every decode reads. In steps of √2, so that it seldom changes; any value keeps the promises."""
+    decodes, model = view.decodes, view.latency
+    if not decodes.seqs:
+        return 1.0
+    base = model.step_time(decodes)
+    more = model.step_time(Shape(*(2 * part for part in decodes[:3]))) - base
+    chunk = min(PROBE, view.limits.max_tokens)
+    prefill = (model.step_time(decodes.plus(chunk, 0)) - base) / chunk
+    if prefill * decodes.seqs >= more:
+        return 1.0
+    return float(2.0 ** (0.5 * round(2.0 * log2(prefill * decodes.seqs / more))))
 
 
 def tightened(jobs: list[Job], soonest: float) -> list[Job]:
@@ -93,7 +105,7 @@ def tightened(jobs: list[Job], soonest: float) -> list[Job]:
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
 
 
-def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job]) -> list[Job]:
+def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light: float = 1.0) -> list[Job]:
     """What those running demand once the batch in flight has ended, where the grid begins; a view does not show it.
 
     A decode's token due before its TPOT is over is in it, for no batch is longer. Beside the decodes it holds at least
@@ -105,14 +117,15 @@ def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job]) -> li
     after = list(jobs)
     for i in sorted(range(len(jobs)), key=lambda i: jobs[i].due):
         job = jobs[i]
+        pending = 1 + round((job.tokens - 1.0) / light)
         if seqs[i].in_flight:  # shown as it will be
             continue
-        chunk = min(job.tokens, left) if job.tokens > 1 else 0
+        chunk = min(pending, left) if pending > 1 else 0
         left -= chunk
-        if job.due < job.tpot < inf if job.tokens == 1 else chunk == job.tokens or job.due <= 0.0:
+        if job.due < job.tpot < inf if pending == 1 else chunk == pending or job.due <= 0.0:
             after[i] = job._replace(due=job.due + job.tpot, tokens=1)
         elif chunk:
-            after[i] = job._replace(tokens=job.tokens - chunk)
+            after[i] = job._replace(tokens=counted(pending - chunk, light))
     return after
 
 
@@ -120,19 +133,23 @@ class Machine:
     """How many tokens a batch of so many seconds holds, by the view's latency model.
 
     A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
-    bound: every request counted decodes beside, at its full length as far as memory goes, and what else is in the batch
-    is one chunk on top of the longest context.
+    bound: decodes are at their full length as far as memory goes, and what else is in the batch is one chunk on top of
+    the longest context of a prompt. light: what a token of that counts. The smaller counts of a batch of all decodes
+    and a chunk, and one of a chunk alone: step times being convex, whatever lies between fits too.
     """
 
-    def __init__(self, view: View, seqs: Iterable[SeqView], jobs: Iterable[Job], margin: float) -> None:
+    def __init__(
+        self, view: View, seqs: Iterable[SeqView], jobs: Iterable[Job], margin: float, light: float = 1.0
+    ) -> None:
         limits = view.limits
         self._model = view.latency
         self._slower = 1.0 + margin
+        self._light = light
         self._most = limits.max_tokens
         blocks = [j.memory for j in jobs]
         self._decodes = min(len(blocks), limits.max_seqs, limits.max_tokens)
         self._kv = min(sum(blocks), view.kv_total) * limits.block
-        self._context = max((s.length for s in seqs), default=0)
+        self._context = max((s.length for s in seqs if s.pending > 1), default=0)
         self._known: dict[float, int] = {}
 
     def seconds(self, tokens: int) -> float:
@@ -149,11 +166,24 @@ class Machine:
             base = self._shape(self._decodes)
             most = self._most - self._decodes
             if self._model.step_time(base) * self._slower <= seconds:
-                chunk = self._model.largest_chunk(seconds / self._slower, base, self._context, most)
-                self._known[seconds] = self._decodes + chunk
+                together = self._decodes + self._light * self._chunk(seconds, base, most)
             else:
-                self._known[seconds] = bisect_right(range(1, self._decodes), seconds, key=self.seconds)
+                together = bisect_right(range(1, self._decodes), seconds, key=self.seconds)
+            if self._light < 1.0 and together >= 1.0:
+                together = min(together, self._light * self._chunk(seconds, Shape(), self._most))
+            self._known[seconds] = int(together)
         return self._known[seconds]
+
+    def _chunk(self, seconds: float, base: Shape, most: int) -> int:
+        return self._model.largest_chunk(seconds / self._slower, base, self._context, most)
+
+    def beside(self, seconds: float, decodes: int) -> float:
+        """As `capacity`, of a batch in which no more than so many decode; 0 where these do not fit."""
+        decodes = min(decodes, self._decodes)
+        base = self._shape(decodes)
+        if decodes and self._model.step_time(base) * self._slower > seconds:
+            return 0.0
+        return decodes + self._light * self._chunk(seconds, base, self._most - decodes)
 
     @property
     def full(self) -> float:
