@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from rubato.interfaces import SeqView, View
@@ -101,6 +101,21 @@ class Packing:
         self.seqs_left -= 1
         self.kv_left -= self._new_blocks(seq, tokens)
         self._added.append((tokens, seq.cached))
+
+    def add_decodes(self, seqs: Sequence[SeqView]) -> bool:
+        """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
+        is done."""
+        count = len(seqs)
+        if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
+            return False
+        for seq in seqs:
+            cached = seq.cached
+            self.work[seq.id] = 1
+            self.kv_left -= max(0, blocks_for(cached + 1, self.view.limits.block) - seq.blocks)
+            self._added.append((1, cached))
+        self.tokens_left -= count
+        self.seqs_left -= count
+        return True
 
     def remove(self, seq: SeqView) -> None:
         """Take its work out of the batch again."""

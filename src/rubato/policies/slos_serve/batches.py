@@ -100,6 +100,8 @@ class Filling:
         kv = sum([s.cached for s in seqs]) + len(seqs)
         together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)
         all_fit = model.step_time(together) <= self._bound
+        if all_fit and packing.add_decodes(seqs):
+            return
         shape: Shape = before
         for seq in seqs:
             self._make_room(seq, 1)
