@@ -174,3 +174,11 @@ def test_what_it_cannot_do_is_refused() -> None:
     assert isinstance(end, Finished)
     assert end.outcome == "failed"
     assert "shares KV" in end.reason
+
+
+def test_what_is_due_at_once_of_one_that_was_preempted() -> None:
+    """12 blocks of one token: two of 2 + 10 do not fit; the younger resumes when the older has ended."""
+    promise = SLO(ttft=0.2, tpot=0.02)
+    requests = [Request(id, (Stage(2, promise),), 0.0, sampling=Sampling(10)) for id in "ab"]
+    limits = Limits(max_seqs=2, max_tokens=8, max_length=200, kv_blocks=12, block=1)
+    assert asked(requests, {"a": (10,), "b": (10,)}, limits, 8) == 18

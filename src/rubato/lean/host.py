@@ -362,6 +362,8 @@ class LeanHost:
             seq.spans[-1].append((self.tick - 1, self.tick))
             self._view.pending += 1
             self.pool.join(seq, self.tick)
+            if seq.first_token_at is not None:  # resumed: `_token` has nothing to renew
+                self._renew(seq)
             came.append(seq)
         for seq in self._resting:
             if not seq.ended and seq.id in self.running:
