@@ -49,8 +49,10 @@ def _figure(run: Mapping[str, Any]) -> str:
     for claim in run["claims"]:
         rows.append([f"`{claim['name']}`", claim["says"], claim["kind"], _paper(claim), _ours(claim), claim["verdict"]])
     seeds = run["seeds"]
+    tables = getattr(experiments.load(run["figure"]), "tables", None)
+    more = "" if tables is None else f"\n{tables(run['data'])}\n"
     how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['judge']} rule, {run['cpu']:.3g} CPU seconds."
-    return f"\n## {run['figure']}\n\n{run['about']} Source: {run['source']}. {how}\n\n{markdown(rows)}\n"
+    return f"\n## {run['figure']}\n\n{run['about']} Source: {run['source']}. {how}\n\n{markdown(rows)}\n{more}"
 
 
 def _paper(claim: Mapping[str, Any]) -> str:

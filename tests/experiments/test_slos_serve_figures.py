@@ -1,34 +1,87 @@
-"""What the figures `slos-serve-scaling` and `slos-serve-planning` are made of."""
+"""SLOs-Serve's figures: who attains by either judge, capacities and their ratios, who was there when."""
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
+from math import exp, log
+from typing import Any
 
 import pytest
 
-from rubato.experiments import slos_serve_planning as planning
-from rubato.experiments import slos_serve_scaling as scaling
+from rubato.experiments import slos_serve_capacity as capacity
+from rubato.experiments.slos_serve_capacity import Rates, stages, verdicts
+from rubato.experiments.slos_serve_coder_load import here
+from rubato.records import Record, Run
+from rubato.types import SLO, Verdict
+from rubato.workloads import Arrival, Part, Workload
+
+TWO = SLO(ttft=1.0, tpot=0.1)
+LATER = SLO(tpot=0.2)
+STAGED = Arrival("q", 5.0, "chat", "", 10, 5, parts=(Part(10, 2, TWO), Part(0, 3, LATER)))
 
 
-def test_the_crossing_is_a_line_in_the_last_bracket() -> None:
-    tried = [(1.0, 1.0), (2.0, 0.95), (4.0, 0.85), (8.0, 0.91)]
-    assert scaling.crossed(tried, 8.0**0.5) == pytest.approx(2.0 * 2.0**0.5)
-    assert scaling.crossed([(2.0, 0.9), (4.0, 0.5)], 8.0**0.5) == pytest.approx(2.0)
+def test_stages_are_told_apart_by_their_outputs() -> None:
+    first, second = stages(STAGED, (5.5, 5.6, 6.0), (1, 3, 5))
+    assert (first.start, list(first.tokens)) == (5.0, [5.5, 5.6])
+    assert (second.start, list(second.tokens)) == (5.6, [5.6, 6.0, 6.0])
+    assert len(stages(STAGED, (5.5,), (1,))) == 1
+    assert stages(STAGED, (), ()) == []
 
 
-def test_small_runs_have_short_outputs_and_nobody_hopeless() -> None:
-    source, setting = scaling._asked("toolllm", scaling.OURS, 2, scaling.SMALL)
-    load = source.make(1)
-    assert setting.replicas == 2
-    assert 0 < len(load.arrivals) <= scaling.SMALL.count
-    assert all(part.output <= scaling.SMALL.output for a in load.arrivals for part in a.parts)
-    assert all(a.prompt_tokens + a.output_tokens <= setting.hardware.limits.max_length for a in load.arrivals)
+def run(*times: float) -> Run:
+    arrival = Arrival("q", 0.0, "chat", "", 10, len(times))
+    load = Workload("one", 0, 1.0, 1.0, {"chat": TWO}, (arrival,))
+    record = Record(
+        "q", "chat", "", 0.0, "completed", Verdict(True, "deadline"), len(times), len(times), times,
+        tuple(range(1, len(times) + 1)),
+    )  # fmt: skip
+    return Run("x", load, (record,), "deadline")
 
 
-@pytest.mark.parametrize(("running", "new"), [(10, 10), (100, 10), (500, 1)])
-def test_bursts_come_at_one_instant(running: int, new: int) -> None:
-    requests, begin = planning.load(running, new, 3, 1, 7)
-    together = Counter(r.arrival for r in requests)
-    bursts = [at for at, count in together.items() if count == new and at >= begin]
-    assert len(bursts) >= 7
-    assert {r.stages[0].slo.tpot for r in requests} <= set(planning.TPOTS[3])
+def test_the_papers_judge_sees_a_pause_of_what_a_decode_is_ahead() -> None:
+    """First token 0.8 s early: a pause of 0.5 s keeps every deadline, and not ten tokens in 1 s, or two in 0.2."""
+    paused = run(0.2, 0.3, 0.8)
+    assert (verdicts(paused, "deadline"), verdicts(paused, "windowed")) == ([True], [False])
+    late = run(1.05, 1.06, 1.07)
+    assert (verdicts(late, "deadline"), verdicts(late, "windowed")) == ([False], [False])
+
+
+SCALE = capacity.SMALL
+
+
+def test_a_system_has_the_setting_that_holds_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 16 tokens a batch no prompt is in time at any rate."""
+    settings = (("vllm:budget=16", 1), ("vllm:budget=2048", 1), ("vllm:budget=17", 1))
+    monkeypatch.setitem(capacity.SYSTEMS, "three", capacity.System(settings))
+    assert capacity.tuned("chatbot", "three", "deadline", replace(SCALE, tuned=3)) == settings[1]
+    assert capacity.tuned("chatbot", "three", "deadline", replace(SCALE, tuned=1)) == settings[0]
+
+
+def value(scenario: str, system: str, seed: int, rate: float) -> dict[str, Any]:
+    rates = {"setting": system, "capacity": {str(target): rate for target in capacity.TARGETS}}
+    return {"scenario": scenario, "system": system, "seed": seed, "found": dict.fromkeys(capacity.JUDGES, rates)}
+
+
+def test_ratios_are_to_the_best_baseline_seed_by_seed() -> None:
+    own = {"slos_serve": (4.0, 9.0), "vllm": (2.0, 3.0), "sarathi": (1.0, 1.0)}
+    rates = Rates([value("chatbot", s, seed, r) for s, all_ in own.items() for seed, r in enumerate(all_)])
+    assert rates.best("chatbot", ("vllm", "sarathi"), "deadline", 0.9) == "vllm"
+    ratio = rates.ratio("chatbot", ("vllm", "sarathi"), "deadline", 0.9)
+    assert ratio.value == pytest.approx(exp((log(2.0) + log(3.0)) / 2))
+    assert ratio.low < 2.0 < 3.0 < ratio.high
+    mean = rates.mean_ratio(("sarathi",), "windowed", 0.98)
+    assert mean.value == pytest.approx(6.0)
+
+
+def test_tables_hold_rates_a_gpu() -> None:
+    data = [value("chatbot", s, 1, r) for s, r in (("slos_serve", 4.0), ("vllm", 3.0), ("vllm_spec", 5.0))]
+    text = capacity.tables(data)
+    assert text.count("| chatbot") == 4  # two judges, with and without speculation
+    assert "| 2 " in text  # OPT-13B's replica is two GPUs
+    assert "summarizer" not in text
+
+
+def test_who_is_here_has_arrived_and_not_had_its_last_token() -> None:
+    records = [replace(run(*times).records[0], at=at) for at, times in ((0.0, (1.0, 2.0)), (1.5, (1.6, 4.0)))]
+    assert here(records, [0.0, 1.5, 1.9, 2.0, 3.9, 4.0]) == [1, 2, 2, 1, 1, 0]
+    assert here([], [0.0]) == [0]

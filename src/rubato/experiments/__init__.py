@@ -5,9 +5,10 @@ A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS
     def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.cells`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the cells returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must not share the machine with itself, and
-`draw(data, axes)`, its picture. `claims.yaml` names each figure's claims and what they are held against; a figure gives
-one estimate for each, no more and no fewer. Adding a figure is one module and its claims.
+and may have `ALONE = True`, for a figure that measures time and must not share the machine with itself, `draw(data,
+axes)`, its picture, and `tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
+claims and what they are held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is
+one module and its claims.
 """
 
 from __future__ import annotations

@@ -1,0 +1,321 @@
+"""Capacity on SLOs-Serve's six scenarios: the largest rate a GPU holds with 90, and 98, % attained (Fig. 9).
+
+Every system serves the same requests, seed by seed, on the profile of the scenario's model, and knows how long outputs
+will be, for memory. Each has the best of its settings, tuned for each scenario and each judge at 90 % on a seed that is
+not measured. Two judges: the deadline SLO, and the paper's, TTFT and the TPOT of
+every ten tokens. A rate is searched as `rubato capacity` does. DistServe's rates are per replica of its fleets, its KV
+moves at no cost. With drafts: OPT-125M beside OPT-13B; the paper does not say how often it is right (ours: 0.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from rubato import capacity, profiles
+from rubato.cells import Cell
+from rubato.engines.simulated import Drafter
+from rubato.experiments import Found
+from rubato.intervals import Estimate, over_seeds
+from rubato.records import Run
+from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
+from rubato.slo import StageTimes, judge
+from rubato.speculation.acceptance import Acceptance
+from rubato.sweep import markdown
+from rubato.workloads import Arrival, Workload, scenarios
+
+SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
+SECONDS = 3000.0
+
+JUDGES = ("deadline", "windowed")  # ours, and the paper's
+TARGETS = (0.9, 0.98)
+# where a search begins, requests/s of a replica
+STARTS = {"chatbot": 3.0, "coder": 0.9, "summarizer": 2.0, "mixed": 2.6, "toolllm": 0.2, "reasoning": 0.8}
+# requests of a run: a burst of code is 130 on average; a reasoning request lives for two minutes, 200 fill the memory
+COUNTS = {"chatbot": 200, "coder": 400, "summarizer": 200, "mixed": 200, "toolllm": 400, "reasoning": 400}
+OURS = "slos_serve"
+DRAFTING = "vllm_spec"
+WHOLE = ("true", "false")
+
+
+@dataclass(frozen=True)
+class System:
+    """settings: what it is tuned over, each on so many replicas; few: where a run takes minutes."""
+
+    settings: tuple[tuple[str, int], ...]
+    scenarios: tuple[str, ...] = tuple(STARTS)
+    few: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+
+
+def _alone(*settings: str) -> tuple[tuple[str, int], ...]:
+    return tuple((setting, 1) for setting in settings)
+
+
+OPT = ("chatbot", "coder", "summarizer", "mixed")
+SYSTEMS = {
+    OURS: System(
+        _alone(OURS, *(f"{OURS}:longest={longest}{even}" for longest in (0.1, 0.018) for even in ("", ",even=true"))),
+        few={"reasoning": _alone(OURS, f"{OURS}:longest=0.018")},
+    ),
+    "prefill_first": System(_alone(*(f"prefill_first:whole={w}" for w in WHOLE))),
+    "vllm": System(_alone(*(f"vllm:budget={b},whole={w}" for b in (512, 2048, 8192) for w in WHOLE))),
+    "sarathi": System(_alone(*(f"sarathi:budget={b},whole={w}" for b in (0, 256, 512, 1024) for w in WHOLE))),
+    "distserve": System(
+        tuple((f"distserve@distserve:prefill={p},decode={d},whole=true", p + d) for p, d in ((1, 1), (2, 1), (1, 2))),
+        OPT,  # a tool's return is a new prefill of everything there: three quarters miss their TTFT at any rate
+    ),
+    DRAFTING: System(_alone(*(f"vllm_spec:n={n},whole=true" for n in (2, 4, 6))), OPT),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """count: requests of a run (0: as `COUNTS`). shorter: outputs are cut to this part. tuned: settings tried of a
+    system, at most. coarse: tolerance of tuning. limits: of the engine, where not the profile's."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    count: int = 0
+    tolerance: float = 0.06
+    coarse: float = 0.3
+    tuned: int = 99
+    shorter: int = 1
+    limits: tuple[tuple[str, int], ...] = ()
+
+
+FULL = Scale()
+SMALL = Scale((1,), 12, 0.5, 0.5, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
+TUNING = 0  # the seed
+CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
+
+
+def cells(small: bool) -> list[Cell]:
+    scale = SMALL if small else FULL
+    return [
+        Cell(f"{scenario} {name} seed={seed}", measured, (scenario, name, seed, scale))
+        for name, system in SYSTEMS.items()  # what takes longest last
+        for scenario in STARTS
+        if scenario in system.scenarios
+        for seed in scale.seeds
+    ]
+
+
+def measured(scenario: str, system: str, seed: int, scale: Scale) -> dict[str, Any]:
+    """One system's capacities (requests/s a replica) by judge and target, with the setting that was best."""
+    found: dict[str, Any] = {}
+    tries: dict[tuple[str, int], Tries] = {}
+    for judge_ in JUDGES:
+        setting = tuned(scenario, system, judge_, scale)
+        own = tries.setdefault(setting, Tries(scenario, setting, seed, scale))
+        rates = {str(target): own.capacity(judge_, target, scale.tolerance) for target in TARGETS}
+        found[judge_] = {"setting": setting[0], "capacity": rates}
+    return {
+        "scenario": scenario, "system": system, "seed": seed, "found": found,
+        "tried": {setting: sorted(own.known.items()) for (setting, _), own in tries.items()},
+        "unfinished": sum(own.unfinished for own in tries.values()),
+        "differ": sum(own.differ for own in tries.values()),
+    }  # fmt: skip
+
+
+@cache
+def tuned(scenario: str, system: str, judge_: str, scale: Scale) -> tuple[str, int]:
+    """The setting, and on how many replicas, with the largest rate a replica at the first target."""
+    able = SYSTEMS[system].few.get(scenario, SYSTEMS[system].settings)[: scale.tuned]
+    if len(able) == 1:
+        return able[0]
+    return max(able, key=lambda setting: _held(scenario, setting, judge_, scale))
+
+
+def _held(scenario: str, setting: tuple[str, int], judge_: str, scale: Scale) -> float:
+    try:
+        return _tries(scenario, setting, scale).capacity(judge_, TARGETS[0], scale.coarse)
+    except ValueError:  # so many attain at no rate
+        return 0.0
+
+
+@lru_cache
+def _tries(scenario: str, setting: tuple[str, int], scale: Scale) -> Tries:
+    return Tries(scenario, setting, TUNING, scale)
+
+
+class Tries:
+    """Runs of one setting under one seed: the same requests at one rate after another."""
+
+    def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale) -> None:
+        choice, self._replicas = setting
+        machine = hardware(scenario, scale)
+        self._load = load(scenario, seed, scale)
+        self._seed = seed
+        self._start = STARTS[scenario]
+        drafter = _drafter() if choice.startswith(DRAFTING) else None
+        self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=drafter)
+        self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
+        self.unfinished = 0  # requests that had not all their tokens in the end
+        self.differ = 0  # verdicts that are not what the simulator's own judge said
+
+    def capacity(self, judge_: str, target: float, tolerance: float) -> float:
+        return capacity.crossing(lambda rate: self.attained(rate)[judge_], target, self._start, tolerance)
+
+    def attained(self, rate: float) -> Mapping[str, float]:
+        if rate not in self.known:
+            run = self._setting.run(self._load.rescaled(rate * self._replicas), self._seed, causes=False)
+            met = {judge_: verdicts(run, judge_) for judge_ in JUDGES}
+            self.known[rate] = {judge_: sum(own) / len(own) for judge_, own in met.items()}
+            self.unfinished += sum(r.outcome != "completed" or r.output != r.asked for r in run.records)
+            self.differ += sum(a != r.verdict.met for a, r in zip(met[run.rule], run.records, strict=True))
+        return self.known[rate]
+
+
+def verdicts(run: Run, rule: str) -> list[bool]:
+    """Whether each request of a run is attained by this rule."""
+    offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
+    return [judge(request, stages(a, r.times, r.tokens), r.outcome, rule).met for request, a, r in offered]
+
+
+def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> list[StageTimes]:
+    """A request's stages from when so many tokens were out; tools take no time."""
+    each = np.repeat(times, np.diff(tokens, prepend=0)) if times else np.zeros(0)
+    made, start, done = [], arrival.at, 0
+    for output in arrival.outputs:
+        out = each[done : done + output]
+        if len(out):
+            made.append(StageTimes(start, out))
+            start, done = float(out[-1]), done + output
+    return made
+
+
+@cache
+def hardware(scenario: str, scale: Scale) -> Hardware:
+    limits = dict(scale.limits)
+    if scenario in CONTEXT:
+        limits["max_length"] = CONTEXT[scenario]
+    return packaged(scenarios.get(f"slos-serve-{scenario}").profile, **limits)
+
+
+def load(scenario: str, seed: int, scale: Scale) -> Workload:
+    made = Scenario(f"slos-serve-{scenario}", hardware(scenario, scale), count=scale.count or COUNTS[scenario]).make(
+        seed
+    )
+    return made if scale.shorter == 1 else replace(made, arrivals=tuple(_cut(a, scale.shorter) for a in made.arrivals))
+
+
+def _cut(a: Arrival, parts: int) -> Arrival:
+    """With a part of its output."""
+    stages_ = tuple(replace(p, output=max(2, p.output // parts)) for p in a.parts)
+    total = sum(p.output for p in stages_) if stages_ else max(2, a.output_tokens // parts)
+    return replace(a, parts=stages_, output_tokens=total)
+
+
+@cache
+def _drafter() -> Drafter:
+    return Drafter(Acceptance(0.7), profiles.load("opt-125m-a100-40g").model())
+
+
+# --------------------------------------------------------------------------- what was found
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Capacities of all systems: requests/s a replica, by seed."""
+
+    values: Sequence[Mapping[str, Any]]
+
+    def of(self, scenario: str, system: str, judge_: str, target: float) -> list[float]:
+        """By seed; none where the system was not run."""
+        return [
+            v["found"][judge_]["capacity"][str(target)]
+            for v in self.values
+            if (v["scenario"], v["system"]) == (scenario, system)
+        ]
+
+    def best(self, scenario: str, systems: Sequence[str], judge_: str, target: float) -> str:
+        """The system with the largest capacity, mean over seeds."""
+        means = {s: float(np.mean(own)) for s in systems if (own := self.of(scenario, s, judge_, target))}
+        return max(means, key=lambda s: means[s])
+
+    def logs(self, scenario: str, system: str, judge_: str, target: float, ours: str = OURS) -> list[float]:
+        """Logarithms of ours over a system's, paired by seed."""
+        pair = (self.of(scenario, s, judge_, target) for s in (ours, system))
+        return [float(np.log(a / b)) for a, b in zip(*pair, strict=True)]
+
+    def ratio(self, scenario: str, systems: Sequence[str], judge_: str, target: float) -> Estimate:
+        """Ours over the best of some systems."""
+        return _exp(over_seeds(self.logs(scenario, self.best(scenario, systems, judge_, target), judge_, target)))
+
+    def mean_ratio(self, systems: Sequence[str], judge_: str, target: float) -> Estimate:
+        """The geometric mean of that over the scenarios in which they were run."""
+        able = [s for s in STARTS if any(self.of(s, system, judge_, target) for system in systems)]
+        each = [self.logs(s, self.best(s, systems, judge_, target), judge_, target) for s in able]
+        return _exp(over_seeds([float(np.mean(seed)) for seed in zip(*each, strict=True)]))
+
+
+def _exp(logs: Estimate) -> Estimate:
+    with np.errstate(over="ignore"):
+        return Estimate(*(float(np.exp(value)) for value in (logs.value, logs.low, logs.high)))
+
+
+PLAIN = ("prefill_first", "vllm", "sarathi", "distserve")  # baselines that do not draft
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    rates = Rates(values)
+    estimates = {
+        f"{scenario}-{100 * target:g}{'' if judge_ == 'deadline' else '-windowed'}": rates.ratio(
+            scenario, PLAIN, judge_, target
+        )
+        for judge_ in JUDGES
+        for target in TARGETS
+        for scenario in STARTS
+    }
+    paper = {s: rates.ratio(s, ("prefill_first", "sarathi"), "windowed", 0.9) for s in STARTS if s != "mixed"}
+    estimates |= {f"{scenario}-paper": ratio for scenario, ratio in paper.items()}
+    estimates["mean-paper-best"] = rates.mean_ratio(("prefill_first", "sarathi"), "windowed", 0.9)
+    for system in ("prefill_first", "sarathi", "distserve"):
+        name = system.replace("_", "-")
+        estimates[f"mean-paper-{name}"] = rates.mean_ratio((system,), "windowed", 0.9)
+        estimates[f"chatbot-98-paper-{name}"] = rates.ratio("chatbot", (system,), "windowed", 0.98)
+    estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
+    estimates["verdicts-differ"] = Estimate.exact(sum(v["differ"] for v in values))
+    scale = SMALL if small else FULL
+    machines = {scenario: hardware(scenario, scale).describe() for scenario in STARTS}
+    settings = {
+        "counts": COUNTS, "tolerance": scale.tolerance, "tuning": scale.coarse, "lengths": "oracle",
+        "systems": {name: [s for s, _ in system.settings] for name, system in SYSTEMS.items()}, "machines": machines,
+    }  # fmt: skip
+    return Found(estimates, list(values), scale.seeds, " and ".join(JUDGES), settings)
+
+
+def tables(data: Sequence[Any]) -> str:
+    """Capacities in requests/s a GPU, mean over seeds, and what baselines were tuned to."""
+    parts = []
+    for judge_ in JUDGES:
+        for systems, what in (((OURS, *PLAIN), "without speculation"), ((DRAFTING,), "with speculation")):
+            rows = [["scenario", *(f"`{s}` {100 * t:g} %" for s in systems for t in TARGETS)]]
+            for scenario in STARTS:
+                own = [_cell(data, scenario, system, judge_, target) for system in systems for target in TARGETS]
+                if any(own):
+                    rows.append([scenario, *own])
+            parts.append(f"Requests/s a GPU, {judge_} rule, {what}:\n\n{markdown(rows)}")
+    return "\n\n".join(parts)
+
+
+def _cell(data: Sequence[Any], scenario: str, system: str, judge_: str, target: float) -> str:
+    rates = Rates(data).of(scenario, system, judge_, target)
+    return f"{np.mean(rates) / hardware(scenario, FULL).gpus:.3g}" if rates else ""
+
+
+def draw(data: Sequence[Any], axes: Any) -> None:
+    """Each scenario's capacities at 90 % by the deadline rule, as shares of the largest."""
+    systems = (OURS, *PLAIN)
+    for i, system in enumerate(systems):
+        for j, scenario in enumerate(STARTS):
+            own = Rates(data).of(scenario, system, "deadline", 0.9)
+            most = max(float(np.mean(Rates(data).of(scenario, s, "deadline", 0.9) or [0.0])) for s in systems)
+            height = float(np.mean(own)) / most if own else 0.0
+            axes.bar(j + 0.16 * (i - 2), height, 0.15, color=f"C{i}", label="" if j else system)
+    axes.set_xticks(range(len(STARTS)), list(STARTS))
+    axes.set_ylabel("capacity at 90 %, of the largest")
+    axes.legend(frameon=False)
