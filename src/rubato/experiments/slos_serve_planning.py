@@ -123,8 +123,9 @@ def found(values: Sequence[Any], small: bool) -> Found:
     typical = [v for v in values if v["new"] <= 10]
     seeds = sorted({v["seed"] for v in values})
     by_seed = [np.concatenate([v["ms"] for v in typical if v["seed"] == seed]) for seed in seeds]
+    rows = table(values)
     estimates = {
-        "states": Estimate.exact(sum(len(v["ms"]) > 0 for v in values) / len(values)),
+        "states": Estimate.exact(sum(row["calls"] > 0 for row in rows) / len(rows)),
         "p99-1-tier": over(0.99, 1),
         "p99-3-tiers": over(0.99, 3),
         "p50-1-tier": over(0.5, 1),
@@ -138,7 +139,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         "tpots": {str(n): tpots for n, tpots in TPOTS.items()},
         "slowdown": SLOWDOWN,
         "loop": loop,
-        "table": table(values),
+        "table": rows,
     }
     return Found(estimates, list(values), seeds, "deadline", settings)
 
