@@ -57,16 +57,17 @@ def attained(run: Run) -> tuple[int, int]:
 
 def rate_of(stage: Stage, choice: Choice, warm: demo.WarmUp) -> float:
     """Requests/s at which it attains 90 %."""
-    rate, tries = warm.rate, []
-    for number in range(TRIES):
+    rate = warm.rate
+    tries: list[tuple[float, float]] = []
+    for _ in range(TRIES):
         load = stage.load(rate, demo.HOLD_SECONDS, warm.unloaded.slos(), "hold")
         met, offered = attained(stage.contest(choice.policy, choice.settings, warm, load))
         print(f"  {choice.label} at {rate:.2f}/s: {met} of {offered}", flush=True)
         tries.append((rate, met / offered))
-        if min(a for _, a in tries) < demo.HOLDS <= max(a for _, a in tries) and number:
+        if min(a for _, a in tries) < demo.HOLDS <= max(a for _, a in tries):
             break
-        rate *= 1.15 if met >= demo.HOLDS * offered else 0.85
-    return demo.held(tries)
+        rate *= 1.15 if met >= demo.HOLDS * offered else 0.85 if met >= demo.HALF * offered else 0.7
+    return demo.held(tries, choice.label)
 
 
 def row(choice: Choice, seed: int, run: Run) -> dict[str, Any]:

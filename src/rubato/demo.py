@@ -36,7 +36,8 @@ HOLD_SECONDS = 20.0  # each of them
 HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
 HALF = 0.5  # below it a rate is far too high: the machine has become slower since it was measured
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
-BUDGETS = (0, 32, 64, 128, 256, 512)  # Sarathi's, tried in simulation; 0 = by the tightest TPOT
+# Sarathi's, tried in simulation; 0 = by the tightest TPOT, which is as good as the model: last of equally good ones
+BUDGETS = (256, 512, 128, 64, 32, 0)
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class Unloaded:
         return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
 
 
-def held(tries: Sequence[tuple[float, float]]) -> float:
+def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
     """The rate at which 90 % is attained, from (rate, attainment) tried: on the line between the highest that held and
     the lowest above it that did not. Raises BenchError when none held."""
     holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
     if not holding:
         lowest = min(rate for rate, _ in tries)
         raise bench.BenchError(
-            f"vllm held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
+            f"{policy} held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
         )
     low, at_low = max(holding)
     beyond = [(rate, attained) for rate, attained in tries if rate > low]
