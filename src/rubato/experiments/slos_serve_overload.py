@@ -1,4 +1,4 @@
-"""Twice what a replica holds, the top tier alone within it: who keeps the top tier, the promises, and the queue.
+"""Twice what one replica holds: who keeps the top tier, the promises and the queue.
 
 A chat in three tiers on one replica (Llama-3.1-8B, H200, ChatBot's lengths): gold, low, and batch without an SLO. For a
 minute twice as much of gold and low comes as SLOs-Serve holds, and of gold alone less than 70 % of what it holds, then
