@@ -14,7 +14,8 @@ Shares = tuple[float, float]  # seconds of a step as the model has it: lost to p
 def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
     """What a step of `predicted` seconds costs each of its decodes, beyond a step of its own."""
     together = latency.step_time(decodes)
-    return predicted - together, together - latency.step_time(Shape().plus(1, decodes.kv // decodes.seqs))
+    alone = Shape(spec_steps=decodes.spec_steps).plus(1, decodes.kv // decodes.seqs)
+    return predicted - together, together - latency.step_time(alone)
 
 
 def of_chunk(latency: LatencyModel, predicted: float, decodes: Shape, tokens: int, start: int) -> tuple[Shares, float]:
@@ -39,7 +40,7 @@ def blame(
     whole = batch.shape
     predicted = latency.step_time(whole)
     scale = seconds / predicted if predicted > 0.0 else 0.0
-    decodes = Shape()
+    decodes = Shape(spec_steps=whole.spec_steps)  # drafts are for them
     for entry in batch.entries:
         if entry.count == 1 or entry.count == 1 + len(entry.verify):
             decodes = decodes.plus(entry.count, entry.start)

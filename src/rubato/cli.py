@@ -267,7 +267,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serve import fair_share_of, latency_of, lengths_of, simulation_limits
+    from rubato.serve import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
     from rubato.simulate import Setup, simulated_run
 
     config = _config(args)
@@ -295,6 +295,8 @@ def _simulate(args: argparse.Namespace) -> int:
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
             rule=args.judge or config.judge,
             prefix_cache=config.prefix_cache,
+            link=link_of(config),
+            drafter=drafter_of(config),
             fair=partial(fair_share_of, config) if config.tenants else None,
         )
 

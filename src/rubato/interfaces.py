@@ -55,7 +55,7 @@ class SeqView(Protocol):
     @property
     def predicted(self) -> float | None: ...  # remaining output tokens, None = no predictor
     @property
-    def draft(self) -> Tree | None: ...  # candidates drafted in the last step, to be verified now or never
+    def draft(self) -> Tree | None: ...  # candidates drafted in its last step, to be verified in its next or never
     @property
     def tried(self) -> int: ...  # drafted tokens put to the test so far
     @property
@@ -181,7 +181,8 @@ class LengthPredictor(Protocol):
 
 
 class Scheduler(Protocol):
-    """Decides each step of one replica. `needs` is matched with `View.supports` at start."""
+    """Decides each step of one replica. `needs` is matched with `View.supports` at start. One that can do with or
+    without something may say so in an attribute `uses`, in the same words."""
 
     needs: ClassVar[frozenset[str]]
 

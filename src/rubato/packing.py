@@ -15,10 +15,10 @@ FOR_EVER = 1 << 30
 class Packing:
     """A plan in the making on a view: never beyond the engine's limits or the free KV.
 
-    budget: tokens the batch may have, the engine's limit if not given.
+    budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end.
     """
 
-    def __init__(self, view: View, budget: int | None = None) -> None:
+    def __init__(self, view: View, budget: int | None = None, steps: int = 0) -> None:
         limits = view.limits
         self.view = view
         self.tokens_left = min(limits.max_tokens, budget) if budget is not None else limits.max_tokens
@@ -30,7 +30,7 @@ class Packing:
         self.work: dict[str, int] = {}
         self.preempted: list[SeqView] = []
         self.decode = False
-        self._shape = Shape()
+        self._shape = Shape(spec_steps=steps)
         self._added: list[tuple[int, int]] = []  # not in `_shape` yet: few policies ask for it
 
     @property
@@ -55,7 +55,7 @@ class Packing:
         self.tokens_left -= decodes.tokens
         self.seqs_left -= decodes.seqs
         self.kv_left -= need
-        self._shape = decodes
+        self._shape = decodes._replace(spec_steps=self._shape.spec_steps)
         return True
 
     def steady(self) -> int:
@@ -92,6 +92,13 @@ class Packing:
 
     def lacks_kv(self, seq: SeqView, tokens: int) -> bool:
         return self._new_blocks(seq, tokens) > self.kv_left
+
+    def verifiable(self, seq: SeqView, drafted: int) -> int:
+        """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
+        most = max(0, min(drafted, self.tokens_left - seq.pending))
+        while most and self.lacks_kv(seq, seq.pending + most):
+            most -= 1
+        return most
 
     def add(self, seq: SeqView, tokens: int) -> None:
         """Put work into the batch; the caller has asked `room`."""

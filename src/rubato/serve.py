@@ -19,16 +19,20 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
+from rubato import profiles
 from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, local_cluster
 from rubato.config import Config, ConfigError, Named
+from rubato.engines.simulated import Drafter, Link
 from rubato.fairness import FairShare
 from rubato.interfaces import Engine, LatencyModel, LengthPredictor
+from rubato.latency.drafted import Drafted
 from rubato.lengths import Oracle, RunningMean
 from rubato.listeners import Listener
 from rubato.policies import nearest
@@ -218,7 +222,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         close = nearest(config.fleet.name, ["local", "ray"])
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
     engines = [_engine(config, clock, replica) for replica in range(config.replicas)]
-    return engines, local_cluster(engines, [latency_of(config) for _ in engines], clock, **given)
+    return engines, local_cluster(engines, [believed_of(config) for _ in engines], clock, **given)
 
 
 def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Cluster:
@@ -245,7 +249,7 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
 
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
     """What one actor runs."""
-    return _engine(config, clock, replica), latency_of(config)
+    return _engine(config, clock, replica), believed_of(config)
 
 
 def fair_share_of(config: Config) -> FairShare | None:
@@ -314,6 +318,10 @@ def _engine(config: Config, clock: Clock, replica: int) -> Engine:
     settings = {**{name: value for name, value in given.items() if name in takes}, **settings}
     if "seed" in takes:
         settings["seed"] = settings.get("seed", 0) + replica
+    if "drafter" in takes:
+        settings["drafter"] = drafter_of(config)
+    if "link" in takes:
+        settings["link"] = link_of(config)
     extra = list(SIMULATED) if "limits" in takes else []
     hidden = {"clock", "latency", "limits", "lengths"}
     known = [name for name in takes if name not in hidden] + extra
@@ -322,7 +330,7 @@ def _engine(config: Config, clock: Clock, replica: int) -> Engine:
 
 def simulation_limits(config: Config) -> dict[str, int]:
     """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
-    known = [*SIMULATED, *REAL_ONLY]
+    known = [*SIMULATED, *REAL_ONLY, "drafter", "link"]
     for name in config.engine.settings:
         if name not in known and config.engine.name in ("torch", "simulated"):
             raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
@@ -331,6 +339,37 @@ def simulation_limits(config: Config) -> dict[str, int]:
         if type(value) is not int or value < 1:
             raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
     return limits
+
+
+def drafter_of(config: Config) -> Drafter | None:
+    """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
+    `Acceptance` beside it. Raises ConfigError."""
+    asked = config.engine.settings.get("drafter")
+    if asked is None:
+        return None
+    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g")
+    try:
+        return profiles.drafter(name, **settings)
+    except ValueError as error:
+        raise ConfigError(f"engine.drafter: {error}") from error
+
+
+def link_of(config: Config) -> Link:
+    """`engine.link`, what moving KV to a simulated engine costs. Raises ConfigError."""
+    asked = config.engine.settings.get("link", {})
+    known = [f.name for f in fields(Link)]
+    if not isinstance(asked, Mapping):
+        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
+    return cast(Link, _construct("engine.link", Link, asked, known))
+
+
+def believed_of(config: Config) -> LatencyModel:
+    """What a scheduler believes of its engine's step times."""
+    model, drafter = latency_of(config), drafter_of(config)
+    return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
 
 
 def latency_of(config: Config) -> LatencyModel:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import yaml
 
 from rubato import profiles
-from rubato.engines.simulated import Drafter
+from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.lengths import Oracle
 from rubato.policies import load, router_for
@@ -64,12 +64,11 @@ class Hardware:
 
     def describe(self) -> dict[str, Any]:
         """model: a digest, so that a file of cells is not resumed with other step times."""
-        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": pickled(self.model)}
+        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": digest_of(self.model)}
 
 
-def pickled(what: object) -> str:
-    """A digest of what has no words."""
-    return hashlib.blake2b(pickle.dumps(what), digest_size=8).hexdigest()
+def digest_of(model: LatencyModel | None) -> str:
+    return hashlib.blake2b(pickle.dumps(model), digest_size=8).hexdigest()
 
 
 def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
@@ -144,8 +143,8 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 @dataclass(frozen=True)
 class Setting:
     """learns: schedulers' latency models go on learning from the steps, as they do live. Not by default: step times
-    are exact already, and the fast driver (`lean`) simulates models that do not learn alone. drafter: None = the
-    engines do not speculate."""
+    are exact already, and the fast driver (`lean`) simulates models that do not learn alone. link, drafter: as a
+    `Setup` has them."""
 
     hardware: Hardware
     choice: Choice
@@ -154,6 +153,7 @@ class Setting:
     noise: float = 0.0
     lengths: Lengths = unknown
     learns: bool = False
+    link: Link = FREE
     drafter: Drafter | None = None
 
     def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
@@ -171,6 +171,7 @@ class Setting:
             lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
             rule=self.rule,
             learns=self.learns,
+            link=self.link,
             drafter=self.drafter,
         )
         return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
@@ -188,8 +189,13 @@ class Setting:
             "noise": self.noise,
             "lengths": _name(self.lengths),
             "learns": self.learns,
-            **({} if self.drafter is None else {"drafter": pickled(self.drafter)}),
+            **({} if self.link == FREE else {"link": asdict(self.link)}),
+            **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
         }
+
+
+def _described(drafter: Drafter) -> dict[str, Any]:
+    return {"acceptance": asdict(drafter.acceptance), "model": digest_of(drafter.latency)}
 
 
 def _name(function: Lengths) -> str:

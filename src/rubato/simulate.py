@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rubato.clock import ARRIVAL, VirtualClock, run_virtual
@@ -13,11 +13,12 @@ from rubato.cluster import Cluster, local_cluster
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fairness import FairShare
 from rubato.interfaces import LatencyModel, LengthPredictor
+from rubato.latency.drafted import Drafted
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS
 from rubato.metrics import Timeline, timelines
-from rubato.policies import load, router_for
+from rubato.policies import load, optional, router_for
 from rubato.records import Record, Run
 from rubato.slo import StageTimes
 from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
@@ -29,7 +30,7 @@ class Setup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
-    what moving KV to a replica costs. drafter: None = the engines do not speculate."""
+    what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
@@ -60,7 +61,16 @@ class Setup:
 
     def scheduler_model(self) -> LatencyModel:
         model = (self.believed or self.latency)()
+        if self.drafter is not None and self.drafter.latency is not None:
+            model = Drafted(model, self.drafter.latency)
         return model if self.learns else Fixed(model)
+
+    def for_load(self, workload: Workload) -> Setup:
+        """With the acceptance that the workload's requests have of their own."""
+        own = workload.acceptances()
+        if self.drafter is None or not own:
+            return self
+        return replace(self, drafter=replace(self.drafter, acceptance=replace(self.drafter.acceptance, requests=own)))
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,7 @@ def simulated_run(
         raise ValueError(
             f"{len(waits)} requests wait for tools, such as {next(iter(waits))!r}: simulated tools are instant"
         )
+    setup = setup.for_load(workload)
     if plain or not lean_enough(setup):
         events = simulate(list(workload.requests()), workload.truth(), setup)
         lines = {line.request.id: line for line in timelines(events)}
@@ -169,10 +180,12 @@ def simulated_run(
 
 
 def lean_enough(setup: Setup) -> bool:
-    """Whether the fast driver can simulate this: a model that does not learn, plain steps, no KV shared or
-    moved, no shares that are paid back with time."""
+    """Whether the fast driver can simulate this: a model that does not learn, plain steps, no drafts by a policy that
+    would, no KV shared or moved, no shares that are paid back with time."""
     router = router_for(setup.policy, setup.router, setup.router_settings, setup.settings)
-    plain = load(setup.policy, setup.settings).needs <= SUPPORTS and not hasattr(router, "roles")
+    scheduler = load(setup.policy, setup.settings)
+    uses = optional(scheduler) if setup.drafter is not None else frozenset[str]()
+    plain = scheduler.needs | uses <= SUPPORTS and not hasattr(router, "roles")
     return plain and not (setup.learns or setup.prefix_cache or setup.fair)
 
 

@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 from rubato.check import PlanError
 from rubato.engines.simulated import Drafter
 from rubato.interfaces import View
+from rubato.latency.drafted import Drafted
 from rubato.replica import Replica
-from rubato.simulate import Setup, simulate
+from rubato.simulate import Setup, simulate, simulated_run
 from rubato.speculation.acceptance import Acceptance
 from rubato.types import (
+    SLO,
     Emitted,
     Event,
     Finished,
     Limits,
     Plan,
     Request,
+    Sample,
     Sampling,
     Shape,
     Stage,
@@ -33,6 +36,8 @@ from rubato.types import (
     Tree,
     Work,
 )
+from rubato.workloads.kinds import Kind
+from rubato.workloads.making import make
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=200, kv_blocks=8, block=4)
@@ -280,3 +285,52 @@ def test_drafting_takes_the_drafters_time() -> None:
 def test_an_engine_that_does_not_speculate_refuses_the_policy() -> None:
     with pytest.raises(ValueError, match="policy 'vllm_spec' needs draft"):
         simulate([request()], {}, Setup(Linear, LIMITS, "vllm_spec"))
+
+
+def test_a_workloads_own_acceptance_is_what_happens() -> None:
+    kinds = [
+        Kind(app, SLO(5.0, 0.5), (20, 20), (50, 50), acceptance=(alpha, alpha))
+        for app, alpha in (("sure", 1.0), ("never", 0.0))
+    ]
+    load = make("two", kinds, 1.0, count=20, seed=1, texts=False)
+    limits = replace(LIMITS, kv_blocks=400)
+    setup = Setup(Linear, limits, "vllm_spec", settings={"n": 4}, drafter=Drafter(Acceptance(0.5)), learns=False)
+    for record in simulated_run(load, setup).records:
+        steps = len(set(record.times))
+        assert steps == (50 if record.app == "never" else 11)
+    assert setup.for_load(load).drafter != setup.drafter
+    with pytest.raises(ValueError, match=r"acceptance 1\.5 of a request"):
+        Acceptance(requests={"a": 1.5})
+
+
+def test_a_scheduler_knows_the_drafters_time() -> None:
+    """10 ms and 1 ms a token; a draft step 2 ms and 0.1 ms a token, the first of all that the batch brings."""
+    model = Drafted(Linear(), Linear(0.002, 0.0001))
+    batch = Shape().plus(30, 0).plus(1, 50)
+    assert model.step_time(batch) == Linear().step_time(batch)
+    assert model.step_time(batch._replace(spec_steps=3)) == pytest.approx(0.041 + 0.0051 + 2 * 0.0022)
+    base = Shape(spec_steps=3).plus(1, 50)
+    chunk = model.largest_chunk(0.05, base, 0, 100)
+    assert model.step_time(base.plus(chunk, 0)) <= 0.05 < model.step_time(base.plus(chunk + 1, 0))
+    assert model.largest_chunk(0.05, base._replace(spec_steps=0), 0, 100) == 39
+    assert Setup(Linear, LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True).scheduler_model() == Drafted(
+        Linear(), Linear()
+    )
+
+
+def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:
+    target = Recorder()
+    model = Drafted(target, Linear(0.002, 0.0001))
+    shape = Shape().plus(30, 0)
+    model.update(Sample(shape._replace(spec_steps=1), 0.05))
+    model.update(Sample(shape, 0.04))
+    assert target.seen == [Sample(shape, pytest.approx(0.045)), Sample(shape, 0.04)]
+
+
+class Recorder(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Sample] = []
+
+    def update(self, sample: Sample) -> None:
+        self.seen.append(sample)

@@ -11,9 +11,10 @@ import pytest
 from rubato import policies, profiles
 from rubato.clock import VirtualClock
 from rubato.config import Config, TenantSettings, load
+from rubato.engines.simulated import FREE
 from rubato.engines.vllm.control import Settings, settings_of
 from rubato.engines.vllm.seq import KEYS
-from rubato.serve import build, latency_of, simulation_limits, tenants_of
+from rubato.serve import build, drafter_of, latency_of, link_of, simulation_limits, tenants_of
 from rubato.server.prometheus import Metrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 
@@ -37,6 +38,8 @@ def test_configurations_load(page: str, text: str, tmp_path: Path) -> None:
     latency_of(config)
     if config.engine.name == "simulated":
         assert simulation_limits(config)["kv_blocks"] == config.engine.settings["kv_blocks"]
+        assert (drafter_of(config) is not None) == ("drafter" in config.engine.settings)
+        assert (link_of(config) == FREE) == ("link" not in config.engine.settings)
 
 
 def test_the_operators_example_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

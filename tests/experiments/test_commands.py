@@ -47,6 +47,33 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     assert "holds the cells of another run: sweep differ" in capsys.readouterr().err
 
 
+DRAFTER = ["--set", "engine.drafter=opt-125m-a100-40g", "--set", "engine.drafter.alpha=0.9"]
+
+
+def test_a_drafter_and_a_link_from_the_configuration(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out.json")
+    words = ["sweep", "--trace", trace, "--rates", "2", "--seeds", "0", *REPLICA, *QUIET, "--json", out]
+    words += ["--policy", "vllm_spec:n=2", "--policy", "slos_serve", "--set", "engine.link.kv_bytes=1000"]
+    assert main([*words, *DRAFTER]) == 0
+    for setting in json.loads(Path(out).read_text())["settings"]:
+        assert setting["drafter"]["acceptance"]["alpha"] == 0.9
+        assert setting["link"]["kv_bytes"] == 1000
+    assert main(words) == 2
+    assert "needs draft" in capsys.readouterr().err
+    for wrong, says in (
+        ("drafter=opt", "no profile 'opt'"),
+        ("drafter.alpha=0.9", "give the name of a profile"),
+        ("link=3", "give kv_bytes, bandwidth, latency"),
+        ("link.kv_byte=3", "did you mean 'kv_bytes'"),
+    ):
+        assert main([*words, "--set", f"engine.{wrong}"]) == 2
+        assert says in capsys.readouterr().err
+    assert main([*words, *DRAFTER, "--set", "engine.drafter.alfa=1"]) == 2
+    assert "has no setting 'alfa': did you mean 'alpha'" in capsys.readouterr().err
+
+
 def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     words = [
         "capacity",

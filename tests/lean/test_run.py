@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rubato.engines.simulated import Drafter
 from rubato.simulate import Setup, lean_enough, simulated_run
 from rubato.types import SLO
 from rubato.workloads import Workload
@@ -50,6 +51,18 @@ def test_which_driver_is_taken() -> None:
     assert not lean_enough(replace(setup("edf"), prefix_cache=True))
     assert not lean_enough(setup("distserve"))
     assert not lean_enough(setup("vllm_spec"))
+    drafter = Drafter()
+    assert lean_enough(replace(setup("edf"), drafter=drafter))
+    assert lean_enough(setup("slos_serve"))
+    assert not lean_enough(replace(setup("slos_serve"), drafter=drafter))
+    assert lean_enough(replace(setup("slos_serve"), drafter=drafter, settings={"draft": 0}))
+
+
+def test_a_drafter_that_nobody_asks_changes_nothing() -> None:
+    load, drafter = mix().make(1).rescaled(80.0), Drafter(latency=MACHINE.model)
+    one = simulated_run(load, setup("sarathi")).records
+    assert simulated_run(load, replace(setup("sarathi"), drafter=drafter)).records == one
+    assert simulated_run(load, replace(setup("sarathi"), drafter=drafter), plain=True).records == one
 
 
 def test_an_experiment_whose_schedulers_learn() -> None:

@@ -18,7 +18,7 @@ from rubato.cluster import Cluster
 from rubato.engines.simulated import Drafter, Link
 from rubato.interfaces import Assigner, View
 from rubato.kv import blocks_for
-from rubato.policies import describe, load_router, router_for
+from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
 from rubato.speculation.acceptance import Acceptance
@@ -94,7 +94,9 @@ def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
     router = router_for(policy, "auto")
     link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
     replicas = 3 if isinstance(router, Assigner) else 1
-    drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if "draft" in load_policy(policy).needs else None
+    scheduler = load_policy(policy)
+    drafts = "draft" in scheduler.needs | optional(scheduler)
+    drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if drafts else None
     return Setup(Linear, limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rubato.commands import options
 from rubato.config import load
+from rubato.engines.simulated import FREE
 from rubato.setting import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.slo import RULES
 from rubato.types import Limits
@@ -92,10 +93,12 @@ def hardware(args: argparse.Namespace) -> Hardware:
 def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:
     """One for each --policy."""
     config = load(args.config or {}, args.set)
-    lengths = unknown
-    if config.lengths is not None:
-        from rubato.serve import lengths_of
+    lengths, link, drafter = unknown, FREE, None
+    if config.lengths is not None or {"link", "drafter"} & config.engine.settings.keys():
+        from rubato.serve import drafter_of, lengths_of, link_of
 
+        link, drafter = link_of(config), drafter_of(config)
+    if config.lengths is not None:
         lengths = partial(lengths_of, config)  # type: ignore[assignment]
     if not 0.0 <= args.noise < 1.0:
         raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
@@ -103,7 +106,9 @@ def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> 
         raise ValueError(f"--replicas {replicas}: give 1 or more")
     chosen = [Choice.parse(text, args.router) for text in args.policy or ["sarathi"]]
     rule = args.judge or config.judge
-    return tuple(Setting(machine, choice, replicas, rule, args.noise, lengths) for choice in chosen)
+    return tuple(
+        Setting(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen
+    )
 
 
 def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> Source:

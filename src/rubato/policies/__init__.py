@@ -58,6 +58,12 @@ def router_for(
     return load_router(router, settings)
 
 
+def optional(scheduler: Scheduler) -> frozenset[str]:
+    """What it makes use of where it is there (`uses`, in the words of `View.supports`), beyond what it needs."""
+    found: frozenset[str] = getattr(scheduler, "uses", frozenset())
+    return found
+
+
 def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
     """(name, "scheduler" | "router", first line of its docstring, source, settings with defaults) of each policy."""
     for name in names():

@@ -24,16 +24,20 @@ BLOCK = 64  # tokens drawn at once
 @dataclass(frozen=True)
 class Acceptance:
     """How good a drafter is. alpha: chance that its first choice is right, mean over requests; apps: app -> that mean
-    where it differs. spread: standard deviation of alpha between requests (Beta). certainty: concentration of a token's
-    c about its request's alpha (Beta; inf: the same for every token)."""
+    where it differs; requests: id -> alpha of those that have one of their own. spread: standard deviation of alpha
+    between the other requests (Beta). certainty: concentration of a token's c about its request's alpha (Beta; inf: the
+    same for every token)."""
 
     alpha: float = 0.7
     apps: Mapping[str, float] = field(default_factory=dict)
+    requests: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
     certainty: float = inf
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if wrong := [alpha for alpha in self.requests.values() if not 0.0 <= alpha <= 1.0]:
+            raise ValueError(f"acceptance {wrong[0]} of a request: give a probability")
         for alpha in (self.alpha, *self.apps.values()):
             if not 0.0 <= alpha <= 1.0 or (self.spread and self.spread**2 >= alpha * (1.0 - alpha)):
                 raise ValueError(
@@ -46,8 +50,9 @@ class Acceptance:
     def of(self, request: Request) -> Process:
         """The process of one request."""
         rng = np.random.default_rng([self.seed, STREAM, crc32(request.id.encode())])
-        alpha = self.apps.get(request.app, self.alpha)
-        if self.spread:
+        own = self.requests.get(request.id)
+        alpha = self.apps.get(request.app, self.alpha) if own is None else own
+        if self.spread and own is None:
             alpha = _beta(rng, alpha, alpha * (1.0 - alpha) / self.spread**2 - 1.0, 1)[0]
         return Process(rng, alpha, self.certainty)
 

@@ -20,6 +20,12 @@ When steps take longer than predicted, a decode that is behind counts in the nex
 again; a prompt that cannot be done by its deadline any more is demoted. So that nobody starves, the oldest request
 without a promise that is more than `patience` seconds behind is counted as if it had one.
 
+Where the engine drafts (`drafts`), decodes verify as deep as makes them fastest, wherever all can spare the time and
+half the memory is promised: who has ended sooner makes room. Longer batches, which decodes keep up with
+only by drafting, are tried where plain ones decline somebody and leave prefill less than two thirds of what these do,
+or cannot hold a TPOT at all. Such a promise is on what drafts bring on average (`caution`: less), and certain only
+where all of them are right.
+
 Several replicas. `Router` lands requests in turn and hands one on while the replica could not promise it beside the
 promised ones there: a scheduler like the replica's own is asked, with what the replica shows.
 """
@@ -29,4 +35,4 @@ from rubato.policies.slos_serve.scheduler import Scheduler
 
 __all__ = ["SOURCE", "Router", "Scheduler"]
 
-SOURCE = "SLOs-Serve (arXiv 2504.08784), autoregressive"
+SOURCE = "SLOs-Serve (arXiv 2504.08784)"

@@ -225,24 +225,24 @@ def choose(
 class _Asked:
     """Those who could be in time alone, in order of deadline, as columns. owed: each demands that + t / TPOT by time t.
     between: where in `line.at` those deadlines of the forced begin that are no earlier than each one's. A state has a
-    number: how many were accepted of each class, as digits; step: what each adds to it."""
+    number: how many were accepted of each class (seconds a token, value), as digits; step: what each adds to it."""
 
     def __init__(self, line: Line, jobs: Sequence[Job], after: Floats) -> None:
         self.jobs = jobs
         self.line = line
         grid = line.grid
         self.ends, self.room = grid.ends(after), line.left(after)
-        self.rate = 1.0 / np.array([j.tpot for j in jobs])
+        self.rate = np.array([j.rate for j in jobs])
         fringes = {tpot: grid.fringe(tpot) for tpot in {j.tpot for j in jobs}}
-        self.owed = np.array([j.tokens + fringes[j.tpot] for j in jobs]) - self.rate * self.ends
+        self.owed = np.array([j.tokens + fringes[j.tpot] * j.verified for j in jobs]) - self.rate * self.ends
         self.between = [*line.at.searchsorted(after, side="left").tolist(), len(line.at)]
         self.ends_between = grid.ends(line.at)
         self._after = after
-        self.classes = Counter((j.tpot, j.value) for j in jobs)
+        self.classes = Counter((j.tpot / j.verified, j.value) for j in jobs)
         radix = [1, *accumulate([n + 1 for n in self.classes.values()], mul)]
         self.states = radix.pop()
         place = dict(zip(self.classes, radix, strict=True))
-        self.step = [place[j.tpot, j.value] for j in jobs]
+        self.step = [place[j.tpot / j.verified, j.value] for j in jobs]
 
     def all_fit(self, memory: int, seats: int) -> bool:
         """Whether there is room for all of them: then there is nothing to choose."""
@@ -263,9 +263,9 @@ class _Counts:
         self._asked = asked
         self._rate, self._value, count = np.zeros((3, asked.states))
         number = np.arange(asked.states)
-        for (tpot, value), most in asked.classes.items():
+        for (each, value), most in asked.classes.items():
             number, digit = np.divmod(number, most + 1)
-            self._rate += digit / tpot
+            self._rate += digit / each
             self._value += digit * value
             count += digit
         self._able = (self._rate <= asked.line.slope + EPS) & (count <= seats)
@@ -319,7 +319,7 @@ class _Fronts:
         """Each state without this request, and with it where it fits: by its deadline, in memory, in the long run."""
         asked, states = self._asked, self._states
         job, end, slope = asked.jobs[turn], asked.ends[turn], asked.line.slope
-        delta = (asked.step[turn], asked.owed[turn], 1.0 / job.tpot, job.value, 1.0, job.memory)
+        delta = (asked.step[turn], asked.owed[turn], job.rate, job.value, 1.0, job.memory)
         grown = states + np.array(delta)[:, None]
         fits = grown[OWED] + grown[RATE] * end <= asked.room[turn] + EPS
         fits &= (grown[RATE] <= slope + EPS) & (grown[COUNT] <= self._seats) & (grown[USED] <= self._memory)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rubato.interfaces import SeqView, View
 from rubato.packing import Packing, memory
-from rubato.types import Shape
+from rubato.types import NOTHING, Shape
 
 
 class Filling:
     """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
 
-    victims: those whose KV anyone in need may take, the last one first.
+    victims: those whose KV anyone in need may take, the last one first. drafted: how many tokens there are to verify
+    for a decode, by id, as far as time goes and memory is free. steps: draft steps at its end.
     """
 
-    def __init__(self, view: View, bound: float, victims: Sequence[SeqView]) -> None:
-        self.packing = Packing(view)
+    def __init__(
+        self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING, steps: int = 0
+    ) -> None:
+        self.packing = Packing(view, steps=steps)
+        self._drafted = drafted
         self._bound = bound
         self._model = view.latency
         self._victims = list(victims)
@@ -30,6 +34,8 @@ class Filling:
         """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
         batch. False, and nothing done, where not."""
         packing, many = self.packing, self.packing.decodes
+        if self._drafted or packing.shape.spec_steps:
+            return False
         first = order[: many.seqs]
         if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
             return False
@@ -39,7 +45,7 @@ class Filling:
         return True
 
     def fill(self, order: Iterable[SeqView]) -> None:
-        """Their pending tokens, in this order: one of each decode, as much of each prefill as fits."""
+        """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
         decodes: list[SeqView] = []
         for seq in order:
             if seq.pending == 1:
@@ -99,19 +105,26 @@ class Filling:
         before = packing.shape
         kv = sum([s.cached for s in seqs]) + len(seqs)
         together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)
+        if self._drafted:
+            together = before
+            for seq in seqs:
+                together = together.plus(1 + self._drafted.get(seq.id, 0), seq.cached)
         all_fit = model.step_time(together) <= self._bound
-        if all_fit and packing.add_decodes(seqs):
+        if all_fit and not self._drafted and packing.add_decodes(seqs):
             return
         shape: Shape = before
         for seq in seqs:
             self._make_room(seq, 1)
             if packing.room(seq) == 0:
                 continue
+            tokens = 1 + packing.verifiable(seq, self._drafted.get(seq.id, 0))
             if not all_fit:
-                shape = shape.plus(1, seq.cached)
+                while tokens > 1 and model.step_time(shape.plus(tokens, seq.cached)) > self._bound:
+                    tokens -= 1
+                shape = shape.plus(tokens, seq.cached)
                 if not self.empty and model.step_time(shape) > self._bound:
                     return
-            packing.add(seq, 1)
+            packing.add(seq, tokens)
 
     def _make_room(self, seq: SeqView, tokens: int) -> None:
         packing = self.packing

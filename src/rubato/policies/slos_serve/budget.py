@@ -31,9 +31,10 @@ EPS = 1e-6  # tokens: float rounding
 
 
 class Job(NamedTuple):
-    """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on one every `tpot`
-    seconds (inf: none), and `memory` KV blocks. value: of attaining it. Tokens are those of decodes: of a prefill, the
-    last counts as one, the others as what they cost beside it (`demand.lightness`)."""
+    """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on an entry of
+    `verified` every `tpot` seconds (inf: none), and `memory` KV blocks. value: of attaining it. accepts: probability
+    that a token drafted for it is right. Tokens are those of decodes, drafted or not: of a prefill, the last counts as
+    one, the others as what they cost beside it (`demand.lightness`)."""
 
     id: str
     due: float
@@ -41,6 +42,13 @@ class Job(NamedTuple):
     tpot: float
     memory: int = 0
     value: float = 1.0
+    accepts: float = 0.0
+    verified: int = 1
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that its decode takes."""
+        return self.verified / self.tpot
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +158,10 @@ class Demand:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         rows = sorted([j for j in jobs if j.due < inf], key=itemgetter(1))  # by `due`
-        _, due, tokens, tpot, *_ = zip(*rows, strict=True) if rows else ((),) * len(Job._fields)
-        self.due, self.tokens, self.tpot = (np.fromiter(c, np.float64, len(rows)) for c in (due, tokens, tpot))
-        self.rate = 1.0 / self.tpot
+        _, due, tokens, tpot, *_, verified = zip(*rows, strict=True) if rows else ((),) * len(Job._fields)
+        columns = (due, tokens, tpot, verified)
+        self.due, self.tokens, self.tpot, self.verified = (np.fromiter(c, np.float64, len(rows)) for c in columns)
+        self.rate = self.verified / self.tpot
         self.late = int(self.due.searchsorted(0.0, side="right"))  # so many of them
         self.tpots = set(tpot)
 
@@ -174,7 +183,7 @@ class Line:
         tokens = demand.tokens
         for tpot in demand.tpots:
             if fringe := grid.fringe(tpot):
-                tokens = np.where(demand.tpot == tpot, tokens + fringe, tokens)
+                tokens = np.where(demand.tpot == tpot, tokens + fringe * demand.verified, tokens)
         k = grid.index(demand.due)
         k[: demand.late] = k[demand.late :].min(initial=1.0)  # not after those due before any batch ends: none fits
         self._k = k

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, log2
 
@@ -43,7 +43,7 @@ class Promises:
 
     patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same. since: of
     decodes that are to have a token every TPOT, however far ahead they are, when the last came out. light: what a token
-    of prefill counts.
+    of prefill counts. accepts: of each the probability that a token drafted for it is right.
     """
 
     now: float
@@ -52,6 +52,7 @@ class Promises:
     values: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, float] = field(default_factory=dict)
     light: float = 1.0
+    accepts: Callable[[SeqView], float] = lambda seq: 0.0
 
     def job(self, seq: SeqView) -> Job:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
@@ -68,7 +69,7 @@ class Promises:
             due = min(due, self.since[seq.id] + tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
         tokens = counted(seq.pending, self.light)
-        return Job(seq.id, due - self.now, tokens, tpot, memory(seq, self.block), value)
+        return Job(seq.id, due - self.now, tokens, tpot, memory(seq, self.block), value, self.accepts(seq))
 
 
 def counted(pending: int, light: float) -> float:
@@ -133,9 +134,10 @@ class Machine:
     """How many tokens a batch of so many seconds holds, by the view's latency model.
 
     A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
-    bound: decodes are at their full length as far as memory goes, and what else is in the batch is one chunk on top of
-    the longest context of a prompt. light: what a token of that counts. The smaller counts of a batch of all decodes
-    and a chunk, and one of a chunk alone: step times being convex, whatever lies between fits too.
+    bound: decodes are at their full length as far as memory goes, and what else is in the batch, drafted tokens too, is
+    one chunk on top of the longest context of a prompt, or of any that may draft. light: what a token of that counts.
+    The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step times being convex,
+    whatever lies between fits too. steps: draft steps run at its end.
     """
 
     def __init__(
@@ -150,46 +152,53 @@ class Machine:
         self._decodes = min(len(blocks), limits.max_seqs, limits.max_tokens)
         self._kv = min(sum(blocks), view.kv_total) * limits.block
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)
-        self._known: dict[float, int] = {}
+        self._longest = max((s.length for s in seqs), default=0)
+        self._known: dict[tuple[float, int], int] = {}
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: int, steps: int = 0) -> float:
         """That a batch of as many takes at most."""
         decodes = min(tokens, self._decodes)
-        shape = self._shape(decodes)
+        shape = self._shape(decodes, steps)
         if tokens > decodes:
-            shape = shape.plus(tokens - decodes, self._context)
+            shape = shape.plus(tokens - decodes, self._above(steps))
         return self._model.step_time(shape) * self._slower
 
-    def capacity(self, seconds: float) -> int:
+    def capacity(self, seconds: float, steps: int = 0) -> int:
         """The most tokens that end within as many seconds, whatever they are."""
-        if seconds not in self._known:
-            base = self._shape(self._decodes)
+        asked = (seconds, steps)
+        if asked not in self._known:
+            base = self._shape(self._decodes, steps)
             most = self._most - self._decodes
             if self._model.step_time(base) * self._slower <= seconds:
                 together = self._decodes + self._light * self._chunk(seconds, base, most)
             else:
-                together = bisect_right(range(1, self._decodes), seconds, key=self.seconds)
+                fewer = range(1, self._decodes)
+                together = bisect_right(fewer, seconds, key=lambda n: self.seconds(n, steps))
             if self._light < 1.0 and together >= 1.0:
-                together = min(together, self._light * self._chunk(seconds, Shape(), self._most))
-            self._known[seconds] = int(together)
-        return self._known[seconds]
+                alone = self._chunk(seconds, Shape(spec_steps=steps), self._most)
+                together = min(together, self._light * alone)
+            self._known[asked] = int(together)
+        return self._known[asked]
 
-    def _chunk(self, seconds: float, base: Shape, most: int) -> int:
-        return self._model.largest_chunk(seconds / self._slower, base, self._context, most)
-
-    def beside(self, seconds: float, decodes: int) -> float:
+    def beside(self, seconds: float, decodes: int, steps: int = 0) -> float:
         """As `capacity`, of a batch in which no more than so many decode; 0 where these do not fit."""
         decodes = min(decodes, self._decodes)
-        base = self._shape(decodes)
+        base = self._shape(decodes, steps)
         if decodes and self._model.step_time(base) * self._slower > seconds:
             return 0.0
         return decodes + self._light * self._chunk(seconds, base, self._most - decodes)
 
-    @property
-    def full(self) -> float:
-        """Seconds of the largest batch the engine takes."""
-        return self.seconds(self._most)
+    def _chunk(self, seconds: float, base: Shape, most: int) -> int:
+        return self._model.largest_chunk(seconds / self._slower, base, self._above(base.spec_steps), most)
 
-    def _shape(self, decodes: int) -> Shape:
+    def _above(self, steps: int) -> int:
+        """The context of a chunk that stands for all that a batch holds beside one token of each decode."""
+        return self._longest if steps else self._context
+
+    def full(self, steps: int = 0) -> float:
+        """Seconds of the largest batch the engine takes."""
+        return self.seconds(self._most, steps)
+
+    def _shape(self, decodes: int, steps: int) -> Shape:
         kv = self._kv * decodes // self._decodes if self._decodes else 0
-        return Shape(decodes, decodes, max(kv, decodes))
+        return Shape(decodes, decodes, max(kv, decodes), spec_steps=steps)

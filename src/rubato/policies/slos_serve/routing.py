@@ -33,6 +33,9 @@ class Router:
     patience: float = Scheduler.patience
     values: Mapping[str, float] = field(default_factory=dict)
     reserve: float = Scheduler.reserve
+    draft: int = Scheduler.draft
+    caution: float = Scheduler.caution
+    prior: float = Scheduler.prior
     _virtual: Scheduler = field(init=False)  # for all replicas: it goes by what each shows
     _landed: int = field(default=0, init=False)
     _declined: set[str] = field(default_factory=set, init=False)  # placed without asking, or by the backup
@@ -43,10 +46,12 @@ class Router:
                 f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, and one of {', '.join(BACKUPS)}"
             )
         self._virtual = Scheduler(
-            margin=self.margin, longest=self.longest, patience=self.patience, values=self.values, reserve=self.reserve
-        )
+            margin=self.margin, longest=self.longest, patience=self.patience, values=self.values, reserve=self.reserve,
+            draft=self.draft, caution=self.caution, prior=self.prior,
+        )  # fmt: skip
 
     def observe(self, events: Sequence[Event]) -> None:
+        self._virtual.learn(events)
         for event in events:
             if isinstance(event, Finished):
                 self._declined.discard(event.id)

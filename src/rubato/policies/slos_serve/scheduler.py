@@ -6,14 +6,17 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rubato.interfaces import SeqView, View
 from rubato.packing import memory
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
 from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import Demand, Grid, Job, Line, lay
+from rubato.policies.slos_serve.budget import EPS, Grid, Job, lay
 from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, lightness, pace, round_of, tightened
+from rubato.policies.slos_serve.drafts import PLAIN, PRIOR, Drafts, Stride
+from rubato.policies.slos_serve.sparing import Sparing
+from rubato.policies.slos_serve.speculation import LONGEST
 from rubato.slo import TOLERANCE
 from rubato.types import SATURATED, Event, Finished, Plan, Shape
 
@@ -34,6 +37,16 @@ class Elder:
 
 
 NOBODY = Elder("", 0)
+
+
+class _Choice(NamedTuple):
+    admitted: Admitted | None
+    terms: Terms
+    stride: Stride
+
+
+def _worth(admitted: Admitted | None) -> float:
+    return -1.0 if admitted is None else admitted.value
 
 
 @dataclass
@@ -74,10 +87,13 @@ class Scheduler:
     many seconds. margin: predicted times count this much more. longest: seconds of a batch that no TPOT bounds.
     patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
     even: decodes that are ahead of their deadlines get a token every TPOT all the same, for readers (and judges) who
-    see a pause where a deadline is still kept; batches are shorter for it, and fewer requests are admitted.
+    see a pause where a deadline is still kept; batches are shorter for it, also where drafts would allow longer ones,
+    and fewer requests are admitted.
     values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
     that is kept for requests worth most. backlog: requests without a promise that may wait for their first batch, any
     number if None; more are refused, so that they do not fill the queue that those who could be promised must pass.
+    draft: tokens drafted for an entry at most, where the engine drafts (0: none). caution: standard deviations of luck,
+    over 20 tries, that plans allow for. prior: chance that a drafted token is right, as long as few were tried.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -90,6 +106,9 @@ class Scheduler:
     values: Mapping[str, float] = field(default_factory=dict)
     reserve: float = 0.0
     backlog: int | None = None
+    draft: int = LONGEST - 1
+    caution: float = 0.0
+    prior: float = PRIOR
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
@@ -98,6 +117,7 @@ class Scheduler:
     _elder: Elder = field(default=NOBODY, init=False)
     _light: float = field(default=1.0, init=False)
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
+    _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
         if self.threshold < 1 or not self.timeout >= 0.0 or not self.margin >= 0.0:
@@ -113,12 +133,29 @@ class Scheduler:
             raise ValueError(f"backlog is {self.backlog}: give 0 requests or more")
         if wrong := [v for v in self.values.values() if not (isinstance(v, int | float) and 0.0 < v < inf)]:
             raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
+        if not 0 <= self.draft < LONGEST or not self.caution >= 0.0 or not 0.0 <= self.prior <= 1.0:
+            raise ValueError(
+                f"draft {self.draft}, caution {self.caution}, prior {self.prior}: give 0 to {LONGEST - 1} tokens, 0 or "
+                "more, and a probability"
+            )
+        self._drafts = Drafts(self.draft, self.caution, self.prior)
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """What it makes use of, and can do without."""
+        return frozenset({"draft"}) if self.draft else frozenset()
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Finished):
                 self._finished += 1
                 self._promised.pop(event.id, None)
+        self.learn(events)
+
+    def learn(self, events: Sequence[Event]) -> None:
+        """How many drafted tokens were right."""
+        for event in events if self._drafts.able else ():
+            self._drafts.observe(event)
 
     def plan(self, view: View) -> Plan:
         if self.even:
@@ -129,8 +166,8 @@ class Scheduler:
         self._find_elder(turn)
         jobs = self._kept_up(view, [turn.promises.job(s) for s in turn.kept])
         turn.jobs = {j.id: j for j in jobs}
-        grid = self._grid
-        if grid is None or self._is_time(turn) or any(0.0 < j.due < grid.phases[0].seconds for j in jobs):
+        grid, entries = self._grid, self._drafts.entries(jobs)
+        if grid is None or self._is_time(turn) or any(0.0 < j.due < grid.phases[0].seconds for j in entries):
             self._decide(turn, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
@@ -150,14 +187,17 @@ class Scheduler:
 
     def admits(self, view: View, seq: SeqView, placed: Sequence[SeqView]) -> bool:
         """Whether it would promise this one, beside those that run there with a promise and `placed`, who wait there or
-        are on their way. Changes nothing, and goes by nothing but what the replica shows, so a controller may ask."""
+        are on their way. Changes nothing, and goes by what the replica shows and has told of drafts, so a controller
+        may ask."""
         promises = self._promises(view)
         running = [s for s in view.running if not s.best_effort]
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
             jobs = after_flight(view, running, jobs, promises.light)
         forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
-        found, _ = self._choose(view, [*running, *placed, seq], forced, [promises.job(seq)], promises.light)
+        new = [promises.job(seq)]
+        machine = Machine(view, [*running, *placed, seq], [*forced, *new], self.margin, promises.light)
+        found = self._choose(view, machine, forced, new).admitted
         return found is not None and bool(found.accepted)
 
     # ----------------------------------------------------------------- who is promised what
@@ -165,7 +205,8 @@ class Scheduler:
     def _promises(self, view: View) -> Promises:
         now = max(view.now, view.busy_until)
         since = {id: at for id, (_, at) in self._came.items()}
-        return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view))
+        self._drafts.look(view)
+        return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view), self._drafts.chance)
 
     def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
         """Those who are behind count as tighter."""
@@ -231,41 +272,58 @@ class Scheduler:
         asked = heapq.nsmallest(ASKED, [*turn.new, *again], key=lambda s: (-turn.jobs[s.id].value, s.due, _arrival(s)))
         asked.sort(key=lambda s: (s.due, _arrival(s)))
         new = [turn.jobs[s.id] for s in asked]
-        found, terms = self._choose(turn.view, [*turn.kept, *asked], forced, new, turn.promises.light)
-        if found is None and len(forced) > len(jobs):  # it has to wait until others end; nobody is added meanwhile
-            self._elder = replace(self._elder, due=inf)
-            found = admit(jobs, [], terms)
+        machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], self.margin, turn.promises.light)
+        chosen = self._choose(turn.view, machine, forced, new)
+        if chosen.admitted is None and len(forced) > len(jobs):
+            self._elder = replace(self._elder, due=inf)  # it has to wait until others end; nobody is added meanwhile
+            chosen = self._choose(turn.view, machine, jobs, [])
+        found, terms, stride = chosen
         if found is not None:
-            self._grid = found.grid
+            self._grid, self._drafts.stride = found.grid, stride
         elif self._grid is None:
-            self._grid = lay([(j.due, j.tpot) for j in jobs], terms.longest, terms.capacity)
+            self._grid, self._drafts.stride = lay([(j.due, j.tpot) for j in jobs], terms.longest, terms.capacity), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(turn, asked, accepted)
         self._decided, self._finished = turn.now, 0
 
-    def _choose(
-        self, view: View, seqs: Sequence[SeqView], forced: Sequence[Job], new: Sequence[Job], light: float
-    ) -> tuple[Admitted | None, Terms]:
-        """Whom of the new to admit beside the forced, and what there was for them; `seqs` are all of both."""
-        machine = Machine(view, seqs, [*forced, *new], self.margin, light)
-        terms = self._terms(view, machine, forced, 1.0)
-        if self.reserve and any(j.value < self._most for j in new):
-            others = self._terms(view, machine, forced, 1.0 - self.reserve)
-            return admit_first(forced, new, terms, others, self._most), terms
-        return admit(forced, new, terms), terms
+    def _choose(self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job]) -> _Choice:
+        """Whom of the new to admit beside the forced, and how."""
+        entries = self._drafts.entries
+        best: _Choice | None = None
+        for stride in [PLAIN] if self.even else self._drafts.strides([*forced, *new], machine, self._unbound(machine)):
+            found = self._admit(view, machine, entries(forced, stride), entries(new, stride), stride)
+            if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
+                best = found
+            if _worth(best.admitted) >= sum(j.value for j in new) - EPS:
+                break
+        assert best is not None, "plain decoding is always tried"
+        return best
 
-    def _terms(self, view: View, machine: Machine, forced: Sequence[Job], share: float) -> Terms:
+    def _admit(
+        self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job], stride: Stride
+    ) -> _Choice:
+        terms = self._terms(view, machine, forced, 1.0, stride)
+        if self.reserve and any(j.value < self._most for j in new):
+            others = self._terms(view, machine, forced, 1.0 - self.reserve, stride)
+            return _Choice(admit_first(forced, new, terms, others, self._most), terms, stride)
+        return _Choice(admit(forced, new, terms), terms, stride)
+
+    def _terms(self, view: View, machine: Machine, forced: Sequence[Job], share: float, stride: Stride) -> Terms:
         """What there is for new ones when a share of memory, places and batches is used in all."""
         limits = view.limits
         seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
         held = sum(j.memory for j in forced) + sum(s.blocks for s in view.moving)
         return Terms(
-            longest=min(max(self.longest, 2.0 * machine.seconds(1)), machine.full),
-            capacity=lambda seconds: int(share * machine.capacity(seconds)),
-            beside=lambda seconds, decodes: share * machine.beside(seconds, decodes),
+            longest=min(self._unbound(machine), machine.full(stride.steps)),
+            capacity=lambda seconds: int(share * machine.capacity(seconds, stride.steps)),
+            beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, stride.steps),
             memory=int(share * view.kv_total) - held,
             seats=int(share * seats) - len(forced),
         )
+
+    def _unbound(self, machine: Machine) -> float:
+        """Seconds of a batch that neither a TPOT nor the engine bounds."""
+        return max(self.longest, 2.0 * machine.seconds(1))
 
     @property
     def _most(self) -> float:
@@ -338,8 +396,13 @@ class Scheduler:
         rest = sorted(rest, key=_arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
-        filling = Filling(view, grid.phases[0].seconds / (1.0 + self.margin), holders)
-        order = self._steady(turn, grid, sorted(kept, key=lambda s: (jobs[s.id].due, s.request.arrival)))
+        light = turn.promises.light
+        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, self.margin, light)
+        bound, most = sparing.size()
+        depths, late = self._drafts.depths(view, sparing.order, most, grid.phases[0].tokens, bound, light)
+        order, verified = sparing.steady()
+        steps = max(depths.values(), default=0)
+        filling = Filling(view, bound / (1.0 + self.margin) - late, holders, verified, steps)
         if holders or turn.new or not filling.decodes(order):
             filling.fill(order)
         if rest:
@@ -351,20 +414,8 @@ class Scheduler:
             if able:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])
-        return filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
-
-    def _steady(self, turn: _Turn, grid: Grid, order: list[SeqView]) -> list[SeqView]:
-        """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
-        batch can be spared: none is then held up for as long as it was ahead."""
-        jobs = [turn.jobs[s.id] for s in order]
-        first = next((i for i, j in enumerate(jobs) if j.tokens > 1), len(order))
-        ahead = [s for s, j in zip(order[first:], jobs[first:], strict=True) if j.tokens == 1]
-        if not ahead or grid.leads:
-            return order
-        left = Line(grid, Demand(jobs)).room.min(initial=inf)
-        spared = ahead[: max(0, int(min(left, len(ahead))))]
-        ids = {s.id for s in spared}
-        return [*order[:first], *spared, *(s for s in order[first:] if s.id not in ids)]
+        plan = filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
+        return self._drafts.written(plan, view, depths)
 
 
 def _arrival(seq: SeqView) -> tuple[float, str]:

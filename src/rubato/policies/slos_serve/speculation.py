@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 LONGEST = 10  # tokens verified in one entry (the paper: lengths are below ten)
 CLOSE = 1e-9  # relative: TPOTs times expected tokens that are equal but for rounding
@@ -44,13 +45,21 @@ def expected(acceptance: float, length: int) -> float:
     return float((1.0 - acceptance**length) / (1.0 - acceptance))
 
 
-def best_lengths(tiers: Sequence[Tier], time2bs: Callable[[float, int], int], longest: int = LONGEST) -> Lengths | None:
+def keeping_up(tpot: float, acceptance: float, seconds: float, longest: int = LONGEST) -> int:
+    """The smallest length with which a decode keeps up with batches of so many seconds; `longest` where none does."""
+    enough = seconds * (1.0 - CLOSE) / tpot
+    return next((n for n in range(1, longest) if expected(acceptance, n) >= enough), longest)
+
+
+def best_lengths(
+    tiers: Sequence[Tier], time2bs: Callable[[float, int], int], longest: int = LONGEST, most: float = inf
+) -> Lengths | None:
     """The lengths with the largest prefill throughput; of equal ones those that verify least. None: decodes alone do
     not fit.
 
-    time2bs: tokens of a batch that takes so many seconds, so many draft steps included. For each tier as the one that
-    bounds the batch, at each length, the others take the smallest length that keeps up. Raises ValueError without
-    tiers, or with one that is empty or whose acceptance is no probability.
+    time2bs: tokens of a batch that takes so many seconds, so many draft steps included. most: seconds of a batch. For
+    each tier as the one that bounds the batch, at each length, the others take the smallest length that keeps up.
+    Raises ValueError without tiers, or with one that is empty or whose acceptance is no probability.
     """
     if not tiers:
         raise ValueError("no tier decodes: a batch is as large as the engine takes, and nothing is to be verified")
@@ -60,7 +69,8 @@ def best_lengths(tiers: Sequence[Tier], time2bs: Callable[[float, int], int], lo
     best: Lengths | None = None
     for bound in tiers:
         for length in range(1, longest + 1):
-            found = _at(bound.tpot * expected(bound.acceptance, length), tiers, time2bs, longest)
+            lasts = bound.tpot * expected(bound.acceptance, length)
+            found = _at(min(lasts, most), tiers, time2bs, longest)
             if found is not None and (best is None or _rank(found, tiers) > _rank(best, tiers)):
                 best = found
     return best
@@ -68,13 +78,9 @@ def best_lengths(tiers: Sequence[Tier], time2bs: Callable[[float, int], int], lo
 
 def _at(seconds: float, tiers: Sequence[Tier], time2bs: Callable[[float, int], int], longest: int) -> Lengths | None:
     """The smallest lengths whose decodes keep up with batches of so many seconds."""
-    verified = []
-    for tier in tiers:
-        keeps_up = (n for n in range(1, longest + 1) if _lasts(tier, n) >= seconds * (1.0 - CLOSE))
-        length = next(keeps_up, None)
-        if length is None:
-            return None
-        verified.append(length)
+    verified = [keeping_up(tier.tpot, tier.acceptance, seconds, longest) for tier in tiers]
+    if any(_lasts(tier, n) < seconds * (1.0 - CLOSE) for tier, n in zip(tiers, verified, strict=True)):
+        return None
     cost = sum(tier.count * n for tier, n in zip(tiers, verified, strict=True))
     left = time2bs(seconds, max(verified) - 1) - cost
     return Lengths(tuple(verified), seconds, left) if left >= 0 else None

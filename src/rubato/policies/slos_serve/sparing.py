@@ -1,0 +1,94 @@
+"""What all who were promised can do without in the next batch, and who gets it: decodes that are behind by chance, for
+whom it is cut short; drafts beyond those planned on; decodes that are ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from rubato.interfaces import SeqView, View
+from rubato.policies.slos_serve.budget import Demand, Grid, Job, Line
+from rubato.policies.slos_serve.demand import Machine, counted
+from rubato.policies.slos_serve.drafts import Drafts
+
+ROOMY = 0.5  # share of memory: while less is promised, decodes need not hurry
+
+
+@dataclass
+class Sparing:
+    """seqs: who was promised, and `jobs` what they demand, one each. light: what a token of prefill counts. entries:
+    the jobs, with what is verified in each entry. order: by deadline."""
+
+    view: View
+    grid: Grid
+    seqs: Sequence[SeqView]
+    jobs: Sequence[Job]
+    drafts: Drafts
+    margin: float
+    light: float
+    entries: dict[str, Job] = field(init=False)
+    order: list[SeqView] = field(init=False)
+    _left: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.entries = {j.id: j for j in self.drafts.entries(self.jobs)}
+        self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
+
+    def takes(self, tokens: float) -> bool:
+        """Whether what counts so many tokens of the batch can be spared, and is taken."""
+        if self._left is None:
+            self._left = float(Line(self.grid, Demand([self.entries[s.id] for s in self.order])).room.min(initial=inf))
+        if tokens > self._left:
+            return False
+        self._left -= max(0.0, tokens)
+        return True
+
+    def size(self) -> tuple[float, int]:
+        """Seconds of the batch, and how many tokens to draft for everybody in it.
+
+        The grid's seconds, or until the first token is due of a decode that is behind by chance; as deep as is fastest
+        once memory fills; where all others can spare what the batch then lacks, and all decodes are in it: not in a
+        short one for a prompt, for which those wait who are ahead.
+        """
+        first, planned = self.grid.phases[0], self.drafts.stride.steps
+        if not self.drafts.able:
+            return first.seconds, 0
+        if self.grid.leads:
+            return first.seconds, planned
+        decodes = [s for s in self.seqs if s.pending == 1]
+        beside = min(sum(s.pending for s in self.seqs if s.pending > 1), ceil(first.tokens / self.light))
+        roomy = sum(j.memory for j in self.jobs) < ROOMY * self.view.kv_total
+        fastest = 0 if roomy else self.drafts.fastest(self.view, decodes, beside)
+        behind = sorted({j.due for j in self.jobs if self.entries[j.id].due == 0.0 < j.due < first.seconds})
+        if not behind and fastest <= planned:
+            return first.seconds, planned
+        machine = Machine(self.view, self.seqs, self.jobs, self.margin, self.light)
+        need = sum(self.entries[s.id].tokens for s in decodes)
+        for seconds in [*behind, first.seconds]:
+            for depth in range(fastest, -1 if seconds < first.seconds else planned, -1):
+                tokens = machine.capacity(seconds, depth)
+                if tokens >= need and self.takes(first.tokens - tokens):
+                    return seconds, depth
+        return first.seconds, planned
+
+    def steady(self) -> tuple[list[SeqView], dict[str, int]]:
+        """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
+        batch can be spared: none is then held up for as long as it was ahead. And how many drafted tokens to verify for
+        each: what was planned on, or all there are where they can be spared, counted as those of a prompt: they share
+        the context that is read for the entry. Plans count them as decodes, lest long batches are taken too often."""
+        order, drafted = self.order, self.drafts.drafted
+        first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
+        verified: dict[str, int] = {}
+        for seq in order[:first] if drafted else ():
+            there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
+            verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
+        early: list[SeqView] = []
+        late: list[SeqView] = []
+        for seq in order[first:]:
+            there = drafted.get(seq.id, 0)
+            ahead = seq.pending == 1 and not self.grid.leads and self.takes(counted(1 + there, self.light))
+            (early if ahead else late).append(seq)
+            if there:
+                verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)
+        return [*order[:first], *early, *late], {id: nodes for id, nodes in verified.items() if nodes}

@@ -1,0 +1,241 @@
+"""`slos_serve` with a drafter: what entries demand, how acceptance is learnt, what is planned, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.check import spelled_out
+from rubato.engines.simulated import Drafter
+from rubato.interfaces import View
+from rubato.latency.roofline import Model
+from rubato.lengths import Oracle
+from rubato.policies import PolicyError, load
+from rubato.policies.slos_serve import Scheduler
+from rubato.policies.slos_serve.budget import Job
+from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, Stride
+from rubato.simulate import Setup, simulate
+from rubato.speculation.acceptance import Acceptance
+from rubato.types import SLO, Event, Finished, Plan, Request, Sampling, Stage, Tokens, Tree, Verdict, Work
+from tests.doubles import Linear, Seq, request, view
+from tests.policies.slos_serve.test_guarantee import promised
+from tests.policies.test_properties import Load
+from tests.policies.test_tables import LIMITS, decode
+
+CHAIN = Tree((-1, 0, 1), (0.7, 0.49, 0.343))
+DRAFTS = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
+
+# --------------------------------------------------------------------------- what entries demand
+
+
+def test_a_decode_that_drafts_wants_an_entry_every_so_many_tokens() -> None:
+    """Two tokens verified, both right, in each 0.1 s instead of one in each 0.05 s."""
+    certain = Job("a", 0.1, 1, 0.05, accepts=1.0)
+    [entry] = Stride(0.1, 1, 10).entries([certain], {"a": 1})
+    assert (entry.due, entry.tokens, entry.tpot, entry.verified) == (0.1, 2, 0.1, 2)
+    assert entry.rate == 20.0
+
+
+def test_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:
+    """One token comes now and lasts 0.05 s of the 0.1 s until the entry after."""
+    certain = Job("a", 0.2, 1, 0.05, accepts=1.0)
+    [entry] = Stride(0.1, 1, 10).entries([certain], {})
+    assert (entry.due, entry.tokens) == (pytest.approx(0.15), 1)
+    [first] = Stride(0.1, 1, 10).entries([certain._replace(tokens=60)], {})
+    assert (first.due, first.tokens, first.verified) == (pytest.approx(0.15), 60, 2)
+
+
+def test_a_loose_tier_decodes_as_before() -> None:
+    loose = Job("a", 0.1, 1, 0.1, accepts=0.7)
+    assert Stride(0.1, 3, 10).entries([loose], {"a": 3}) == [loose]
+    assert PLAIN.entries([loose._replace(tpot=0.01)], {}) == [loose._replace(tpot=0.01)]
+
+
+def test_who_was_unlucky_is_wanted_in_the_next_batch() -> None:
+    unlucky = Job("a", 0.06, 1, 0.05, accepts=0.7)
+    [entry] = Stride(0.08, 1, 10).entries([unlucky], {"a": 1})
+    assert (entry.due, entry.verified) == (0.0, 2)
+
+
+# --------------------------------------------------------------------------- how acceptance is learnt
+
+
+def tried(id: str, right: int, of: int) -> Tokens:
+    return Tokens(0.0, id, right + 1, tried=of)
+
+
+def test_acceptance_is_counted_by_application_or_tier() -> None:
+    counts = Accepted(0.5)
+    a, b = request("a", tier="gold"), replace(request("b", tier="gold"), app="code")
+    counts.follow([Seq(a), Seq(b)])
+    for event in (tried("a", 3, 3), tried("b", 0, 1), tried("c", 9, 9)):
+        counts.observe(event)
+    assert counts.mean(a) == (3 + 0.5 * WEIGHT) / (3 + WEIGHT)
+    assert counts.mean(b) == 0.5 * WEIGHT / (1 + WEIGHT)
+    assert counts.mean(request("d")) == 0.5
+    counts.observe(Finished(1.0, "a", "completed", "eos", Verdict(True, "deadline")))
+    counts.observe(tried("a", 0, 9))
+    assert counts.mean(a) == (3 + 0.5 * WEIGHT) / (3 + WEIGHT)
+
+
+def test_who_was_here_before_counts_with_what_it_shows() -> None:
+    counts = Accepted(0.5)
+    seq = Seq(request("a"), tried=30, acceptance=0.9)
+    counts.follow([seq])
+    counts.follow([seq])
+    assert counts.mean(seq.request) == (27 + 0.5 * WEIGHT) / (30 + WEIGHT)
+
+
+def test_it_forgets() -> None:
+    counts = Accepted(0.5)
+    seq = Seq(request("a"))
+    counts.follow([seq])
+    for _ in range(1000):
+        counts.observe(tried("a", 9, 9))
+    for _ in range(3 * int(MEMORY)):
+        counts.observe(tried("a", 0, 1))
+    assert counts.mean(seq.request) < 0.1
+
+
+@given(st.sampled_from([0.1, 0.5, 0.8]), st.integers(0, 5))
+def test_it_comes_to_the_chance_there_is(alpha: float, seed: int) -> None:
+    process = Acceptance(alpha, seed=seed).of(request("a"))
+    counts = Accepted()
+    counts.follow([Seq(request("a"))])
+    position = 0
+    for _ in range(1000):
+        accepted, of = process.accept(position, process.draft(position, 3, 1), (0, 1, 2))
+        counts.observe(tried("a", accepted, of))
+        position += accepted + 1
+    assert counts.mean(request("a")) == pytest.approx(alpha, abs=0.06)
+
+
+def test_a_plan_allows_for_bad_luck_but_not_for_none() -> None:
+    seq = Seq(request("a", ttft=1.0, tpot=0.05))
+    assert Drafts(9, 1.0, 1.0, able=True).chance(seq) == 1.0
+    assert Drafts(9, 0.0, 0.5, able=True).chance(seq) == 0.5
+    assert Drafts(9, 1.0, 0.5, able=True).chance(seq) == pytest.approx(0.5 - 0.5 / HORIZON**0.5, abs=0.02)
+    assert Drafts(9, 1.0, 0.5).chance(seq) == 0.0
+    from_first_token = Seq(request("b", tpot=0.05))
+    assert Drafts(9, 0.0, 0.5, able=True).chance(from_first_token) == 0.0
+
+
+# --------------------------------------------------------------------------- view in, plan out
+
+
+def shown(waiting: list[Seq], running: list[Seq], supports: frozenset[str] = DRAFTS) -> View:
+    """With memory for hardly more than one of them."""
+    return replace(view(waiting, running, kv_total=6, limits=LIMITS, latency=Linear()), supports=supports)
+
+
+def planned(one: Seq, **changes: int) -> tuple[Work, ...]:
+    seen = replace(shown([], [one]), **changes)  # type: ignore[arg-type]
+    return spelled_out(Scheduler().plan(seen), seen).work
+
+
+def test_nothing_is_drafted_where_the_engine_cannot_or_nobody_wants_it() -> None:
+    one = decode("a", tpot=0.05, due=0.05)
+    plain = shown([], [one], frozenset({"chunked", "preempt", "mixed"}))
+    assert Scheduler().plan(plain) == Scheduler(draft=0).plan(shown([], [one]))
+    assert not Scheduler(draft=0).uses
+    assert Scheduler().uses == {"draft"}
+    [entry] = planned(one)
+    assert entry.draft is not None
+    [roomy] = planned(one, kv_total=40)
+    assert roomy.draft is None
+
+
+def test_what_is_there_is_verified_and_no_draft_goes_beyond_the_end() -> None:
+    one = replace(decode("a", tpot=0.05, due=0.05), draft=CHAIN, predicted=10.0)
+    [entry] = planned(one)
+    assert (entry.tokens, entry.verify) == (1, (0, 1, 2))
+    for left, most in ((1.0, 0), (2.0, 0), (3.0, 1), (4.0, 2)):
+        [entry] = planned(replace(one, predicted=left))
+        assert len(entry.verify) == min(3, left - 1)
+        assert entry.draft == ((most, 1) if most else None)
+
+
+def test_verification_takes_no_memory_from_anyone() -> None:
+    """Ten tokens in a block of ten, none free: its token fits nowhere else, and its drafts not at all."""
+    one = replace(decode("a", 19, tpot=0.05, due=0.05), draft=CHAIN)
+    [entry] = planned(one, kv_free=0)
+    assert entry.tokens + len(entry.verify) <= one.blocks * LIMITS.block - one.cached
+
+
+@pytest.mark.parametrize("wrong", [{"draft": 10}, {"draft": -1}, {"caution": -0.1}, {"prior": 1.1}])
+def test_impossible_settings(wrong: dict[str, object]) -> None:
+    with pytest.raises(PolicyError, match="draft"):
+        load("slos_serve", wrong)
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+class Recording:
+    """The policy, whom it has promised to be in time, and the deepest draft beyond an end."""
+
+    needs = Scheduler.needs
+
+    def __init__(self, prior: float, even: bool) -> None:
+        self.inner = Scheduler(prior=prior, even=even)
+        self.promised: set[str] = set()
+        self.verified = self.beyond = 0
+
+    def observe(self, events: list[Event]) -> None:
+        self.inner.observe(events)
+
+    def plan(self, shown: View) -> Plan:
+        plan = self.inner.plan(shown)
+        self.promised.update(self.inner.promised)
+        for w in plan.work:
+            seq = shown.known[w.seq]
+            self.verified += len(w.verify)
+            assert seq.predicted is not None
+            self.beyond = max(self.beyond, 1 + len(w.verify) - int(seq.predicted) if w.verify else 0)
+        return plan
+
+
+def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[Recording, set[str]]:
+    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
+    drafter = Drafter(Acceptance(alpha))
+    setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, drafter=drafter)
+    scheduler = Recording(alpha, even)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
+        ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
+    assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
+    return scheduler, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+
+
+@given(promised(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.001]))
+def test_no_draft_is_verified_beyond_an_end(case: tuple[Load, Model], alpha: float, per_step: float) -> None:
+    load, model = case
+    scheduler, _ = played(load, replace(model, k2=(per_step, per_step)), alpha)
+    assert scheduler.beyond <= 0
+
+
+@given(promised(), st.sampled_from([0.0, 0.001]))
+def test_where_all_drafts_are_right_no_admitted_request_misses(case: tuple[Load, Model], per_step: float) -> None:
+    load, model = case
+    scheduler, met = played(load, replace(model, k2=(per_step, per_step)), 1.0)
+    assert scheduler.promised <= met
+
+
+def test_a_tpot_below_any_step_is_held_by_drafts_alone() -> None:
+    """A step takes 20 ms at least, a token is due every 15 ms: two requests are in time with drafts, none without."""
+    slo = SLO(0.2, 0.015)
+    requests = tuple(Request(f"q{i}", (Stage(40, slo),), 0.3 * i, sampling=Sampling(max_tokens=60)) for i in range(2))
+    truth: dict[str, tuple[int, ...]] = {r.id: (60,) for r in requests}
+    limits = replace(LIMITS, kv_blocks=400, max_length=400)
+    model = Model(k1=(0.0, 1e-4), k2=(1e-3, 1e-3), b=(0.02, 0.002))
+    for alpha, even, attained in (
+        (1.0, False, 2),
+        (0.0, False, 0),
+        (1.0, True, 0),
+    ):  # no entries a TPOT apart
+        scheduler, met = played(Load(requests, truth, limits), model, alpha, even)
+        assert len(met) == attained == len(scheduler.promised)
+        assert (scheduler.verified > 0) == (attained > 0)
