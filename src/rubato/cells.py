@@ -203,6 +203,10 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
         yield pool, count
+    except (SystemExit, KeyboardInterrupt):  # not after the cells under way, which may take minutes
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
