@@ -267,7 +267,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serve import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
+    from rubato.configured import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
     from rubato.simulate import Setup, simulated_run
 
     config = _config(args)

@@ -10,30 +10,22 @@ import asyncio
 import contextlib
 import functools
 import gc
-import importlib
-import inspect
 import logging
-import pkgutil
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from rubato import profiles
 from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, local_cluster
-from rubato.config import Config, ConfigError, Named
-from rubato.engines.simulated import Drafter, Link
-from rubato.fairness import FairShare
-from rubato.interfaces import Engine, LatencyModel, LengthPredictor
-from rubato.latency.drafted import Drafted
-from rubato.lengths import Oracle, RunningMean
+from rubato.config import Config, ConfigError
+from rubato.configured import believed_of, engine_of, fair_share_of, lengths_of
+from rubato.interfaces import Engine, LatencyModel
 from rubato.listeners import Listener
 from rubato.policies import nearest
 from rubato.server import logs
@@ -42,12 +34,9 @@ from rubato.server.patience import SEND_BUFFER, patient
 from rubato.server.slo_input import Tier, Tiers
 from rubato.server.tenants import Quota, Tenant, Tenants
 from rubato.trace import TraceWriter
-from rubato.types import Limits, Stepped
+from rubato.types import Stepped
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
-# What a simulated engine takes unless told otherwise: about a small model on one GPU.
-REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
-SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
 
 log = logging.getLogger(__name__)
 
@@ -216,12 +205,12 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         "fair": fair_share_of(config),
     }
     if config.fleet.name == "ray":
-        return [_engine(config, clock, 0)], _ray_cluster(config, clock, given)
+        return [engine_of(config, clock, 0)], _ray_cluster(config, clock, given)
     if config.fleet.name != "local" or config.fleet.settings:
         asked = f"{config.fleet.name!r} with {dict(config.fleet.settings)}"
         close = nearest(config.fleet.name, ["local", "ray"])
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
-    engines = [_engine(config, clock, replica) for replica in range(config.replicas)]
+    engines = [engine_of(config, clock, replica) for replica in range(config.replicas)]
     return engines, local_cluster(engines, [believed_of(config) for _ in engines], clock, **given)
 
 
@@ -249,15 +238,7 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
 
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
     """What one actor runs."""
-    return _engine(config, clock, replica), believed_of(config)
-
-
-def fair_share_of(config: Config) -> FairShare | None:
-    """Between the tenants, if there are any."""
-    if not config.tenants:
-        return None
-    weights = {name: tenant.weight for name, tenant in config.tenants.items()}
-    return FairShare(weights, config.fair_share.window if config.fair_share else None)
+    return engine_of(config, clock, replica), believed_of(config)
 
 
 def tiers_of(config: Config) -> Tiers:
@@ -295,132 +276,3 @@ def _service(config: Config, clock: Clock, engine: Engine, cluster: Cluster, ten
         max_body_bytes=config.max_body_bytes,
         created_offset=unix_time() - clock.now(),
     )
-
-
-def _engine(config: Config, clock: Clock, replica: int) -> Engine:
-    """`engine.kind` is a module of `rubato.engines`, or anyone's, with a class `Engine`.
-
-    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings.
-    """
-    cls = _class("engine", "rubato.engines", config.engine.name, "Engine")
-    settings = dict(config.engine.settings)
-    takes = inspect.signature(cls).parameters
-    if "limits" in takes:
-        settings = {name: value for name, value in settings.items() if name not in SIMULATED}
-        settings["limits"] = Limits(**simulation_limits(config))
-    given: dict[str, Any] = {"clock": clock}
-    if config.model is not None:
-        given["model"] = config.model
-    elif "model" in takes and takes["model"].default is inspect.Parameter.empty:
-        raise ConfigError(f"model: engine {config.engine.name!r} needs one; set model to its path or name")
-    if "latency" in takes:
-        given["latency"] = latency_of(config)
-    settings = {**{name: value for name, value in given.items() if name in takes}, **settings}
-    if "seed" in takes:
-        settings["seed"] = settings.get("seed", 0) + replica
-    if "drafter" in takes:
-        settings["drafter"] = drafter_of(config)
-    if "link" in takes:
-        settings["link"] = link_of(config)
-    extra = list(SIMULATED) if "limits" in takes else []
-    hidden = {"clock", "latency", "limits", "lengths"}
-    known = [name for name in takes if name not in hidden] + extra
-    return cast(Engine, _construct(f"engine {config.engine.name!r}", cls, settings, known))
-
-
-def simulation_limits(config: Config) -> dict[str, int]:
-    """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
-    known = [*SIMULATED, *REAL_ONLY, "drafter", "link"]
-    for name in config.engine.settings:
-        if name not in known and config.engine.name in ("torch", "simulated"):
-            raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
-    limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED.items()}
-    for name, value in limits.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
-    return limits
-
-
-def drafter_of(config: Config) -> Drafter | None:
-    """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
-    `Acceptance` beside it. Raises ConfigError."""
-    asked = config.engine.settings.get("drafter")
-    if asked is None:
-        return None
-    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
-    name = settings.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g")
-    try:
-        return profiles.drafter(name, **settings)
-    except ValueError as error:
-        raise ConfigError(f"engine.drafter: {error}") from error
-
-
-def link_of(config: Config) -> Link:
-    """`engine.link`, what moving KV to a simulated engine costs. Raises ConfigError."""
-    asked = config.engine.settings.get("link", {})
-    known = [f.name for f in fields(Link)]
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
-    return cast(Link, _construct("engine.link", Link, asked, known))
-
-
-def believed_of(config: Config) -> LatencyModel:
-    """What a scheduler believes of its engine's step times."""
-    model, drafter = latency_of(config), drafter_of(config)
-    return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
-
-
-def latency_of(config: Config) -> LatencyModel:
-    """`latency.kind` is a module of `rubato.latency`, or anyone's, with a class `Model`; by default `affine`, which
-    begins with a guess and learns from each step."""
-    named = config.latency or Named(name="affine")
-    cls = _class("latency", "rubato.latency", named.name, "Model")
-    model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
-    return cast(LatencyModel, model)
-
-
-def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
-    """`lengths.kind`: running_mean, or a dotted module with a class `Lengths`; default: nothing is known.
-
-    In simulation, where `truth` (request id -> output tokens) is given, also oracle.
-    """
-    if config.lengths is None:
-        return None
-    name, settings = config.lengths.name, dict(config.lengths.settings)
-    if name == "oracle":
-        if truth is None:
-            raise ConfigError("lengths: the oracle knows simulated requests only; serve with running_mean")
-        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, {"truth": truth, **settings}, ["noise"]))
-    cls: Any = RunningMean if name == "running_mean" else _class("lengths", "", name, "Lengths")
-    known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
-    return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
-
-
-def _class(what: str, package: str, kind: str, name: str) -> Any:
-    """The class `name` of module `kind`. Raises ConfigError for a module that is not there or has no such class."""
-    known = ["oracle", "running_mean"]
-    if package:
-        path = importlib.import_module(package).__path__
-        known = [module.name for module in pkgutil.iter_modules(path)]
-    if kind not in known and "." not in kind:
-        raise ConfigError(f"{what}: unknown kind {kind!r}{nearest(kind, known)}")
-    dotted = kind if "." in kind else f"{package}.{kind}"
-    try:
-        module = importlib.import_module(dotted)
-    except ImportError as error:
-        raise ConfigError(f"{what}: {dotted} cannot be imported ({error})") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{what}: {dotted} has no class {name}")
-    return getattr(module, name)
-
-
-def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str]) -> object:
-    for key in settings:
-        if key not in inspect.signature(cls).parameters:
-            raise ConfigError(f"{what} has no setting {key!r}{nearest(key, known)}")
-    try:
-        return cls(**settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}") from error

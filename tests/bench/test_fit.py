@@ -10,10 +10,10 @@ import yaml
 
 from rubato import trace
 from rubato.config import load
+from rubato.configured import latency_of
 from rubato.fit import Fitted, fit, fit_file
 from rubato.latency import affine
 from rubato.latency.models import MODELS, Model
-from rubato.serve import latency_of
 from rubato.types import Sample, Shape, Stepped
 
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)

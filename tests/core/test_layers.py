@@ -21,6 +21,7 @@ LAYERS = [
     ["fleet", "lean"],
     ["profiles"],
     ["config", "server", "workloads", "prompts", "prompt_parts", "intervals", "goodput"],
+    ["configured"],
     ["results", "records", "serve", "answer", "target", "steptable"],
     ["fit", "profile"],
     ["bench", "compare", "plot", "simulate", "serverprocess", "cells", "resample"],

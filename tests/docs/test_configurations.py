@@ -11,10 +11,11 @@ import pytest
 from rubato import policies, profiles
 from rubato.clock import VirtualClock
 from rubato.config import Config, TenantSettings, load
+from rubato.configured import drafter_of, latency_of, link_of, simulation_limits
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.control import Settings, settings_of
 from rubato.engines.vllm.seq import KEYS
-from rubato.serve import build, drafter_of, latency_of, link_of, simulation_limits, tenants_of
+from rubato.serve import build, tenants_of
 from rubato.server.prometheus import Metrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 

@@ -11,11 +11,12 @@ import pytest
 
 from rubato.clock import VirtualClock
 from rubato.config import Config, ConfigError, load
+from rubato.configured import fair_share_of
 from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serve import build, fair_share_of, tenants_of
+from rubato.serve import build, tenants_of
 from rubato.server.tenants import Quota, Tenant
 from rubato.types import SLO
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rubato.commands import options
 from rubato.config import load
-from rubato.engines.simulated import FREE
+from rubato.configured import drafter_of, latency_of, lengths_of, link_of, simulation_limits
 from rubato.setting import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.slo import RULES
 from rubato.types import Limits
@@ -68,8 +68,6 @@ def hardware(args: argparse.Namespace) -> Hardware:
     if args.profile:
         most = {"max_seqs": args.max_seqs, "max_tokens": args.max_tokens}
         return packaged(args.profile, args.kv_tokens, **{name: n for name, n in most.items() if n is not None})
-    from rubato.serve import latency_of, simulation_limits  # the server's libraries are not needed with a profile
-
     config = load(args.config or {}, args.set)
     if config.latency is None:
         raise ValueError(
@@ -93,13 +91,8 @@ def hardware(args: argparse.Namespace) -> Hardware:
 def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:
     """One for each --policy."""
     config = load(args.config or {}, args.set)
-    lengths, link, drafter = unknown, FREE, None
-    if config.lengths is not None or {"link", "drafter"} & config.engine.settings.keys():
-        from rubato.serve import drafter_of, lengths_of, link_of
-
-        link, drafter = link_of(config), drafter_of(config)
-    if config.lengths is not None:
-        lengths = partial(lengths_of, config)  # type: ignore[assignment]
+    lengths = unknown if config.lengths is None else partial(lengths_of, config)
+    link, drafter = link_of(config), drafter_of(config)
     if not 0.0 <= args.noise < 1.0:
         raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
     if replicas < 1:
