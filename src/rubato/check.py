@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from math import inf
 
-from rubato.interfaces import SeqView, View
+from rubato.interfaces import SeqView, View, untold
 from rubato.kv import blocks_for
 from rubato.types import SATURATED, Plan, Work
 
@@ -41,7 +41,7 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
         yield from _handoff(id, reason, known[id], view.supports, running)
     for id, why in plan.drop.items():
         seq = known[id]
-        begun = id in running or seq.length > seq.request.stages[0].prompt
+        begun = id in running or not untold(seq)
         if seq.request.on_decline != "refuse" and (begun or why != SATURATED):
             yield (
                 f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it, or, "

@@ -62,6 +62,11 @@ class SeqView(Protocol):
     def acceptance(self) -> float | None: ...  # the share of them that was right, None = nothing tried
 
 
+def untold(seq: SeqView) -> bool:
+    """Whether its client has had nothing of it: no token of any stage has come out."""
+    return seq.length == seq.request.stages[0].prompt
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """One replica, just before a step. `waiting` holds no KV (in order of arrival, preempted ones at their arrival's

@@ -116,12 +116,7 @@ class Packing:
         if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
             return False
         for seq in seqs:
-            cached = seq.cached
-            self.work[seq.id] = 1
-            self.kv_left -= max(0, blocks_for(cached + 1, self.view.limits.block) - seq.blocks)
-            self._added.append((1, cached))
-        self.tokens_left -= count
-        self.seqs_left -= count
+            self.add(seq, 1)
         return True
 
     def remove(self, seq: SeqView) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.interfaces import SeqView, View
+from rubato.interfaces import SeqView, View, untold
 from rubato.kv import blocks_for
 from rubato.packing import Packing
 from rubato.types import Event, Finished, Plan, Shape
@@ -216,8 +216,7 @@ class Scheduler:
         return end <= seq.request.arrival + slo.e2e
 
     def _refusable(self, seq: SeqView) -> bool:
-        new = seq.length == seq.request.stages[0].prompt and seq.id != self._probe
-        return seq.request.on_decline == "refuse" and new
+        return seq.request.on_decline == "refuse" and untold(seq) and seq.id != self._probe
 
     # ----------------------------------------------------------------- what they get
 

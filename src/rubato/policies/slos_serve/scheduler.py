@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from rubato.interfaces import SeqView, View
+from rubato.interfaces import SeqView, View, untold
 from rubato.packing import memory
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
 from rubato.policies.slos_serve.batches import Filling
@@ -358,7 +358,7 @@ class Scheduler:
                 turn.kept.append(seq)
             elif seq.demoted:
                 continue
-            elif seq.request.on_decline == "refuse" and seq.length == seq.request.stages[0].prompt:
+            elif seq.request.on_decline == "refuse" and untold(seq):
                 turn.drop[seq.id] = DECLINED
             else:
                 turn.demote(seq)
@@ -378,7 +378,7 @@ class Scheduler:
         """Refuse the youngest without a promise that have not begun, beyond the backlog."""
         if self.backlog is None:
             return
-        fresh = [s for s in turn.rest if s.length == s.request.stages[0].prompt and s.id not in turn.view.running_ids]
+        fresh = [s for s in turn.rest if untold(s) and s.id not in turn.view.running_ids]
         for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
             turn.rest.remove(seq)
             turn.drop[seq.id] = SATURATED
