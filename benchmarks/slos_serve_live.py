@@ -31,7 +31,6 @@ from rubato.workloads.kinds import Kind, chat, code, summary
 
 POLICIES = ("prefill_first", "vllm", "sarathi", "edf", "slos_serve", "slos_serve:margin=0.1")
 PATIENT = "batch"  # the tier without an SLO
-TRIES = 5
 
 
 def mix(slos: Mapping[str, SLO]) -> list[Kind]:
@@ -57,17 +56,14 @@ def attained(run: Run) -> tuple[int, int]:
 
 def rate_of(stage: Stage, choice: Choice, warm: demo.WarmUp) -> float:
     """Requests/s at which it attains 90 %."""
-    rate = warm.rate
-    tries: list[tuple[float, float]] = []
-    for _ in range(TRIES):
+
+    def attained_at(rate: float) -> float:
         load = stage.load(rate, demo.HOLD_SECONDS, warm.unloaded.slos(), "hold")
         met, offered = attained(stage.contest(choice.policy, choice.settings, warm, load))
         print(f"  {choice.label} at {rate:.2f}/s: {met} of {offered}", flush=True)
-        tries.append((rate, met / offered))
-        if min(a for _, a in tries) < demo.HOLDS <= max(a for _, a in tries):
-            break
-        rate *= 1.15 if met >= demo.HOLDS * offered else 0.85 if met >= demo.HALF * offered else 0.7
-    return demo.held(tries, choice.label)
+        return met / offered
+
+    return demo.found_live(attained_at, warm.rate, choice.label)
 
 
 def row(choice: Choice, seed: int, run: Run) -> dict[str, Any]:

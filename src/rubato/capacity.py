@@ -243,11 +243,9 @@ def _capacity(setting: Setting, target: float, own: Sequence[float], first: Sequ
         return replace(found, low=max(0.0, found.low))  # no rate is negative
 
     logs = over_seeds([float(np.log(a / b)) for a, b in zip(own, first, strict=True)])
-    with np.errstate(over="ignore"):
-        ratio = Estimate(*(float(np.exp(value)) for value in (logs.value, logs.low, logs.high)))
     replicas = setting.replicas
     return Capacity(
-        setting.choice.label, target, per(1), per(replicas), per(replicas * setting.hardware.gpus), ratio
+        setting.choice.label, target, per(1), per(replicas), per(replicas * setting.hardware.gpus), logs.exp()
     )  # fmt: skip
 
 

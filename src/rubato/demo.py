@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -61,6 +61,18 @@ class Unloaded:
 
     def slos(self) -> dict[str, SLO]:
         return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
+
+
+def found_live(attained_at: Callable[[float], float], rate: float, policy: str = "vllm") -> float:
+    """The rate at which 90 % is attained, from `rate` on, by what a server attains at some. Raises as `held`."""
+    tries: list[tuple[float, float]] = []
+    for _ in range(TRIES):
+        attained = attained_at(rate)
+        tries.append((rate, attained))
+        if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
+            break
+        rate *= 1.15 if attained >= HOLDS else 0.85 if attained >= HALF else 0.7
+    return held(tries, policy)
 
 
 def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
@@ -212,17 +224,15 @@ class Stage:
         pattern = self.load(1.0, 60.0, slos, "hold")
         low, _ = narrowed(lambda r: self._attained_in_simulation(pattern.rescaled(r), model), 0.05, 50.0, 0.02)
         say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
-        rate = 0.9 * low  # the simulated server has its cores to itself, the real one shares them with its clients
-        tries: list[tuple[float, float]] = []
-        for _ in range(TRIES):
+
+        def attained_at(rate: float) -> float:
             run = self._bench(url, self.load(rate, HOLD_SECONDS, slos, "hold"), f"{rate:.2f}/s")
             attained = sum(r.verdict.met for r in run.records) / len(run.records)
             say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
-            tries.append((rate, attained))
-            if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
-                break
-            rate *= 1.15 if attained >= HOLDS else 0.85 if attained >= HALF else 0.7
-        return held(tries)
+            return attained
+
+        # the simulated server has its cores to itself, the real one shares them with its clients
+        return found_live(attained_at, 0.9 * low)
 
     def _attained_in_simulation(self, load: Workload, model: affine.Model) -> bool:
         records = simulated_run(load, self._setup("vllm", {}, model)).records

@@ -86,6 +86,11 @@ class Estimate:
         """Of what has no spread: a count, a value in virtual time that no seed changes."""
         return cls(value, value, value)
 
+    def exp(self) -> Estimate:
+        """Of the number whose logarithm this is."""
+        with np.errstate(over="ignore"):
+            return Estimate(*(float(np.exp(end)) for end in (self.value, self.low, self.high)))
+
 
 def over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
     """The mean of one value per seed, with Student's t interval; without bounds from fewer than two seeds."""

@@ -18,13 +18,11 @@ import numpy as np
 
 from rubato import capacity, profiles
 from rubato.cells import Cell
-from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
 from rubato.records import Run
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.slo import StageTimes, judge
-from rubato.speculation.acceptance import Acceptance
 from rubato.sweep import markdown
 from rubato.workloads import Arrival, Workload, scenarios
 
@@ -150,7 +148,7 @@ class Tries:
         self._load = load(scenario, seed, scale)
         self._seed = seed
         self._start = STARTS[scenario]
-        drafter = _drafter() if choice.startswith(DRAFTING) else None
+        drafter = profiles.drafter("opt-125m-a100-40g", alpha=0.7) if choice.startswith(DRAFTING) else None
         self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=drafter)
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
         self.unfinished = 0  # requests that had not all their tokens in the end
@@ -199,19 +197,10 @@ def load(scenario: str, seed: int, scale: Scale) -> Workload:
     made = Scenario(f"slos-serve-{scenario}", hardware(scenario, scale), count=scale.count or COUNTS[scenario]).make(
         seed
     )
-    return made if scale.shorter == 1 else replace(made, arrivals=tuple(_cut(a, scale.shorter) for a in made.arrivals))
-
-
-def _cut(a: Arrival, parts: int) -> Arrival:
-    """With a part of its output."""
-    stages_ = tuple(replace(p, output=max(2, p.output // parts)) for p in a.parts)
-    total = sum(p.output for p in stages_) if stages_ else max(2, a.output_tokens // parts)
-    return replace(a, parts=stages_, output_tokens=total)
-
-
-@cache
-def _drafter() -> Drafter:
-    return Drafter(Acceptance(0.7), profiles.load("opt-125m-a100-40g").model())
+    if scale.shorter == 1:
+        return made
+    shorter = tuple(a.with_outputs(lambda output: max(2, output // scale.shorter)) for a in made.arrivals)
+    return replace(made, arrivals=shorter)
 
 
 # --------------------------------------------------------------------------- what was found
@@ -243,18 +232,13 @@ class Rates:
 
     def ratio(self, scenario: str, systems: Sequence[str], judge_: str, target: float) -> Estimate:
         """Ours over the best of some systems."""
-        return _exp(over_seeds(self.logs(scenario, self.best(scenario, systems, judge_, target), judge_, target)))
+        return over_seeds(self.logs(scenario, self.best(scenario, systems, judge_, target), judge_, target)).exp()
 
     def mean_ratio(self, systems: Sequence[str], judge_: str, target: float) -> Estimate:
         """The geometric mean of that over the scenarios in which they were run."""
         able = [s for s in STARTS if any(self.of(s, system, judge_, target) for system in systems)]
         each = [self.logs(s, self.best(s, systems, judge_, target), judge_, target) for s in able]
-        return _exp(over_seeds([float(np.mean(seed)) for seed in zip(*each, strict=True)]))
-
-
-def _exp(logs: Estimate) -> Estimate:
-    with np.errstate(over="ignore"):
-        return Estimate(*(float(np.exp(value)) for value in (logs.value, logs.low, logs.high)))
+        return over_seeds([float(np.mean(seed)) for seed in zip(*each, strict=True)]).exp()
 
 
 PLAIN = ("prefill_first", "vllm", "sarathi", "distserve")  # baselines that do not draft

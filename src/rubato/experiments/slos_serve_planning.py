@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rubato.cells import Cell
-from rubato.clock import measured
 from rubato.experiments import Found
 from rubato.experiments._timed import Planned
+from rubato.experiments.simulator_speed import loop_seconds
 from rubato.intervals import Estimate, over_seeds
 from rubato.lengths import Oracle
 from rubato.setting import Hardware, packaged
@@ -76,14 +76,8 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
         "ms": [1e3 * p.seconds for p in of_state], "ran": [p.running for p in of_state],
         "requests": len(requests), "outcomes": Counter(e.outcome for e in ends),
         "missed": sum(e.outcome == "completed" and not e.verdict.met for e in ends),
-        "loop": measured(_loop)[1].cpu,
+        "loop": loop_seconds(),
     }  # fmt: skip
-
-
-def _loop() -> None:
-    """What a machine whose clock changes was worth at the time: a million times nothing."""
-    for _ in range(1_000_000):
-        pass
 
 
 @lru_cache

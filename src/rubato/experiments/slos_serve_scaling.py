@@ -25,7 +25,7 @@ from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
 from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
-from rubato.workloads import Arrival, Workload
+from rubato.workloads import Workload
 
 SOURCE = "SLOs-Serve, Fig. 13 and §6.2"
 SECONDS = 900.0
@@ -94,7 +94,8 @@ class Able:
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         made = self.scenario.make(seed, stretch)
-        made = replace(made, arrivals=tuple(self._cut(a) for a in made.arrivals))
+        shorter = tuple(a.with_outputs(lambda output: min(output, self.output)) for a in made.arrivals)
+        made = replace(made, arrivals=shorter)
         return without_hopeless(made, self.scenario.hardware)
 
     def busiest(self, seed: int, seconds: float) -> Stretch:
@@ -102,11 +103,6 @@ class Able:
 
     def describe(self) -> dict[str, Any]:
         return {**self.scenario.describe(), "output": self.output}
-
-    def _cut(self, arrival: Arrival) -> Arrival:
-        parts = tuple(replace(part, output=min(part.output, self.output)) for part in arrival.parts)
-        total = sum(part.output for part in parts) if parts else min(arrival.output_tokens, self.output)
-        return replace(arrival, parts=parts, output_tokens=total)
 
 
 def search(case: str, system: str, replicas: int, seed: int, scale: Scale) -> dict[str, Any]:
@@ -154,9 +150,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     def over(case: str, system: str, replicas: int, other: str, others: int) -> Estimate:
         pairs = [(rates[case, system, replicas, seed], rates[case, other, others, seed]) for seed in scale.seeds]
-        logs = over_seeds([float(np.log(a / b)) for a, b in pairs])
-        with np.errstate(over="ignore"):
-            return Estimate(*(float(np.exp(value)) for value in (logs.value, logs.low, logs.high)))
+        return over_seeds([float(np.log(a / b)) for a, b in pairs]).exp()
 
     estimates = {"one-replica-any-router": Estimate.exact(sum(v.get("differ", 0) for v in values))}
     for case in CASES:
