@@ -144,17 +144,10 @@ class View:
         return len(self.waiting) + len(self.running)
 
 
-class Line(NamedTuple):
-    """Step time of so many decodes as their KV grows: fixed + (y + slope·(kv - x)) seconds, for kv below `until`.
-
-    A latency model may offer `line(seqs, kv)`, and `seconds` with a shape's features as numbers, to those who ask for
-    many steps in a row (`lean`); both must equal `step_time` to the last bit."""
-
-    fixed: float
-    y: float
-    slope: float
-    x: float
-    until: float
+# (fixed, y, slope, x, until): step time of so many decodes as their KV grows, fixed + (y + slope·(kv - x)) seconds for
+# kv below `until`. A latency model may offer `line(seqs, kv)`, and `seconds` with a shape's features as numbers, to
+# those who ask for many steps in a row (`lean`); both must equal `step_time` to the last bit.
+Line = tuple[float, float, float, float, float]
 
 
 class LatencyModel(Protocol):

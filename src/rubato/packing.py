@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 
 from rubato.interfaces import SeqView, View
 from rubato.kv import blocks_for
@@ -30,21 +29,29 @@ class Packing:
         self.work: dict[str, int] = {}
         self.preempted: list[SeqView] = []
         self.decode = False
-        self._shape = Shape(spec_steps=steps)
-        self._added: list[tuple[int, int]] = []  # not in `_shape` yet: few policies ask for it
+        self._decodes: Shape | None = None
+        self._steps = steps
+        self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
+        self._added: list[tuple[int, int]] = []
 
     @property
     def shape(self) -> Shape:
         """The batch so far."""
+        shape = self._base
+        if shape is None:
+            shape = (self.decodes if self.decode else Shape())._replace(spec_steps=self._steps)
         for tokens, cached in self._added:
-            self._shape = self._shape.plus(tokens, cached)
+            shape = shape.plus(tokens, cached)
         self._added.clear()
-        return self._shape
+        self._base = shape
+        return shape
 
-    @cached_property
+    @property
     def decodes(self) -> Shape:
         """The view's, asked once: it may have to look at every sequence."""
-        return self.view.decodes
+        if self._decodes is None:  # not `cached_property`, whose lock costs more than all else here
+            self._decodes = self.view.decodes
+        return self._decodes
 
     def decode_all(self) -> bool:
         """One token of every running sequence that has one pending, before anything else; False if not all fit."""
@@ -55,7 +62,7 @@ class Packing:
         self.tokens_left -= decodes.tokens
         self.seqs_left -= decodes.seqs
         self.kv_left -= need
-        self._shape = decodes._replace(spec_steps=self._shape.spec_steps)
+        self._base = None
         return True
 
     def steady(self) -> int:
@@ -68,12 +75,13 @@ class Packing:
             return FOR_EVER
         known = self.view.known
         alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
-        if alone and all(tokens == known[id].pending for id, tokens in self.work.items()):
-            return FOR_EVER
-        if len(self.work) > 1 or self.tokens_left:
-            return 0
-        [(id, tokens)] = self.work.items()
-        return FOR_EVER if alone else known[id].pending // tokens - 1
+        if len(self.work) == 1:
+            [(id, tokens)] = self.work.items()
+            pending = known[id].pending
+            if alone and (tokens == pending or not self.tokens_left):
+                return FOR_EVER
+            return 0 if self.tokens_left else pending // tokens - 1
+        return FOR_EVER if alone and all(tokens == known[id].pending for id, tokens in self.work.items()) else 0
 
     def room(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
@@ -126,7 +134,7 @@ class Packing:
         self.tokens_left += tokens
         self.seqs_left += 1
         self.kv_left += self._new_blocks(seq, tokens)
-        self._shape = self.shape.minus(tokens, seq.cached)
+        self._base = self.shape.minus(tokens, seq.cached)
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""

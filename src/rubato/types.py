@@ -165,7 +165,8 @@ class Request:
     @property
     def prompt(self) -> int:
         """Prompt tokens, of all stages."""
-        return sum([stage.prompt for stage in self.stages])
+        stages = self.stages
+        return stages[0].prompt if len(stages) == 1 else sum([stage.prompt for stage in stages])
 
     @property
     def best_effort(self) -> bool:

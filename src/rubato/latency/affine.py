@@ -79,7 +79,7 @@ class Model:
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more."""
         k, b, k_, b_, s, a, _, _ = self._flat
-        return Line(max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf)
+        return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""

@@ -235,7 +235,8 @@ class Model:
 
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more up to `until`."""
-        return Line(self._fixed(seqs, seqs), *self._decode.piece(seqs, kv))
+        y, slope, x, until = self._decode.piece(seqs, kv)
+        return self._fixed(seqs, seqs), y, slope, x, until
 
     def _fixed(self, tokens: int, seqs: int) -> float:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from math import inf
@@ -10,7 +9,7 @@ from typing import Any
 
 from rubato.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.cluster import Cluster, HostLost, HostMaker, cluster_of
-from rubato.lean.host import LeanHost
+from rubato.lean.host import Agenda, LeanHost
 from rubato.listeners import Listener
 from rubato.policies import load
 from rubato.types import Request
@@ -31,18 +30,15 @@ def drive(
     `cluster_of` takes. Raises RuntimeError if some request never ends, and whatever a policy raised.
     """
     clock = HandClock()
-    heap: list[tuple[float, int, int, LeanHost, int]] = []
+    agenda = Agenda()
+    heap, count = agenda.heap, agenda.count
     hosts: list[LeanHost] = []
-    count = itertools.count()
-
-    def at(when: float, rank: int, host: LeanHost, version: int) -> None:
-        heappush(heap, (when, rank, next(count), host, version))
 
     def maker(number: int) -> HostMaker:
         def host(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
                  options: Mapping[str, Any]) -> LeanHost:  # fmt: skip
             made = make(
-                number, id=id, scheduler=load(policy, settings), clock=clock, emit=emit, at=at, policy=policy,
+                number, id=id, scheduler=load(policy, settings), clock=clock, emit=emit, agenda=agenda, policy=policy,
                 lengths=options["lengths"], rule=options["rule"],
             )  # fmt: skip
             hosts.append(made)
@@ -69,7 +65,7 @@ def drive(
         if rank == COMPLETION:
             if host.complete(version):
                 if arrival <= when or (heap and heap[0][0] <= when):
-                    at(when, PLAN, host, version)
+                    heappush(heap, (when, PLAN, next(count), host, version))
                 else:
                     host.plan(version)
         else:

@@ -7,9 +7,11 @@ token or the end of a sequence, at the end of a prefill, when KV runs short, and
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heappush
 from itertools import repeat
 
 from rubato.check import PlanError, check
@@ -43,11 +45,18 @@ NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 
 
+class Agenda:
+    """When which host is to be called (`complete`, `plan`), by time, rank and order of asking, with its version."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, LeanHost, int]] = []
+        self.count = itertools.count()
+
+
 class LeanHost:
     """truth: the time steps take; latency: what the scheduler believes, which does not learn here. targets: request id
     -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each
-    run when it is over, `ended` each request's token times with its end. at: has the host called (`complete`, `plan`)
-    at a time, in the order of ranks. causes: work out why requests miss.
+    run when it is over, `ended` each request's token times with its end. causes: work out why requests miss.
     """
 
     def __init__(
@@ -60,7 +69,7 @@ class LeanHost:
         clock: HandClock,
         *,
         emit: Callable[[Event], None],
-        at: Callable[[float, int, LeanHost, int], None],
+        agenda: Agenda,
         policy: str,
         targets: Mapping[str, Sequence[int]],
         lengths: LengthPredictor | None = None,
@@ -92,7 +101,7 @@ class LeanHost:
         self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
         self._steps = Steps(truth, noise, seed)
         self._emit = emit
-        self._at = at
+        self._heap, self._count = agenda.heap, agenda.count
         self._policy = policy
         self._targets = targets
         self._rule = rule
@@ -227,7 +236,7 @@ class LeanHost:
         if events:
             self._plan_at(now)
         elif plan.wake_at is not None:
-            self._at(plan.wake_at, PLAN, self, self._version)
+            heappush(self._heap, (plan.wake_at, PLAN, next(self._count), self, self._version))
 
     def _ask(self) -> Plan:
         """What the policy says."""
@@ -325,7 +334,7 @@ class LeanHost:
         if chunks and most > 1:
             self.view = self.sync
         self._version += 1
-        self._at(run.ends[-1], COMPLETION, self, self._version)
+        heappush(self._heap, (run.ends[-1], COMPLETION, next(self._count), self, self._version))
 
     def _blocks(self, run: Run, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
@@ -492,11 +501,11 @@ class LeanHost:
             del run.ends[keep:]
             run.steps = keep
             self._version += 1
-            self._at(run.ends[-1], COMPLETION, self, self._version)
+            heappush(self._heap, (run.ends[-1], COMPLETION, next(self._count), self, self._version))
 
     def _plan_at(self, when: float) -> None:
         self._planned = True
-        self._at(when, PLAN, self, self._version)
+        heappush(self._heap, (when, PLAN, next(self._count), self, self._version))
 
     def _tell(self, events: Sequence[Event]) -> None:
         self._outbox += events

@@ -129,6 +129,8 @@ class Steps:
 
     def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
+        if len(run.chunks) == 1:
+            return self._with_one(run, steps, seconds)
         if steps == 1:
             return [seconds(*run.features(0))]
         tokens, seqs, kv, context, square, chunks, chunk_kv = run.features(0)
@@ -140,6 +142,22 @@ class Steps:
             context += square
             chunk_kv += in_chunks
         took.append(seconds(*run.features(steps - 1)))
+        return took
+
+    def _with_one(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+        """`Run.features` of each step, for the chunk that most runs with chunks have."""
+        n, (_, held, tokens, total) = run.seqs, run.chunks[0]
+        kv, left, took = run.kv, total, []
+        for _ in range(steps):
+            here = tokens if tokens < left else left
+            kv += n
+            upto = held + here
+            if here > 1:
+                took.append(seconds(n + here, n + 1, kv + upto, here * held, here * here, 1, upto))
+            else:
+                took.append(seconds(n + here, n + 1, kv + upto, 0, 0, 0, 0))
+            held = upto
+            left -= here
         return took
 
     def _factor(self, tick: int) -> float:

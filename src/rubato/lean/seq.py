@@ -21,7 +21,7 @@ class LeanSeq:
     tick was 0, plus the tick; `_output` and `_cached` then hold that offset, else the numbers themselves."""
 
     __slots__ = (
-        "_cached", "_checked", "_missed", "_output", "begun", "continues", "deadlines", "demoted", "due_tick", "ended",
+        "_cached", "_checked", "_deadlines", "_missed", "_output", "begun", "continues", "demoted", "due_tick", "ended",
         "first_token_at", "host", "id", "key", "most", "nth", "order", "prompt", "request", "since", "spans", "stage",
         "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
     )  # fmt: skip
@@ -55,8 +55,8 @@ class LeanSeq:
         self._cached = 0
         self._missed = False
         self._checked = 0
+        self._deadlines: Deadlines | None = None
         self.aim()
-        self.renew_due()
 
     def __lt__(self, other: LeanSeq) -> bool:
         return self.key < other.key
@@ -113,8 +113,13 @@ class LeanSeq:
         return lengths.remaining(self.request, self.total_output) if lengths else None
 
     @property
+    def deadlines(self) -> Deadlines:
+        """Of this stage; worked out when asked for."""
+        return self._deadlines or self._renewed()
+
+    @property
     def due(self) -> float:
-        due = self.deadlines
+        due = self._deadlines or self._renewed()
         i = self._output + self.host.tick if self.state == DECODING else self._output
         at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of everyone, every step
         return at if at < due.end else due.end
@@ -141,16 +146,16 @@ class LeanSeq:
         left = self.most - self.total
         self.target = left if self.targets is None else min(left, self.targets[self.stage])
 
-    def renew_due(self) -> None:
+    def _renewed(self) -> Deadlines:
         stage: Stage = self.request.stages[self.stage]
-        self.deadlines: Deadlines = deadlines(
+        due = self._deadlines = deadlines(
             stage.slo, self.request.arrival, self.stage_start, self.first_token_at, self.continues
         )
+        return due
 
     def first_token(self, at: float) -> None:
         self.first_token_at = at
-        if self.deadlines.first == inf:  # a TPOT without TTFT runs from the first token
-            self.renew_due()
+        self._deadlines = None  # a TPOT without TTFT runs from the first token
 
     def decode(self, tick: int) -> None:
         """From this step on it has one pending token."""
@@ -192,4 +197,4 @@ class LeanSeq:
         self.prompt += stage.prompt
         self.continues = None if stage.prompt else (last_due if last_due < inf else now)
         self.aim()
-        self.renew_due()
+        self._deadlines = None
