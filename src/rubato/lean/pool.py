@@ -66,7 +66,9 @@ class Pool:
 
     def blocks_until(self, tick: int, steps: int) -> int:
         """KV blocks that so many steps of all decodes need from this tick on."""
-        whole, rest = divmod(steps, self._block)
-        first = tick % self._block
-        need = sum(self._wants[first : first + rest])
-        return need + whole * self.count if whole else need
+        block = self._block
+        first = tick % block
+        if steps <= block:
+            return sum(self._wants[first : first + steps])
+        whole, rest = divmod(steps, block)
+        return whole * self.count + sum(self._wants[first : first + rest])

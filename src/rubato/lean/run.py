@@ -112,6 +112,9 @@ class Steps:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
+        if self._line is not None and steps > 1 and not (run.chunks or self._noise or seconds is None):
+            run.ends = _ends_along(self._line, n, kv, steps, run.begin)
+            return
         if seconds is None:
             took = [self._truth.step_time(run.shape(i)) for i in range(steps)]
         elif run.chunks:
@@ -181,3 +184,14 @@ def _along(line: Callable[[int, int], Line], n: int, kv: int, steps: int) -> lis
         kv += here * n
         steps -= here
     return took
+
+
+def _ends_along(line: Callable[[int, int], Line], n: int, kv: int, steps: int, end: float) -> list[float]:
+    """When each of these steps ends, the first begun at `end`: `_along` and their sums in one go."""
+    kv += n
+    fixed, y, slope, x, until = line(n, kv)
+    if kv + (steps - 1) * n < until:
+        return [end := end + (fixed + (y + slope * (at - x))) for at in range(kv, kv + steps * n, n)]
+    took = _along(line, n, kv - n, steps)
+    took[0] += end
+    return list(accumulate(took))
