@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato import profiles
 from rubato.interfaces import Assigner, View
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
@@ -100,6 +101,16 @@ def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: 
     limits = load.limits
     setup = Setup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
     same(alone(load), load.truth, setup)
+
+
+LINES = profiles.load("llama-3.1-8b-h200").model()
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm"])
+@given(load=loads())
+def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
+    """Decodes in a row are then worked out without a shape for each."""
+    same(alone(load), load.truth, Setup(lambda: LINES, load.limits, policy, learns=False))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
