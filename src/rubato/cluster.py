@@ -134,6 +134,12 @@ class Cluster:
             self._cancelled[id] = reason  # the host may be dead without anybody having noticed
             self.hosts[self._placed[id][0]].cancel(id, reason)
 
+    def resume(self, id: str) -> None:
+        """The tool that a request waits for (`Stage.tool`) has returned: that stage begins, and waits its turn where
+        the request is. Ignored for one that waits for none: it may have ended meanwhile."""
+        if id in self._placed:
+            self.hosts[self._placed[id][0]].resume(id)
+
     def retry_after(self) -> float:
         """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
         if len(self._recent) < 2 or self._recent[-1] <= self._recent[0]:

@@ -105,14 +105,15 @@ class KVBlocks:
             self._key[b] = key
             self.version += 1
 
-    def release(self, held: list[int]) -> None:
-        """Give up all of `held`, which is empty afterwards. The end of a prefix is reused before its beginning."""
+    def release(self, held: list[int], keep: bool = False) -> None:
+        """Give up all of `held`, which is empty afterwards. The end of a prefix is reused before its beginning. keep:
+        the named ones stay findable, whatever all others do."""
         for b in reversed(held):
             self._users[b] -= 1
             self.version += b in self._key
             if self._users[b]:
                 continue
-            if self._keep and b in self._key:
+            if (keep or self._keep) and b in self._key:
                 self._idle[b] = None
             else:
                 self._forget(b)

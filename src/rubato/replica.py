@@ -3,8 +3,10 @@
 A life in five calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `apply` checks the
 policy's plan and makes it a batch; `commit` books what the engine returned; `cancel` and `fail` end requests early.
 Each returns the events it caused. What a plan hands off is another replica's from then on: here it only keeps its KV
-until `release`; there `reserve` and `arrive` take the place of `submit`. There is no prefill phase and no decode phase:
-a sequence has `length` tokens of which `cached` are in KV, and the difference is pending.
+until `release`; there `reserve` and `arrive` take the place of `submit`. A request that waits for a tool is neither
+waiting nor running until `resume`; its KV is kept as that of a prefix is, as long as nobody needs the memory. There is
+no prefill phase and no decode phase: a sequence has `length` tokens of which `cached` are in KV, and the difference is
+pending.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import replace
 from rubato.blame import blame
 from rubato.check import check, spelled_out
 from rubato.interfaces import LatencyModel, LengthPredictor, View
-from rubato.kv import KVBlocks, blocks_for, first_key
+from rubato.kv import KVBlocks, blocks_for, first_key, next_key
 from rubato.seq import Seq
 from rubato.slo import StageTimes, judge
 from rubato.types import (
@@ -35,6 +37,7 @@ from rubato.types import (
     Preempted,
     Promoted,
     Request,
+    Returned,
     Started,
     StepResult,
     Tokens,
@@ -156,6 +159,19 @@ class Replica:
             return []
         return [self._end(seq, now, outcome, reason)]
 
+    def resume(self, id: str, now: float) -> list[Event]:
+        """The tool that a request waits for has returned: its next stage begins, in the queue. Ignored for one that
+        waits for none."""
+        seq = self._seqs.get(id)
+        if seq is None or not seq.away:
+            return []
+        seq.away = seq.started = False
+        seq.since = now
+        seq.seen = -1
+        self._next_stage(seq, now)
+        insort(self.waiting, seq, key=lambda s: s.key)
+        return [Returned(now, id)]
+
     def fail(self, now: float, reason: str) -> list[Event]:
         """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
         is just forgotten: it has not begun here, or is another's by now."""
@@ -265,6 +281,8 @@ class Replica:
                 if entry.verify and not seq.ended:
                     self._advance(seq, out.tokens - 1)  # the last one's KV is not there yet
                     self.kv.shrink(seq.block_ids, seq.cached)
+                if seq.away:
+                    self._leave_for_tool(seq)
         return events
 
     # ----------------------------------------------------------------- parts
@@ -373,11 +391,31 @@ class Replica:
             events.append(event)
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))
+        elif stage_done and seq.request.stages[seq.stage + 1].tool:
+            seq.away = True
         elif stage_done:
-            seq.next_stage(now)
-            stage = seq.request.stages[seq.stage]
-            seq.extend(stage.token_ids, stage.prompt)
-            seq.learn_keys(self.limits.block)
+            self._next_stage(seq, now)
+
+    def _next_stage(self, seq: Seq, now: float) -> None:
+        seq.next_stage(now)
+        stage = seq.request.stages[seq.stage]
+        seq.extend(stage.token_ids, stage.prompt)
+        seq.learn_keys(self.limits.block)
+
+    def _leave_for_tool(self, seq: Seq) -> None:
+        """It runs no longer. What is in its full blocks can be found when it is back, by keys of its own where its
+        tokens' ids are not known."""
+        del self.running[seq.id]
+        full = seq.cached // self.limits.block
+        if not seq.keys:
+            seq.keys.append(first_key(f"{self.id}/{seq.order}"))
+        while len(seq.keys) <= full:
+            seq.keys.append(next_key(seq.keys[-1], (-1, seq.order)))  # no token has a negative id
+        for block, key in zip(seq.block_ids, seq.keys[1 : 1 + full], strict=False):
+            self.kv.name(block, key)
+        self.kv.release(seq.block_ids, keep=True)
+        seq.cached = 0
+        seq.draft = None
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         seq.ended = True
@@ -389,7 +427,7 @@ class Replica:
             self._leave_group(seq)
         if seq.id in self.arriving:
             del self.arriving[seq.id]
-        elif seq.id not in self.running and not seq.held:
+        elif seq.id not in self.running and not seq.held and not seq.away:
             self.waiting.remove(seq)
         if not busy:
             self._release(seq)
@@ -417,8 +455,9 @@ class Replica:
         """Raise AssertionError unless KV is conserved and the queues agree with each other."""
         self.kv.check_integrity([s.block_ids for s in [*self._seqs.values(), *self.leaving.values()]])
         held = [s for group in self._groups.values() for s in group if s.held]
-        ids = [s.id for s in [*self.waiting, *held]] + [*self.running, *self.arriving]
-        assert sorted(ids) == sorted(self._seqs), "waiting, held, running and arriving are not a partition"
+        away = [s for s in self._seqs.values() if s.away]
+        ids = [s.id for s in [*self.waiting, *held, *away]] + [*self.running, *self.arriving]
+        assert sorted(ids) == sorted(self._seqs), "waiting, held, away, running and arriving are not a partition"
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         for seq in self._seqs.values():
             here = len(seq.block_ids) if seq.id in self.running or seq.id in self.arriving else seq.cached

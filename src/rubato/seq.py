@@ -33,6 +33,7 @@ class Seq:
     started: bool = False
     ended: bool = False  # finished while its batch was in flight: KV goes back at commit
     held: bool = False  # behind the first of its group, whose prompt's KV it will share
+    away: bool = False  # the tool that its next stage waits for runs
     shared: int = 0  # while it waits: blocks it would share with two or more
     block_ids: list[int] = field(default_factory=list)
     kv: KVBlocks | None = None

@@ -21,7 +21,7 @@ from rubato.metrics import Timeline, timelines
 from rubato.policies import load, optional, router_for
 from rubato.records import Record, Run
 from rubato.slo import StageTimes
-from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape
+from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
 from rubato.workloads import Arrival, Workload
 
 
@@ -98,13 +98,15 @@ def simulate(
     setup: Setup,
     *,
     watch: Callable[[Cluster, Event], None] | None = None,
+    pauses: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Event]:
     """Run `requests` (arrivals in virtual seconds) to their ends; every event, in order.
 
-    truth: request id -> output tokens of each stage. Raises RuntimeError if some request never ends, and whatever
-    an engine or a policy raised.
+    truth: request id -> output tokens of each stage. pauses: request id -> seconds of the tool before each stage, of
+    those with a stage that waits for one. Raises RuntimeError if some request never ends, and whatever an engine or a
+    policy raised.
     """
-    return run_virtual(_run(requests, truth, setup, watch))
+    return run_virtual(_run(requests, truth, setup, watch, pauses or {}))
 
 
 async def _run(
@@ -112,6 +114,7 @@ async def _run(
     truth: Mapping[str, Sequence[int]],
     setup: Setup,
     watch: Callable[[Cluster, Event], None] | None,
+    pauses: Mapping[str, Sequence[float]],
 ) -> list[Event]:
     clock = VirtualClock()
     engines = [
@@ -130,6 +133,8 @@ async def _run(
     cluster = local_cluster(engines, [setup.scheduler_model() for _ in engines], clock, **setup.given())
     events: list[Event] = []
     cluster.listen(events.append)
+    if pauses:
+        cluster.listen(_tools(pauses, cluster, clock))
     if watch is not None:
         cluster.listen(lambda event: watch(cluster, event))
     await cluster.start()
@@ -144,6 +149,17 @@ async def _run(
     return events
 
 
+def _tools(pauses: Mapping[str, Sequence[float]], cluster: Cluster, clock: VirtualClock) -> Callable[[Event], None]:
+    """A listener that runs the tools: each returns so many seconds after the stage before it is done."""
+
+    def follow(event: Event) -> None:
+        if isinstance(event, Tokens) and event.stage_done and event.id in pauses:
+            returns = event.at + pauses[event.id][event.stage + 1]
+            clock.call_at(returns, ARRIVAL, lambda: cluster.resume(event.id))
+
+    return follow
+
+
 def simulated_run(
     workload: Workload, setup: Setup, label: str | None = None, *, times: bool = True, causes: bool = True,
     plain: bool = False,
@@ -152,15 +168,11 @@ def simulated_run(
 
     times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
     miss why; without, the fast driver is faster where many miss. That driver (`lean`) is taken where it can do what is
-    asked, unless plain. Raises ValueError for requests whose tools take time.
+    asked, unless plain.
     """
-    if waits := workload.pauses():
-        raise ValueError(
-            f"{len(waits)} requests wait for tools, such as {next(iter(waits))!r}: simulated tools are instant"
-        )
-    setup = setup.for_load(workload)
-    if plain or not lean_enough(setup):
-        events = simulate(list(workload.requests()), workload.truth(), setup)
+    setup, pauses = setup.for_load(workload), workload.pauses()
+    if plain or pauses or not lean_enough(setup):
+        events = simulate(list(workload.requests()), workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}
     else:
         lines = lean_lines(workload.requests(), workload.truth(), setup, times=times, causes=causes)

@@ -22,6 +22,7 @@ from rubato.types import (
     Placed,
     Preempted,
     Promoted,
+    Returned,
     Started,
     Stepped,
     Tokens,
@@ -43,6 +44,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         Preempted,
         Demoted,
         Promoted,
+        Returned,
         Finished,
         Stepped,
     )

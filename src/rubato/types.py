@@ -52,19 +52,23 @@ class Stage:
     """A prefill of `prompt` tokens (0 in a decode-only stage) and then a decode, with SLOs of their own.
 
     ends: "eos" (end of text, a stop string or max_tokens) or a literal such as "</think>" after which the next stage
-    begins. `token_ids` are the prompt's ids where an engine needs them; simulation leaves them empty.
+    begins. `token_ids` are the prompt's ids where an engine needs them; simulation leaves them empty. tool: the prompt
+    is what a tool returns, and the stage begins when it has (`Cluster.resume`), not when the one before it is done.
     """
 
     prompt: int
     slo: SLO = SLO()
     ends: str = "eos"
     token_ids: tuple[int, ...] = ()
+    tool: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt < 0:
             raise ValueError(f"stage.prompt is {self.prompt}: give the number of prompt tokens, 0 or more")
         if self.token_ids and len(self.token_ids) != self.prompt:
             raise ValueError(f"stage.prompt says {self.prompt} tokens but token_ids holds {len(self.token_ids)}")
+        if self.tool and not self.prompt:
+            raise ValueError("stage.prompt is 0 after a tool: what it returns has at least one token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].prompt < 1:
             raise ValueError(f"request {self.id!r} has no prompt: its first stage needs at least one token")
+        if self.stages[0].tool:
+            raise ValueError(f"request {self.id!r} begins with a tool: it is offered when that has returned")
         if self.sampling.max_tokens < 1:
             raise ValueError(f"request {self.id!r} has max_tokens {self.sampling.max_tokens}: give 1 or more")
 
@@ -445,8 +451,8 @@ class Started(Event):
 
 @happened(frozen=True, slots=True)
 class Tokens(Event):
-    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it. tried: drafted tokens that
-    were put to the test, of which all but one of `tokens` were right."""
+    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it, or begins when its tool
+    has returned. tried: drafted tokens that were put to the test, of which all but one of `tokens` were right."""
 
     tokens: int
     text: str = ""
@@ -460,6 +466,11 @@ class Tokens(Event):
 @happened(frozen=True, slots=True)
 class Preempted(Event):
     pass
+
+
+@happened(frozen=True, slots=True)
+class Returned(Event):
+    """A tool has returned: the stage that waited for it begins, and the request waits to run."""
 
 
 @happened(frozen=True, slots=True)

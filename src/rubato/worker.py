@@ -98,6 +98,9 @@ class LocalHost:
     def cancel(self, id: str, reason: str) -> None:
         self._tell(self._started().cancel(id, self.clock.now(), reason))
 
+    def resume(self, id: str) -> None:
+        self._tell(self._started().resume(id, self.clock.now()))
+
     def view(self) -> View:
         return self._started().view(self.clock.now())
 

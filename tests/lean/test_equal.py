@@ -78,7 +78,7 @@ def lean(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup:
 
 
 def alone(load: Load) -> list[Request]:
-    """Without what a lean replica does not do: shared KV."""
+    """Without what a lean replica does not do: shared KV, and tools that take time."""
     stages = [tuple(Stage(s.prompt, s.slo, s.ends) for s in r.stages) for r in load.requests]
     return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
 

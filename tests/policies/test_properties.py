@@ -7,8 +7,8 @@ which `run` refuses in every property. That these checks can fail is tested in c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -35,18 +35,20 @@ class Load:
     truth: dict[str, tuple[int, ...]]
     limits: Limits
     prefix_cache: bool = False
+    pauses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
     """Few distinct times and sizes (ties), KV of 1 to 2 times the largest request (scarcity), prompts that begin alike
-    (shared KV) and siblings of one group."""
+    (shared KV), siblings of one group, tools that take time."""
     slos = st.sampled_from(
         [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
     )
     prefix_cache = draw(st.booleans())
     requests: list[Request] = []
     truth: dict[str, tuple[int, ...]] = {}
+    pauses: dict[str, tuple[float, ...]] = {}
     for i in range(draw(st.integers(1, 12))):
         output = draw(st.sampled_from([1, 2, 5, 20]))
         thinking = draw(st.booleans())
@@ -65,6 +67,10 @@ def loads(draw: st.DrawFn) -> Load:
         if thinking:
             stages.append(Stage(0, draw(slos)))
             truth[f"q{i}"] = (output, 3)
+        if tool := draw(st.sampled_from([0.0, 0.0, 0.02, 0.4])):
+            stages.append(Stage(draw(st.sampled_from([1, 20])), draw(slos), tool=True))
+            truth[f"q{i}"] += (2,)
+            pauses[f"q{i}"] = (0.0,) * (len(stages) - 1) + (tool,)
         requests.append(
             Request(
                 f"q{i}",
@@ -86,7 +92,7 @@ def loads(draw: st.DrawFn) -> Load:
         block=block,
         max_running=draw(st.sampled_from([None, None, 1, 3])),
     )
-    return Load(tuple(requests), truth, limits, prefix_cache)
+    return Load(tuple(requests), truth, limits, prefix_cache, pauses)
 
 
 def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
@@ -110,7 +116,7 @@ def run(load: Load, policy: str, **changes: object) -> list[Event]:
                 host.replica.check_integrity()  # type: ignore[attr-defined]
 
     setup = replace(setup_for(policy, load.limits, load.prefix_cache), **changes)  # type: ignore[arg-type]
-    events = simulate(load.requests, load.truth, setup, watch=watch)
+    events = simulate(load.requests, load.truth, setup, watch=watch, pauses=load.pauses)
     assert not [e for e in events if isinstance(e, Finished) and e.outcome == "failed"]
     return events
 
@@ -137,7 +143,7 @@ def test_work_is_bounded(policy: str, load: Load) -> None:
     """No livelock: preemption may repeat work, but not without end."""
     events = run(load, policy)
     steps = sum(isinstance(e, Stepped) for e in events)
-    tokens = sum(r.stages[0].prompt + sum(load.truth[r.id]) for r in load.requests)
+    tokens = sum(r.prompt + sum(load.truth[r.id]) for r in load.requests)
     assert steps <= 40 * (tokens + len(load.requests))
 
 

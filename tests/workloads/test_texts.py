@@ -67,8 +67,18 @@ def test_blocks_in_common_are_found_by_the_prefix_cache():
     assert ttft[True] == pytest.approx([0.11, 0.01 + 1e-4 * 488])
 
 
-def test_tools_that_take_time_are_not_simulated_as_instant():
-    parts = (Part(10, 5, ends="</call>"), Part(10, 5, pause=2.0))
-    load = Workload("p", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 20, 10, parts=parts),))
-    with pytest.raises(ValueError, match="1 requests wait for tools"):
-        simulated_run(load, setup())
+def test_simulated_tools_take_their_time():
+    """10 ms and 0.1 ms a token. The tool returns 2 s after the first round's last token, and TTFT runs from there: of
+    24 tokens in KV those of the one full block are kept. The judge of records says of it what the replica said."""
+    promise = SLO(ttft=0.0125, tpot=0.0101)
+    parts = (Part(20, 5, promise, ends="</call>"), Part(10, 5, promise, pause=2.0))
+    load = Workload("p", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 30, 10, parts=parts),))
+    run = simulated_run(load, setup())
+    (record,) = run.records
+    first, second, decode = 0.01 + 20e-4, 0.01 + 19e-4, 0.01 + 1e-4
+    returned = first + 4 * decode + 2.0
+    rounds = [first + i * decode for i in range(5)], [returned + second + i * decode for i in range(5)]
+    assert record.times == pytest.approx([*rounds[0], *rounds[1]])
+    assert (record.outcome, record.verdict.met) == ("completed", True)
+    (again,) = rejudged(run, "deadline").records
+    assert again.verdict == record.verdict

@@ -156,11 +156,18 @@ class RayHost:
         self._spawn(self._listen(self._mirror))
 
     def submit(self, request: Request) -> None:
+        """Raises ValueError for a request that is to wait for a tool: should this process die meanwhile, nobody else
+        would know that it does."""
+        if any(stage.tool for stage in request.stages):
+            raise ValueError(f"request {request.id!r} waits for a tool, which only a replica in this process does")
         self._started().submit(request, self.clock.now())
         self._send(("submit", shifted_request(request, self._ahead)))
 
     def cancel(self, id: str, reason: str) -> None:
         self._send(("cancel", (id, reason)))
+
+    def resume(self, id: str) -> None:
+        """Nobody here waits for a tool."""
 
     def view(self) -> View:
         return self._started().view(self.clock.now())

@@ -140,10 +140,16 @@ class LeanHost:
     def release(self, id: str) -> None:
         raise ValueError(NO_HANDOFF)
 
+    def resume(self, id: str) -> None:
+        raise ValueError("a lean replica serves nobody who waits for a tool: use worker.LocalHost")
+
     def submit(self, request: Request) -> None:
-        """Raises ValueError for one that shares KV with others or began elsewhere: use `worker.LocalHost`."""
-        if request.group or request.progress is not None:
-            raise ValueError(f"request {request.id!r} shares KV or began elsewhere, which a lean replica cannot count")
+        """Raises ValueError for one that shares KV with others, began elsewhere or waits for tools: use
+        `worker.LocalHost`."""
+        if request.group or request.progress is not None or (len(request.stages) > 1 and _waits(request)):
+            raise ValueError(
+                f"request {request.id!r} shares KV, began elsewhere or waits for a tool: a lean replica cannot count it"
+            )
         now = self.clock.time
         self.sync()
         self._order += 1
@@ -530,3 +536,7 @@ class LeanHost:
         assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())
         assert self.pool.blocks(self.tick) == sum(s.cached % self.limits.block == 0 for s in decodes)
+
+
+def _waits(request: Request) -> bool:
+    return any(stage.tool for stage in request.stages)

@@ -29,7 +29,7 @@ class Part:
     """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
 
     ends: the literal after which the next stage begins, as in `types.Stage`. pause: seconds a tool takes before this
-    stage may begin; they are in no SLO.
+    stage may begin; they are in no TTFT or TPOT.
     """
 
     prompt: int
@@ -43,6 +43,8 @@ class Part:
             raise ValueError(f"a stage has {self.prompt} prompt and {self.output} output tokens: give >= 0 and >= 1")
         if not 0.0 <= self.pause < math.inf:
             raise ValueError(f"a stage has a pause of {self.pause} s: give 0 or more")
+        if self.pause and not self.prompt:
+            raise ValueError(f"a stage waits {self.pause} s for a tool that returns nothing: give it a prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,8 @@ class Workload:
             return (Stage(a.prompt_tokens, self.slo(a), token_ids=_ids(a.blocks, a.prompt_tokens)),)
         first, *rest = a.parts
         ids = _ids(a.blocks, first.prompt)
-        return (Stage(first.prompt, first.slo, first.ends, ids), *(Stage(p.prompt, p.slo, p.ends) for p in rest))
+        later = (Stage(p.prompt, p.slo, p.ends, tool=p.pause > 0.0) for p in rest)
+        return (Stage(first.prompt, first.slo, first.ends, ids), *later)
 
     def truth(self) -> dict[str, tuple[int, ...]]:
         """Request id -> output tokens of each stage: what the simulated engine knows and no policy does."""

@@ -235,8 +235,8 @@ class Scheduler:
         for seq in view.waiting:
             if seq.best_effort:
                 turn.rest.append(seq)
-            elif seq.id in before:
-                self._promised[seq.id] = before[seq.id]
+            elif before.get(seq.id) == (round_ := round_of(seq)):  # else new, or back from a tool
+                self._promised[seq.id] = round_
                 turn.kept.append(seq)
             else:
                 turn.new.append(seq)
