@@ -35,18 +35,22 @@ TARGETS = (0.9, 0.98)
 STARTS = {"chatbot": 3.0, "coder": 0.9, "summarizer": 2.0, "mixed": 2.6, "toolllm": 0.2, "reasoning": 0.8}
 # requests of a run: a burst of code is 130 on average; a reasoning request lives for two minutes, 200 fill the memory
 COUNTS = {"chatbot": 200, "coder": 400, "summarizer": 200, "mixed": 200, "toolllm": 400, "reasoning": 400}
+LONGEST = "reasoning"
 OURS = "slos_serve"
+OURS_DRAFTING = "slos_serve+drafts"
 DRAFTING = "vllm_spec"
 WHOLE = ("true", "false")
 
 
 @dataclass(frozen=True)
 class System:
-    """settings: what it is tuned over, each on so many replicas; few: where a run takes minutes."""
+    """settings: what it is tuned over, each on so many replicas; few: where a run takes minutes. drafts: its engine has
+    a drafter."""
 
     settings: tuple[tuple[str, int], ...]
     scenarios: tuple[str, ...] = tuple(STARTS)
     few: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    drafts: bool = False
 
 
 def _alone(*settings: str) -> tuple[tuple[str, int], ...]:
@@ -66,7 +70,8 @@ SYSTEMS = {
         tuple((f"distserve@distserve:prefill={p},decode={d},whole=true", p + d) for p, d in ((1, 1), (2, 1), (1, 2))),
         OPT,  # a tool's return is a new prefill of everything there: three quarters miss their TTFT at any rate
     ),
-    DRAFTING: System(_alone(*(f"vllm_spec:n={n},whole=true" for n in (2, 4, 6))), OPT),
+    DRAFTING: System(_alone(*(f"vllm_spec:n={n},whole=true" for n in (2, 4, 6))), OPT, drafts=True),
+    OURS_DRAFTING: System(_alone(OURS, f"{OURS}:longest=0.1", f"{OURS}:even=true"), OPT, drafts=True),
 }
 
 
@@ -92,12 +97,16 @@ CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the 
 
 def cells(small: bool) -> list[Cell]:
     scale = SMALL if small else FULL
-    return [
-        Cell(f"{scenario} {name} seed={seed}", measured, (scenario, name, seed, scale))
-        for name, system in SYSTEMS.items()  # what takes longest last
+    each = [
+        (scenario, name, seed)
+        for name, system in SYSTEMS.items()
         for scenario in STARTS
         if scenario in system.scenarios
         for seed in scale.seeds
+    ]
+    each.sort(key=lambda cell: cell[0] == LONGEST)  # it takes as long as all others
+    return [
+        Cell(f"{scenario} {name} seed={seed}", measured, (scenario, name, seed, scale)) for scenario, name, seed in each
     ]
 
 
@@ -107,7 +116,7 @@ def measured(scenario: str, system: str, seed: int, scale: Scale) -> dict[str, A
     tries: dict[tuple[str, int], Tries] = {}
     for judge_ in JUDGES:
         setting = tuned(scenario, system, judge_, scale)
-        own = tries.setdefault(setting, Tries(scenario, setting, seed, scale))
+        own = tries.setdefault(setting, Tries(scenario, setting, seed, scale, SYSTEMS[system].drafts))
         rates = {str(target): own.capacity(judge_, target, scale.tolerance) for target in TARGETS}
         found[judge_] = {"setting": setting[0], "capacity": rates}
     return {
@@ -124,31 +133,31 @@ def tuned(scenario: str, system: str, judge_: str, scale: Scale) -> tuple[str, i
     able = SYSTEMS[system].few.get(scenario, SYSTEMS[system].settings)[: scale.tuned]
     if len(able) == 1:
         return able[0]
-    return max(able, key=lambda setting: _held(scenario, setting, judge_, scale))
+    return max(able, key=lambda setting: _held(scenario, setting, judge_, scale, SYSTEMS[system].drafts))
 
 
-def _held(scenario: str, setting: tuple[str, int], judge_: str, scale: Scale) -> float:
+def _held(scenario: str, setting: tuple[str, int], judge_: str, scale: Scale, drafts: bool) -> float:
     try:
-        return _tries(scenario, setting, scale).capacity(judge_, TARGETS[0], scale.coarse)
+        return _tries(scenario, setting, scale, drafts).capacity(judge_, TARGETS[0], scale.coarse)
     except ValueError:  # so many attain at no rate
         return 0.0
 
 
 @lru_cache
-def _tries(scenario: str, setting: tuple[str, int], scale: Scale) -> Tries:
-    return Tries(scenario, setting, TUNING, scale)
+def _tries(scenario: str, setting: tuple[str, int], scale: Scale, drafts: bool) -> Tries:
+    return Tries(scenario, setting, TUNING, scale, drafts)
 
 
 class Tries:
     """Runs of one setting under one seed: the same requests at one rate after another."""
 
-    def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale) -> None:
+    def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale, drafts: bool) -> None:
         choice, self._replicas = setting
         machine = hardware(scenario, scale)
         self._load = load(scenario, seed, scale)
         self._seed = seed
         self._start = STARTS[scenario]
-        drafter = profiles.drafter("opt-125m-a100-40g", alpha=0.7) if choice.startswith(DRAFTING) else None
+        drafter = profiles.drafter("opt-125m-a100-40g", alpha=0.7) if drafts else None
         self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=drafter)
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
         self.unfinished = 0  # requests that had not all their tokens in the end
@@ -230,9 +239,10 @@ class Rates:
         pair = (self.of(scenario, s, judge_, target) for s in (ours, system))
         return [float(np.log(a / b)) for a, b in zip(*pair, strict=True)]
 
-    def ratio(self, scenario: str, systems: Sequence[str], judge_: str, target: float) -> Estimate:
+    def ratio(self, scenario: str, systems: Sequence[str], judge_: str, target: float, ours: str = OURS) -> Estimate:
         """Ours over the best of some systems."""
-        return over_seeds(self.logs(scenario, self.best(scenario, systems, judge_, target), judge_, target)).exp()
+        best = self.best(scenario, systems, judge_, target)
+        return over_seeds(self.logs(scenario, best, judge_, target, ours)).exp()
 
     def mean_ratio(self, systems: Sequence[str], judge_: str, target: float) -> Estimate:
         """The geometric mean of that over the scenarios in which they were run."""
@@ -253,6 +263,14 @@ def found(values: Sequence[Any], small: bool) -> Found:
         for judge_ in JUDGES
         for target in TARGETS
         for scenario in STARTS
+    }
+    estimates |= {
+        f"{scenario}-{100 * target:g}-drafts{'' if judge_ == 'deadline' else '-windowed'}": rates.ratio(
+            scenario, (*PLAIN, DRAFTING), judge_, target, OURS_DRAFTING
+        )
+        for judge_ in JUDGES
+        for target in TARGETS
+        for scenario in OPT
     }
     paper = {s: rates.ratio(s, ("prefill_first", "sarathi"), "windowed", 0.9) for s in STARTS if s != "mixed"}
     estimates |= {f"{scenario}-paper": ratio for scenario, ratio in paper.items()}
@@ -276,7 +294,7 @@ def tables(data: Sequence[Any]) -> str:
     """Capacities in requests/s a GPU, mean over seeds, and what baselines were tuned to."""
     parts = []
     for judge_ in JUDGES:
-        for systems, what in (((OURS, *PLAIN), "without speculation"), ((DRAFTING,), "with speculation")):
+        for systems, what in (((OURS, *PLAIN), "without speculation"), ((OURS_DRAFTING, DRAFTING), "with speculation")):
             rows = [["scenario", *(f"`{s}` {100 * t:g} %" for s in systems for t in TARGETS)]]
             for scenario in STARTS:
                 own = [_cell(data, scenario, system, judge_, target) for system in systems for target in TARGETS]

@@ -1,0 +1,147 @@
+"""What each part of SLOs-Serve is worth: capacity at 90 % of four replicas as one part after another goes (Fig. 14).
+
+First the router that asks before it places (requests then come in turn), then drafts, then admission by deadlines: what
+is left is a prefill before any decode, the baseline of the paper. A part is worth the capacity with it over that
+without, all others as they were, paired by seed; "mean" is geometric, over the scenarios. Output lengths are known;
+drafts are right with a probability of 0.7 (ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rubato import capacity, profiles
+from rubato.cells import Cell
+from rubato.experiments import Found
+from rubato.experiments.slos_serve_scaling import Able, crossed
+from rubato.intervals import Estimate, over_seeds
+from rubato.setting import Choice, Scenario, Setting, oracle, packaged
+from rubato.sweep import markdown
+from rubato.workloads import scenarios
+
+SOURCE = "SLOs-Serve, Fig. 14 and §6.3"
+SECONDS = 2400.0
+
+TARGET = 0.9
+REPLICAS = 4
+# requests/s of a replica at which a search begins; requests of a run, for each replica
+STARTS = {"chatbot": 4.0, "coder": 1.5, "summarizer": 2.5, "mixed": 3.0}
+COUNT = 120
+WHOLE, IN_TURN, PLAIN, BASELINE = STEPS = (
+    "slos_serve",
+    "slos_serve@round_robin",
+    "slos_serve:draft=0@round_robin",
+    "prefill_first:whole=true@round_robin",
+)
+PARTS = {"routing": (WHOLE, IN_TURN), "drafts": (IN_TURN, PLAIN), "admission": (PLAIN, BASELINE)}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """output: of a stage at most. limits: of the engine, where not the profile's."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    tolerance: float = 0.1
+    count: int = COUNT * REPLICAS
+    output: int = 1 << 20
+    limits: tuple[tuple[str, int], ...] = ()
+
+
+FULL = Scale()
+SMALL = Scale((1,), 0.9, 32, 2, (("max_seqs", 1),))
+
+
+def cells(small: bool) -> list[Cell]:
+    scale = SMALL if small else FULL
+    return [
+        Cell("same", same, (scale,)),
+        *(
+            Cell(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
+            for scenario in STARTS
+            for step in STEPS
+            for seed in scale.seeds
+        ),
+    ]
+
+
+def same(scale: Scale) -> dict[str, int]:
+    """Requests whose tokens come at other times where a drafter is there and not asked than where there is none."""
+    runs = []
+    for drafter in (True, False):
+        source, setting = _asked("chatbot", PLAIN, replace(scale, count=min(scale.count, 100)))
+        setting = setting if drafter else replace(setting, drafter=None)
+        load = source.make(0).rescaled(STARTS["chatbot"] * REPLICAS)
+        runs.append([(r.id, r.times, r.verdict.met) for r in setting.run(load, causes=False).records])
+    return {"differ": sum(a != b for a, b in zip(*runs, strict=True))}
+
+
+def search(scenario: str, step: str, seed: int, scale: Scale) -> dict[str, Any]:
+    """The capacity of the replicas, requests/s."""
+    source, setting = _asked(scenario, step, scale)
+    found = capacity.search(source, setting, seed, (TARGET,), scale.tolerance, STARTS[scenario] * REPLICAS)
+    return {"scenario": scenario, "step": step, **found, "capacity": found["capacity"][str(TARGET)]}
+
+
+def _asked(scenario: str, step: str, scale: Scale) -> tuple[Able, Setting]:
+    name = f"slos-serve-{scenario}"
+    machine = packaged(scenarios.get(name).profile, **dict(scale.limits))
+    source = Able(Scenario(name, machine, count=scale.count), scale.output)
+    drafter = None if step == BASELINE else profiles.drafter("opt-125m-a100-40g", alpha=0.7)
+    return source, Setting(machine, Choice.parse(step), REPLICAS, lengths=oracle, drafter=drafter)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Requests/s of the replicas together, by scenario, step and seed."""
+
+    values: Sequence[Mapping[str, Any]]
+
+    def of(self, scenario: str, step: str) -> list[float]:
+        own = [v for v in self.values if (v.get("scenario"), v.get("step")) == (scenario, step)]
+        return [crossed(v["tried"], v["capacity"]) for v in own]
+
+    def logs(self, scenario: str, one: str, other: str) -> list[float]:
+        """By seed, logarithms of one step's over another's."""
+        pairs = zip(self.of(scenario, one), self.of(scenario, other), strict=True)
+        return [float(np.log(a / b)) for a, b in pairs]
+
+    def ratio(self, one: str, other: str, scenario: str = "") -> Estimate:
+        """In a scenario, or the geometric mean of all."""
+        each = [self.logs(name, one, other) for name in ([scenario] if scenario else STARTS)]
+        return over_seeds([float(np.mean(seed)) for seed in zip(*each, strict=True)]).exp()
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    scale = SMALL if small else FULL
+    rates = Rates(values)
+    estimates = {"unasked-drafter": Estimate.exact(sum(v.get("differ", 0) for v in values))}
+    for part, (with_it, without) in PARTS.items():
+        estimates[f"mean-{part}"] = rates.ratio(with_it, without)
+        estimates |= {f"{scenario}-{part}": rates.ratio(with_it, without, scenario) for scenario in STARTS}
+    estimates |= {f"{scenario}-all": rates.ratio(WHOLE, BASELINE, scenario) for scenario in STARTS}
+    settings = {
+        "target": TARGET, "tolerance": scale.tolerance, "replicas": REPLICAS, "count": scale.count, "lengths": "oracle",
+        "profiles": {name: scenarios.get(f"slos-serve-{name}").profile for name in STARTS}, "alpha": 0.7,
+    }  # fmt: skip
+    return Found(estimates, list(values), scale.seeds, "deadline", settings)
+
+
+def tables(data: Sequence[Mapping[str, Any]]) -> str:
+    """Requests/s of the replicas together, mean over seeds."""
+    rows = [["scenario", *(f"`{step}`" for step in STEPS)]]
+    rows += [[name, *(f"{np.mean(Rates(data).of(name, step)):.3g}" for step in STEPS)] for name in STARTS]
+    return f"Requests/s of {REPLICAS} replicas at {100 * TARGET:g} %:\n\n{markdown(rows)}"
+
+
+def draw(data: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    rates = Rates(data)
+    for i, step in enumerate(STEPS):
+        heights = [np.mean(rates.of(name, step)) / np.mean(rates.of(name, BASELINE)) for name in STARTS]
+        axes.bar([j + 0.2 * (i - 1.5) for j in range(len(STARTS))], heights, 0.19, label=step)
+    axes.set_xticks(range(len(STARTS)), list(STARTS))
+    axes.set_ylabel("capacity, of the baseline's")
+    axes.legend(frameon=False, fontsize=8)
