@@ -141,3 +141,21 @@ def test_what_cannot_be_learnt_from_is_refused(new: Models) -> None:
         with pytest.raises(ValueError, match="positive, finite"):
             model.update(Sample(Shape(1, 1, 1), wrong))
     assert model.online.window.held == 0
+
+
+@BOTH
+def test_the_spread_is_that_of_the_last_steps_around_what_was_predicted(new: Models) -> None:
+    """Nothing is known of it before 16 steps; odd steps count as twice as long at most; a slower machine is no spread
+    once the factor has followed it."""
+    model = new()
+    assert model.spread == 0.0
+    learn(model, run(TRUTH, mixed, 600, random.Random(1), noise=0.1))
+    assert 0.08 < model.spread < 0.15
+    learn(model, run(TRUTH, mixed, 300, random.Random(2), noise=0.03, slow=2.0))
+    assert 0.02 < model.spread < 0.08
+
+
+def test_steps_as_predicted_have_no_spread() -> None:
+    model = known()
+    learn(model, run(TRUTH, mixed, 200, random.Random(1)))
+    assert model.spread == 0.0

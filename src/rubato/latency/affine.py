@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rubato.interfaces import Line
-from rubato.latency.online import Online
+from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
@@ -26,7 +26,7 @@ NUMBERS = ("host", "host_per_seq", "a", "d", "e")
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Learns):
     """Seconds per: token (k) and step (b) of each plane, sequence (host_per_seq), KV token (a), c·k (d), c² (e).
 
     host: seconds of every step spent outside the device (scheduling, launching). From step times alone it cannot be

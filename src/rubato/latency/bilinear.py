@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import nnls
 
-from rubato.latency.online import Online
+from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, largest, numbers
 from rubato.types import Sample, Shape
 
@@ -35,7 +35,7 @@ DECODE: Four = (0.0002e-3, 0.275e-3, 0.00088e-3, 15.85e-3)
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Learns):
     """p, d: (α, β, γ, δ) of prefill and decode, seconds, >= 0; the paper's by default. A prompt's token, a prompt and a
     prefill cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥ δ_d). `window`: the number of
     steps whose speed `update` remembers. Raises ValueError on coefficients that cannot be."""

@@ -30,6 +30,12 @@ class Drafted:
         plain = shape._replace(spec_steps=0)
         return self.target.step_time(plain) + self._drafting(plain, shape.spec_steps)
 
+    @property
+    def spread(self) -> float:
+        """Of the target, where it has one (`online.Learns`)."""
+        spread: float = getattr(self.target, "spread", 0.0)
+        return spread
+
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
         chunk = self.target.largest_chunk(seconds, base._replace(spec_steps=0), cached, most)

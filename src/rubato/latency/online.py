@@ -26,6 +26,7 @@ FACTOR = 8.0  # the factor lies within [1/FACTOR, FACTOR]; further off, coeffici
 CLEARLY = 2.0  # standard errors by which a refit must predict the recent steps better, paired step by step
 BLOCK = 64  # recent steps that are compared under one factor
 ERROR_CAP = 0.7  # of |log(measured / predicted)|, so that outliers do not decide
+FINEST = 1e-3  # a spread below it is rounding
 
 Row = tuple[float, ...]
 
@@ -64,6 +65,7 @@ class Online:
     window: Window = field(init=False)
     _recent: deque[Row] = field(init=False)
     _ratios: deque[float] = field(init=False)
+    _errors: deque[float] = field(init=False)  # log(measured / predicted), squared, of the last EVERY steps
     _wait: int = field(init=False, default=FIRST)
     _left: int = field(init=False, default=FIRST)
 
@@ -73,6 +75,16 @@ class Online:
         self.window = Window(self.size)
         self._recent = deque(maxlen=EVERY)
         self._ratios = deque([1.0] * RATIOS, maxlen=RATIOS)
+        self._errors = deque(maxlen=EVERY)
+
+    @property
+    def spread(self) -> float:
+        """How far steps are off what was predicted for them, relative, root mean square of the last EVERY; 0 while
+        fewer than FIRST are known."""
+        if len(self._errors) < FIRST:
+            return 0.0
+        spread = math.sqrt(math.fsum(self._errors) / len(self._errors))
+        return spread if spread >= FINEST else 0.0
 
     def seen(self, shape: Shape, row: Row, raw: float) -> bool:
         """One step, and what the coefficients alone (factor 1) predicted for it. True: a refit is due."""
@@ -81,7 +93,9 @@ class Online:
             raise ValueError(f"a step took {seconds!r} s: a sample needs a positive, finite number of seconds")
         self.window.add(shape, row)
         self._recent.append(row)
-        self._ratios.append(seconds / max(raw, 1e-12))
+        ratio = seconds / max(raw, 1e-12)
+        self._errors.append(min(abs(math.log(ratio / self.factor)), ERROR_CAP) ** 2)
+        self._ratios.append(ratio)
         self.factor = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
         self._left -= 1
         if self._left > 0:
@@ -106,6 +120,18 @@ class Online:
     def _split(self, rows: list[Row]) -> tuple[Array, Array, Array]:
         table = np.array(rows, dtype=np.float64)
         return table[:, : self.columns], table[:, self.columns : -1], table[:, -1]
+
+
+class Learns:
+    """A latency model that has an `Online`."""
+
+    __slots__ = ()
+    online: Online
+
+    @property
+    def spread(self) -> float:
+        """`Online.spread`. A latency model need not have it: a policy that plans for slow steps asks where it is."""
+        return self.online.spread
 
 
 def _left(logs: Array) -> Array:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rubato.latency.dims import Dims
-from rubato.latency.online import Online
+from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
@@ -31,7 +31,7 @@ LLAMA_8B = Dims(layers=32, hidden=4096, heads=32, kv_heads=8, head=128, ffn=1433
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Learns):
     """dims: of the model served; gpus: over which it is split. compute, memory: operations/s and bytes/s of one GPU
     (the defaults are the paper's, an A100); block: rows of an attention kernel's block. c2, c3, c4: shares of time, c5:
     seconds; all >= 0. The default takes the larger of the two times, and 5 ms. `window`: the number of steps that

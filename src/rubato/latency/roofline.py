@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rubato.latency.online import Online
+from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
 from rubato.types import Sample, Shape
 
@@ -23,7 +23,7 @@ MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Learns):
     """k1: seconds per token, k2: seconds per draft step, b: seconds; one of each per plane, all finite and >= 0.
 
     The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms a token, whichever is

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
-from rubato.latency.online import Online
+from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, largest, numbers
 from rubato.types import Sample, Shape
 
@@ -32,7 +32,7 @@ PROJECTIONS = 30
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Learns):
     """tokens, kv: the knots, rising; seconds[i][j]: of a step of tokens[i] that reads kv[j]. The default is a rough
     guess to begin with. `window`: the number of steps whose speed `update` remembers. Raises ValueError on a table that
     is not one; where it falls along an axis it is evened out first (the mean of its running maxima from both ends)."""

@@ -46,6 +46,20 @@ def test_a_batch_is_as_long_as_the_tightest_tpot() -> None:
     assert sum(work(made).values()) == 30  # 10 ms + 30 tokens of 1 ms
 
 
+class Off(Linear):
+    """A model that has been off by half of late."""
+
+    spread = 0.5
+
+
+def test_batches_are_shorter_by_as_much_as_the_model_was_off() -> None:
+    """40 ms are 26.7 ms and a half more: 10 ms and 16 tokens."""
+    running = [decode("loose", tpot=0.1, due=0.1), decode("tight", tpot=0.04, due=0.04)]
+    shown = replace(seen([prompt("a", 200, ttft=2.0)], running), latency=Off())
+    assert sum(work(plan(shown)).values()) == 16
+    assert sum(work(plan(shown, margin=0.0)).values()) == 30
+
+
 def test_batches_are_long_until_a_tighter_request_decodes() -> None:
     """30 ms a token is due from 0.3 s on: until then batches are bounded by the loose one."""
     made = plan(seen([prompt("a", 20, ttft=0.3, tpot=0.03)], [decode("loose", tpot=0.1, due=0.1)]))

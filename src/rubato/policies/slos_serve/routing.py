@@ -28,7 +28,7 @@ class Router:
     needs: ClassVar[frozenset[str]] = frozenset()
     max_hops: int = 3
     backup: str = "best_effort"
-    margin: float = Scheduler.margin
+    margin: float | None = Scheduler.margin
     longest: float = Scheduler.longest
     patience: float = Scheduler.patience
     values: Mapping[str, float] = field(default_factory=dict)

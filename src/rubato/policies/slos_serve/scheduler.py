@@ -84,7 +84,8 @@ class _Turn:
 @dataclass
 class Scheduler:
     """threshold: decide when so many requests are new, or have finished since the last decision. timeout: or after so
-    many seconds. margin: predicted times count this much more. longest: seconds of a batch that no TPOT bounds.
+    many seconds. margin: predicted times count this much more; None: as much as the latency model has been off of late
+    (root mean square; none where it is exact, or does not learn). longest: seconds of a batch that no TPOT bounds.
     patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
     even: decodes that are ahead of their deadlines get a token every TPOT all the same, for readers (and judges) who
     see a pause where a deadline is still kept; batches are shorter for it, also where drafts would allow longer ones,
@@ -99,7 +100,7 @@ class Scheduler:
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     threshold: int = 1
     timeout: float = 0.1
-    margin: float = 0.0
+    margin: float | None = None
     longest: float = 0.2
     patience: float = 4.0
     even: bool = False
@@ -120,10 +121,10 @@ class Scheduler:
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.threshold < 1 or not self.timeout >= 0.0 or not self.margin >= 0.0:
+        if self.threshold < 1 or not self.timeout >= 0.0 or not (self.margin is None or self.margin >= 0.0):
             raise ValueError(
                 f"threshold {self.threshold}, timeout {self.timeout}, margin {self.margin}: give at least 1 request, "
-                "and 0 or more"
+                "0 or more, and 0 or more, or none"
             )
         if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
             raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
@@ -196,7 +197,7 @@ class Scheduler:
             jobs = after_flight(view, running, jobs, promises.light)
         forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
         new = [promises.job(seq)]
-        machine = Machine(view, [*running, *placed, seq], [*forced, *new], self.margin, promises.light)
+        machine = Machine(view, [*running, *placed, seq], [*forced, *new], self._margin(view), promises.light)
         found = self._choose(view, machine, forced, new).admitted
         return found is not None and bool(found.accepted)
 
@@ -208,10 +209,14 @@ class Scheduler:
         self._drafts.look(view)
         return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view), self._drafts.chance)
 
+    def _margin(self, view: View) -> float:
+        spread: float = getattr(view.latency, "spread", 0.0)
+        return spread if self.margin is None else self.margin
+
     def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
         """Those who are behind count as tighter."""
         decodes = view.decodes
-        soonest = view.latency.step_time(decodes) * (1.0 + self.margin) if decodes.seqs else 0.0
+        soonest = view.latency.step_time(decodes) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
         return tightened(jobs, soonest)
 
     @property
@@ -272,7 +277,8 @@ class Scheduler:
         asked = heapq.nsmallest(ASKED, [*turn.new, *again], key=lambda s: (-turn.jobs[s.id].value, s.due, _arrival(s)))
         asked.sort(key=lambda s: (s.due, _arrival(s)))
         new = [turn.jobs[s.id] for s in asked]
-        machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], self.margin, turn.promises.light)
+        margin, light = self._margin(turn.view), turn.promises.light
+        machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], margin, light)
         chosen = self._choose(turn.view, machine, forced, new)
         if chosen.admitted is None and len(forced) > len(jobs):
             self._elder = replace(self._elder, due=inf)  # it has to wait until others end; nobody is added meanwhile
@@ -396,13 +402,13 @@ class Scheduler:
         rest = sorted(rest, key=_arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
-        light = turn.promises.light
-        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, self.margin, light)
+        margin, light = self._margin(view), turn.promises.light
+        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light)
         bound, most = sparing.size()
         depths, late = self._drafts.depths(view, sparing.order, most, grid.phases[0].tokens, bound, light)
         order, verified = sparing.steady()
         steps = max(depths.values(), default=0)
-        filling = Filling(view, bound / (1.0 + self.margin) - late, holders, verified, steps)
+        filling = Filling(view, bound / (1.0 + margin) - late, holders, verified, steps)
         if holders or turn.new or not filling.decodes(order):
             filling.fill(order)
         if rest:
