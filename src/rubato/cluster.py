@@ -89,6 +89,11 @@ class Cluster:
     def in_flight(self) -> int:
         return len(self._held) + len(self._placed)
 
+    @property
+    def listener_errors(self) -> Mapping[str, int]:
+        """By its name, how many events a listener failed on."""
+        return self._listeners.errors
+
     async def start(self) -> None:
         """Raises ValueError when the router wants more replicas than there are."""
         roles = self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}

@@ -28,6 +28,11 @@ class Listeners:
     def add(self, listener: Listener) -> None:
         self._all += (listener,)
 
+    @property
+    def errors(self) -> dict[str, int]:
+        """Of each that failed, by name: on how many events."""
+        return {name: count for name, (count, _) in self._failed.items()}
+
     def tell(self, event: Event) -> None:
         for listener in self._all:
             try:

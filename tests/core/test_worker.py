@@ -225,6 +225,7 @@ def test_a_listener_that_fails_costs_no_request_its_end_and_is_told_on() -> None
         "Offered of 'a', errors so far: 1: no space left on device",
         f"Offered of 'c', errors so far: {before + 1}: no space left on device",
     ]
+    assert list(cluster.listener_errors.values()) == [len(events)]
 
 
 def test_a_client_s_own_listener_that_fails_costs_nobody_anything() -> None:

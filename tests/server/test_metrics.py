@@ -117,6 +117,11 @@ def test_reasons_of_refusal_are_bounded() -> None:
     assert "said at length" not in text
 
 
+def test_a_listener_that_fails_is_counted() -> None:
+    text = Metrics("m", list, lambda: 0, lambda: {"EventLog": 3}).text().decode()
+    assert 'rubato_listener_errors_total{listener="EventLog"} 3.0' in text
+
+
 def test_the_prefix_cache_is_counted_in_tokens(edge: Runs) -> None:
     async def scenario(at: Edge) -> None:
         for _ in range(2):

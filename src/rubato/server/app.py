@@ -77,7 +77,9 @@ class _Edge:
         self.tenants = service.tenants or Tenants((), service.tiers)
         self.books = Books(service.cluster, service.rule)
         self.meters = {name: Meter(quota) for name, quota in self.tenants.quotas.items()}
-        self.metrics = Metrics(service.names[0], service.views, lambda: service.cluster.in_flight)
+        self.metrics = Metrics(
+            service.names[0], service.views, lambda: service.cluster.in_flight, lambda: service.cluster.listener_errors
+        )
         self.recorder = debug.Recorder(logs.finished)
         self.books.listen(self.metrics)
         self.books.listen(self.recorder)

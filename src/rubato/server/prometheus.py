@@ -9,12 +9,12 @@ Labels are tiers, tenants, replicas and words of ours: all of them known beforeh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from rubato.interfaces import View
@@ -60,9 +60,16 @@ class _Open:
 
 
 class Metrics:
-    """A listener for `Cluster.listen`. `views` gives the replicas as they are now, `in_flight` the cluster's count."""
+    """A listener for `Cluster.listen`. `views` gives the replicas as they are now, `in_flight` the cluster's count,
+    `errors` how often each listener failed."""
 
-    def __init__(self, model: str, views: Callable[[], Sequence[View]], in_flight: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: str,
+        views: Callable[[], Sequence[View]],
+        in_flight: Callable[[], int],
+        errors: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use to anyone here
         self.registry = CollectorRegistry()
         self._open: dict[str, _Open] = {}
@@ -71,7 +78,7 @@ class Metrics:
         self._views = views
         self._build_own()
         self._build_vllm(model)
-        self.registry.register(_Gauges(model, views, in_flight))
+        self.registry.register(_Gauges(model, views, in_flight, errors))
         self._folds: dict[type[Event], Callable[[Any], None]] = {
             Offered: self._offered,
             Placed: self._placed,
@@ -283,8 +290,14 @@ def prefill_seconds(view: View, prompt: int) -> float:
 class _Gauges:
     """How things stand at the moment of a scrape (prometheus_client's collector protocol)."""
 
-    def __init__(self, model: str, views: Callable[[], Sequence[View]], in_flight: Callable[[], int]) -> None:
-        self._model, self._views, self._in_flight = model, views, in_flight
+    def __init__(
+        self,
+        model: str,
+        views: Callable[[], Sequence[View]],
+        in_flight: Callable[[], int],
+        errors: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._model, self._views, self._in_flight, self._errors = model, views, in_flight, errors
 
     def collect(self) -> Iterator[Metric]:
         views = self._views()
@@ -304,6 +317,10 @@ class _Gauges:
             total.add_metric([view.id], view.kv_total)
         yield free
         yield total
+        failed = CounterMetricFamily("rubato_listener_errors", "Events that a listener failed on", labels=["listener"])
+        for name, count in self._errors().items():
+            failed.add_metric([name], count)
+        yield failed
 
     def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])
