@@ -51,10 +51,10 @@ class Seq:
     tried: int = 0
     accepted: int = 0
     token_ids: list[int] | None = None  # of its output so far, where it may have to go on elsewhere
+    id: str = field(init=False)  # its request's: policies ask for it more often than for anything else
 
-    @property
-    def id(self) -> str:
-        return self.request.id
+    def __post_init__(self) -> None:
+        self.id = self.request.id
 
     @property
     def pending(self) -> int:

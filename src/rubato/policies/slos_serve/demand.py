@@ -56,7 +56,7 @@ class Promises:
 
     def job(self, seq: SeqView) -> Job:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot = seq.due, pace(seq)
+        due, tpot, pending = seq.due, pace(seq), seq.pending
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             left = remaining(seq)
@@ -65,10 +65,10 @@ class Promises:
             due = min(due, seq.request.arrival + e2e - (left - 1.0) * steady)
         elif due == inf and seq.output == 0:
             due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
-        if seq.id in self.since and seq.pending == 1:
+        if pending == 1 and seq.id in self.since:
             due = min(due, self.since[seq.id] + tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
-        tokens = counted(seq.pending, self.light)
+        tokens = 1.0 if pending == 1 else counted(pending, self.light)
         return Job(seq.id, due - self.now, tokens, tpot, memory(seq, self.block), value, self.accepts(seq))
 
 
