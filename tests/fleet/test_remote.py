@@ -28,7 +28,7 @@ from rubato.types import (
     Tokens,
 )
 from tests.doubles import Linear, request
-from tests.policies.test_properties import Load, loads, setup_for
+from tests.policies.test_properties import Load, instant, loads, setup_for
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
 
@@ -127,7 +127,7 @@ def compare(load: Load, policy: str) -> int:
 
 @given(load=loads(), policy=st.sampled_from(["vllm", "edf", "prefill_first", "distserve", "vllm_spec"]))
 def test_a_mirror_shows_what_the_replica_shows(load: Load, policy: str) -> None:
-    assert compare(load, policy) > 0
+    assert compare(instant(load), policy) > 0  # a replica elsewhere refuses who waits for a tool
 
 
 def test_what_was_received_moves_with_a_request() -> None:

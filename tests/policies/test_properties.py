@@ -95,6 +95,12 @@ def loads(draw: st.DrawFn) -> Load:
     return Load(tuple(requests), truth, limits, prefix_cache, pauses)
 
 
+def instant(load: Load) -> Load:
+    """The same where tools take no time."""
+    requests = tuple(replace(r, stages=tuple(replace(s, tool=False) for s in r.stages)) for r in load.requests)
+    return replace(load, requests=requests, pauses={})
+
+
 def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
     """As many replicas as the policy works with; what moves between them takes time."""
     router = router_for(policy, "auto")
