@@ -67,6 +67,7 @@ class Seq:
     draft: Tree | None = None
     tried: int = 0
     acceptance: float | None = None
+    away: float = 0.0
 
     @property
     def id(self) -> str:

@@ -51,7 +51,7 @@ def blame(
             by_prefill, by_decode = each
         else:
             (by_prefill, by_decode), alone = of_chunk(latency, predicted, decodes, entry.count, entry.start)
-            if seq.total_output:  # its prefill is the price of a preemption
+            if seq.again:  # its prefill is the price of a preemption
                 seq.lose("preemption", alone * scale)
         seq.lose("prefill interference", by_prefill * scale)
         seq.lose("decode interference", by_decode * scale)

@@ -53,6 +53,8 @@ class SeqView(Protocol):
     @property
     def due(self) -> float: ...  # when the next token must be out; inf = no promise
     @property
+    def away(self) -> float: ...  # seconds that its tools took so far, which are in no SLO
+    @property
     def predicted(self) -> float | None: ...  # remaining output tokens, None = no predictor
     @property
     def draft(self) -> Tree | None: ...  # candidates drafted in its last step, to be verified in its next or never

@@ -55,9 +55,14 @@ def _figure(run: Mapping[str, Any]) -> str:
     return f"\n## {run['figure']}\n\n{run['about']} Source: {run['source']}. {how}\n\n{markdown(rows)}\n{more}"
 
 
+def bar(claim: Mapping[str, Any]) -> str:
+    """What ours is held against."""
+    within = f" ± {claim['within']:g}" if claim["within"] > 1e-6 else ""
+    return f"{claim['relation']} {claim['paper']:.4g}{within}"
+
+
 def _paper(claim: Mapping[str, Any]) -> str:
-    within = f" ± {claim['within']:g}" if claim["relation"] == "=" and claim["within"] > 1e-6 else ""
-    return f"{claim['relation']} {claim['paper']:.4g}{within} {claim['unit']}"
+    return f"{bar(claim)} {claim['unit']}"
 
 
 def _ours(claim: Mapping[str, Any]) -> str:

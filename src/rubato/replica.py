@@ -163,9 +163,9 @@ class Replica:
         """The tool that a request waits for has returned: its next stage begins, in the queue. Ignored for one that
         waits for none."""
         seq = self._seqs.get(id)
-        if seq is None or not seq.away:
+        if seq is None or not seq.calling:
             return []
-        seq.away = seq.started = False
+        seq.calling = seq.started = False
         seq.since = now
         seq.seen = -1
         self._next_stage(seq, now)
@@ -281,7 +281,7 @@ class Replica:
                 if entry.verify and not seq.ended:
                     self._advance(seq, out.tokens - 1)  # the last one's KV is not there yet
                     self.kv.shrink(seq.block_ids, seq.cached)
-                if seq.away:
+                if seq.calling:
                     self._leave_for_tool(seq)
         return events
 
@@ -353,6 +353,7 @@ class Replica:
         seq.draft = None
         seq.seen = -1
         seq.since = now
+        seq.again = True
         insort(self.waiting, seq, key=lambda s: s.key)
         return Preempted(now, seq.id)
 
@@ -392,7 +393,7 @@ class Replica:
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))
         elif stage_done and seq.request.stages[seq.stage + 1].tool:
-            seq.away = True
+            seq.calling = True
         elif stage_done:
             self._next_stage(seq, now)
 
@@ -427,7 +428,7 @@ class Replica:
             self._leave_group(seq)
         if seq.id in self.arriving:
             del self.arriving[seq.id]
-        elif seq.id not in self.running and not seq.held and not seq.away:
+        elif seq.id not in self.running and not seq.held and not seq.calling:
             self.waiting.remove(seq)
         if not busy:
             self._release(seq)
@@ -455,9 +456,9 @@ class Replica:
         """Raise AssertionError unless KV is conserved and the queues agree with each other."""
         self.kv.check_integrity([s.block_ids for s in [*self._seqs.values(), *self.leaving.values()]])
         held = [s for group in self._groups.values() for s in group if s.held]
-        away = [s for s in self._seqs.values() if s.away]
-        ids = [s.id for s in [*self.waiting, *held, *away]] + [*self.running, *self.arriving]
-        assert sorted(ids) == sorted(self._seqs), "waiting, held, away, running and arriving are not a partition"
+        calling = [s for s in self._seqs.values() if s.calling]
+        ids = [s.id for s in [*self.waiting, *held, *calling]] + [*self.running, *self.arriving]
+        assert sorted(ids) == sorted(self._seqs), "waiting, held, calling, running and arriving are not a partition"
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         for seq in self._seqs.values():
             here = len(seq.block_ids) if seq.id in self.running or seq.id in self.arriving else seq.cached

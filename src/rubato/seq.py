@@ -33,7 +33,9 @@ class Seq:
     started: bool = False
     ended: bool = False  # finished while its batch was in flight: KV goes back at commit
     held: bool = False  # behind the first of its group, whose prompt's KV it will share
-    away: bool = False  # the tool that its next stage waits for runs
+    calling: bool = False  # the tool that its next stage waits for runs
+    away: float = 0.0  # seconds that its tools took so far
+    again: bool = False  # preempted, and no token has come out since
     shared: int = 0  # while it waits: blocks it would share with two or more
     block_ids: list[int] = field(default_factory=list)
     kv: KVBlocks | None = None
@@ -120,7 +122,7 @@ class Seq:
     def renew_due(self) -> None:
         stage = self.request.stages[self.stage]
         self.deadlines = deadlines(
-            stage.slo, self.request.arrival, self.stage_start, self.first_token_at, self.continues
+            stage.slo, self.request.arrival + self.away, self.stage_start, self.first_token_at, self.continues
         )
         self.due = self.deadlines.token(self.output)
 
@@ -128,6 +130,7 @@ class Seq:
         """Output tokens of this stage came out at these times."""
         if not times:
             return
+        self.again = False
         if self.first_token_at is None:
             self.first_token_at = times[0]
             if self.deadlines.first == inf:  # a TPOT without TTFT runs from the first token
@@ -142,6 +145,7 @@ class Seq:
 
     def next_stage(self, now: float) -> None:
         last_due = self.deadlines.token(self.output - 1)
+        self.away += max(0.0, now - self.times[-1][-1])  # a stage without a tool begins with the last token
         self.stage += 1
         stage = self.request.stages[self.stage]
         self.stage_start = now
@@ -165,6 +169,6 @@ class Seq:
             self.got(times)
             self.extend(progress.token_ids[at : at + len(times)], len(times))
             at += len(times)
-        self.started = self.total_output > 0
+        self.started = self.again = self.total_output > 0
         if self.token_ids is not None:
             self.token_ids = list(progress.token_ids)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
@@ -105,24 +106,43 @@ def judge(
         cause = max(lost.items(), key=lambda item: item[1])[0]
     if not some:
         return Verdict(met, rule, cause, margin=margin)
-    first, last, n = float(some[0][0]), float(some[-1][-1]), sum(map(len, some))
-    tpot = (last - first) / (n - 1) if n > 1 else None
-    return Verdict(
-        met, rule, cause, first - request.arrival, tpot, last - request.arrival if completed else None, margin
-    )
+    first, last = float(some[0][0]), float(some[-1][-1])
+    e2e = last - request.arrival - away(stages) if completed else None
+    return Verdict(met, rule, cause, first - request.arrival, _mean_tpot(request, stages), e2e, margin)
+
+
+def away(stages: Sequence[StageTimes]) -> float:
+    """Seconds that tools took: between a stage's last token and the next one's start. They are in no SLO."""
+    gaps = [b.start - float(a.tokens[-1]) for a, b in pairwise(stages) if len(a.tokens)]
+    return sum([gap for gap in gaps if gap > 0.0])
+
+
+def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
+    """Seconds a token after the first of each prompt: a stage without one goes on from that before it."""
+    seconds, tokens, last = 0.0, 0, 0.0
+    for stage, times in zip(request.stages, stages, strict=False):
+        n = len(times.tokens)
+        if not n:
+            break
+        goes_on = tokens and not stage.prompt
+        seconds += float(times.tokens[-1]) - (last if goes_on else float(times.tokens[0]))
+        tokens += n if goes_on else n - 1
+        last = float(times.tokens[-1])
+    return seconds / tokens if tokens else None
 
 
 def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float | None:
     """Seconds to spare at the tightest point of all SLOs; None when nothing was promised or nothing came out."""
     spare: float = inf
     continues: float | None = None
-    for stage, times in zip(request.stages, stages, strict=False):
+    for at, (stage, times) in enumerate(zip(request.stages, stages, strict=False)):
         tokens = times.tokens
         n = len(tokens)
         if not n:
             break
         begun, ended = float(tokens[0]), float(tokens[-1])
-        due = deadlines(stage.slo, request.arrival, times.start, begun, continues if stage.prompt == 0 else None)
+        arrival = request.arrival if at == 0 else request.arrival + away(stages[: at + 1])
+        due = deadlines(stage.slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
         spare = min(spare, due.end - ended)
         if rule == "deadline":
             spare = min(spare, _deadline_margin(tokens, begun, due))

@@ -409,7 +409,8 @@ class Verdict:
 
     met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, where it was
     worked out; else None.
-    ttft is measured from arrival, tpot is the mean (last - first)/(n - 1), both of the whole request.
+    ttft is measured from arrival; tpot is the mean over the tokens after the first, of each prompt where there are
+    several; e2e leaves out the time that tools took.
     margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
     """
 

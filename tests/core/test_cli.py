@@ -380,3 +380,11 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
     words = ["--workload", str(mix), *FAST, "--policy", "mine.shortest", "--set", "budget=256", "--json", str(out)]
     assert main(["simulate", *words]) == 0
     assert json.loads(out.read_text())["runs"][0]["settings"]["settings"] == {"budget": 256}
+
+
+def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["capacity"], ["figure"], ["plan"], ["serve"]):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--help"])
+        assert end.value.code == 0
+        assert "usage: rubato" in capsys.readouterr().out

@@ -89,3 +89,12 @@ def test_looser_slos_never_turn_met_into_missed(gaps: list[float], ttft: float, 
 def test_an_absurd_slo_is_named(bad: float) -> None:
     with pytest.raises(ValueError, match=r"slo\.tpot"):
         SLO(tpot=bad)
+
+
+def test_the_time_of_a_tool_is_in_no_slo() -> None:
+    """Each round in 0.6 s, 30 s of a tool between them: TPOT is that of the tokens after each prompt's first."""
+    promise = SLO(ttft=1.0, tpot=0.1, e2e=2.0)
+    asked = Request("a", (Stage(5, promise, "</call>"), Stage(5, promise, tool=True)), 0.0)
+    verdict = judge(asked, [StageTimes(0.0, [0.5, 0.6]), StageTimes(30.6, [31.1, 31.2])])
+    assert verdict.met
+    assert (verdict.tpot, verdict.e2e, verdict.margin) == pytest.approx((0.1, 1.2, 0.5))

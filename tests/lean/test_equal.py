@@ -193,3 +193,15 @@ def test_what_is_due_at_once_of_one_that_was_preempted() -> None:
     requests = [Request(id, (Stage(2, promise),), 0.0, sampling=Sampling(10)) for id in "ab"]
     limits = Limits(max_seqs=2, max_tokens=8, max_length=200, kv_blocks=12, block=1)
     assert asked(requests, {"a": (10,), "b": (10,)}, limits, 8) == 18
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_prefill_of_a_later_stage_is_no_preemption(plain: bool) -> None:
+    """It runs alone, so nobody is to blame for what it takes too long."""
+    stages = (Stage(20, SLO(e2e=0.05), "</call>"), Stage(20, SLO(e2e=0.05)))
+    alone = [Request("a", stages, 0.0, sampling=Sampling(10))]
+    setup = Setup(Linear, Limits(8, 100, 500, 40, 10), "vllm", learns=False)
+    truth = {"a": (5, 5)}
+    story = told(simulate(alone, truth, setup)) if plain else lean(alone, truth, setup)
+    (end,) = (e for e in story.events["a"] if isinstance(e, Finished))
+    assert (end.verdict.met, end.verdict.cause) == (False, None)

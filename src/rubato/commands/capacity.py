@@ -10,7 +10,7 @@ from rubato.commands import experiment, options
 
 
 def add(commands: Any) -> None:
-    about = "the largest rate at which a fleet attains 90 and 98 % of its requests, per replica and per GPU"
+    about = "the largest rate at which a fleet attains 90 and 98 %% of its requests, per replica and per GPU"
     parser = commands.add_parser("capacity", help=about, description=about)
     parser.set_defaults(run=_run)
     experiment.add(parser)

@@ -11,7 +11,7 @@ import orjson
 
 from rubato import experiments, results
 from rubato.commands import options
-from rubato.papers import page
+from rubato.papers import bar, page
 from rubato.sweep import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs
@@ -62,7 +62,7 @@ def _figure(args: argparse.Namespace) -> int:
     )  # fmt: skip
     rows = [["claim", "kind", "paper", "ours", "low", "high", "unit", "verdict"]]
     for c in data["claims"]:
-        numbers = [f"{c['relation']} {c['paper']:.4g}", *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
+        numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
         rows.append([c["name"], c["kind"], *numbers, c["unit"], c["verdict"]])
     options.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
     if args.plot:

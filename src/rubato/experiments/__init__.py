@@ -38,7 +38,7 @@ Verdict = Literal["holds", "misses", "inconclusive"]
 @dataclass(frozen=True, slots=True)
 class Claim:
     """kind: `check` must hold, also in a small run; `paper` is what a paper reports, never a gate. paper: the number it
-    reports, or that theory gives. relation: of ours to it; `=` to within `within`. says: what is claimed, in words."""
+    reports, or that theory gives. relation: of ours to it, to within `within`. says: what is claimed, in words."""
 
     name: str
     kind: Kind

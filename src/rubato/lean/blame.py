@@ -86,13 +86,18 @@ def _step(seq: LeanSeq, log: Log, at: int, decodes: bool, model: LatencyModel) -
         again = 0.0
     else:
         (by_prefill, by_decode), alone = of_chunk(model, predicted, single, tokens, start)
-        resumed = any(a < run.tick + i for spans in seq.spans_now() for a, _ in spans)
-        again = alone if resumed else 0.0
+        again = alone if _again(seq, at) else 0.0
     return (
         ("preemption", again * scale),
         ("prefill interference", by_prefill * scale),
         ("decode interference", by_decode * scale),
     )
+
+
+def _again(seq: LeanSeq, at: int) -> bool:
+    """Whether it was preempted, and no token came out between then and this step."""
+    began, _, preempted = next(wait for wait in reversed(seq.waits) if wait[0] <= at)
+    return preempted and not any(began <= a < at for spans in seq.spans_now() for a, _ in spans)
 
 
 def _first_late(seq: LeanSeq, log: Log, tick: int) -> int:

@@ -92,6 +92,10 @@ class LeanSeq:
         return 0
 
     @property
+    def away(self) -> float:
+        return 0.0
+
+    @property
     def draft(self) -> None:
         return None
 

@@ -29,7 +29,7 @@ class Part:
     """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
 
     ends: the literal after which the next stage begins, as in `types.Stage`. pause: seconds a tool takes before this
-    stage may begin; they are in no TTFT or TPOT.
+    stage may begin; they are in no SLO.
     """
 
     prompt: int

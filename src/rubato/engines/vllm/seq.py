@@ -139,6 +139,10 @@ class Seq:
         return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
 
     @property
+    def away(self) -> float:
+        return 0.0
+
+    @property
     def in_flight(self) -> int:
         return int(self.own.num_in_flight_tokens)
 

@@ -62,7 +62,7 @@ class Promises:
             left = remaining(seq)
             steady = 0.5 * e2e / (left + seq.output)
             tpot = min(tpot, steady)
-            due = min(due, seq.request.arrival + e2e - (left - 1.0) * steady)
+            due = min(due, seq.request.arrival + seq.away + e2e - (left - 1.0) * steady)
         elif due == inf and seq.output == 0:
             due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
         if pending == 1 and seq.id in self.since:
