@@ -81,13 +81,15 @@ def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int =
     return seconds
 
 
-def packaged(name: str, kv_tokens: int | None = None, **limits: int) -> Hardware:
-    """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ.
+def packaged(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
+    """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ. host_scale: what
+    a step takes outside the device is so many times as long.
 
     Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
     """
-    profile = profiles.load(name, kv_tokens=kv_tokens)
-    return Hardware(name, profile.model(), profile.limits(**limits), profile.gpus)
+    profile = profiles.load(name, kv_tokens=kv_tokens, host_scale=host_scale)
+    what = name if host_scale == 1.0 else f"{name}, host × {host_scale:g}"
+    return Hardware(what, profile.model(), profile.limits(**limits), profile.gpus)
 
 
 # --------------------------------------------------------------------------- policies

@@ -171,6 +171,7 @@ class Scheduler:
         (["plan", *REPLICA, "--trace", "TRACE", "--max-seqs", "0"], "--max-seqs 0: give 1 or more"),
         (["plan", *REPLICA, "--trace", "TRACE", "--max-tokens", "-4"], "--max-tokens -4: give 1 or more"),
         (["plan", *REPLICA, "--trace", "TRACE", "--kv-tokens", "3"], "--kv-tokens 3: give at least a block"),
+        (["capacity", *REPLICA, "--trace", "TRACE", "--host-scale", "0.5"], "--host-scale 0.5 without --profile"),
         (["plan", *REPLICA, "--trace", "TRACE", "--policy", "sarathi:budget=["], "'[' is no value for budget"),
         (["plan", *REPLICA, "--trace", "TRACE", "--count", "1"], "there is no stretch of time to size a fleet on"),
         (["plan", *REPLICA, "--trace", "TRACE", "--count", "20", "--target", "0.999"], "too few to show 99.9 %"),

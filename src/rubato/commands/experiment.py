@@ -26,6 +26,10 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     replica.add_argument("--max-seqs", type=int, help="sequences in a batch")
     replica.add_argument("--max-tokens", type=int, help="tokens in a batch")
     replica.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
+    replica.add_argument(
+        "--host-scale", type=float, default=1.0, metavar="F",
+        help="with --profile: seconds of a step outside the device, times this (0.5, 1.5: what hangs on it)",
+    )  # fmt: skip
     replica.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
     policies = parser.add_argument_group("policies")
     policies.add_argument(
@@ -67,7 +71,10 @@ def hardware(args: argparse.Namespace) -> Hardware:
     """Raises ValueError when it is not said how long a step takes or how much KV there is."""
     if args.profile:
         most = {"max_seqs": args.max_seqs, "max_tokens": args.max_tokens}
-        return packaged(args.profile, args.kv_tokens, **{name: n for name, n in most.items() if n is not None})
+        given = {name: n for name, n in most.items() if n is not None}
+        return packaged(args.profile, args.kv_tokens, args.host_scale, **given)
+    if args.host_scale != 1.0:
+        raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
     config = load(args.config or {}, args.set)
     if config.latency is None:
         raise ValueError(

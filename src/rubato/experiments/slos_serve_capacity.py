@@ -78,7 +78,8 @@ SYSTEMS = {
 @dataclass(frozen=True)
 class Scale:
     """count: requests of a run (0: as `COUNTS`). shorter: outputs are cut to this part. tuned: settings tried of a
-    system, at most. coarse: tolerance of tuning. limits: of the engine, where not the profile's."""
+    system, at most. coarse: tolerance of tuning. limits: of the engine, where not the profile's. host: how many times
+    as long a step takes outside the device."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
     count: int = 0
@@ -87,6 +88,7 @@ class Scale:
     tuned: int = 99
     shorter: int = 1
     limits: tuple[tuple[str, int], ...] = ()
+    host: float = 1.0
 
 
 FULL = Scale()
@@ -199,7 +201,7 @@ def hardware(scenario: str, scale: Scale) -> Hardware:
     limits = dict(scale.limits)
     if scenario in CONTEXT:
         limits["max_length"] = CONTEXT[scenario]
-    return packaged(scenarios.get(f"slos-serve-{scenario}").profile, **limits)
+    return packaged(scenarios.get(f"slos-serve-{scenario}").profile, host_scale=scale.host, **limits)
 
 
 def load(scenario: str, seed: int, scale: Scale) -> Workload:
