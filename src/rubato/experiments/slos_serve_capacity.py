@@ -92,7 +92,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALL = Scale((1,), 12, 0.5, 0.5, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
+SMALL = Scale((1,), 8, 0.9, 0.9, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
 TUNING = 0  # the seed
 CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
 
