@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,23 @@ def test_simulation_obeys_the_configuration(
     assert main(["simulate", "--workload", str(mix), "--json", "-", *words]) == 0
     (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
     assert run["judge"] == ("mean" if "judge=mean" in words else "deadline")
+
+
+def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def noted(path: Path, *words: str) -> str:
+        capsys.readouterr()
+        assert main(["simulate", "--workload", str(path), *words]) == 0
+        return capsys.readouterr().err
+
+    said = noted(mix)
+    assert "a guess, not your machine's: step times (affine without k, b: give --steps LOG" in said
+    assert "KV capacity (65536 tokens: give --set engine.kv_blocks=N)" in said
+    assert "is made for" not in said
+    assert "step times" not in noted(mix, *FAST)
+    assert noted(mix, *FAST, "--set", "engine.kv_blocks=999") == ""
+    meant = tmp_path / "meant.jsonl"
+    write(replace(read(mix), profile="opt-13b-a100"), meant)
+    assert "the workload is made for profile opt-13b-a100" in noted(meant)
 
 
 def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:

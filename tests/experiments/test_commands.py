@@ -14,6 +14,7 @@ from rubato.types import Shape
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
+GUESS = ["--set", "latency.kind=affine", "--set", "engine.kv_blocks=512"]
 QUIET = ["--workers", "1", "--no-progress"]
 
 
@@ -152,6 +153,9 @@ class Scheduler:
     [
         (["plan"], "what is a replica? give --profile NAME"),
         (["plan", "--set", "latency.kind=affine"], "a replica without KV capacity"),
+        (["plan", *GUESS], "latency 'affine' has no k and no b; give what `rubato fit` prints"),
+        (["capacity", *GUESS, "--set", "latency.k=[1e-5, 2e-4]"], "latency 'affine' has no b; give"),
+        (["sweep", "--rates", "1", *GUESS, "--set", "latency.kind=table"], "has no tokens and no kv and no seconds"),
         (["plan", *REPLICA, "--rate", "0"], "rate is 0.0 requests/s: give a positive number"),
         (["sweep", *REPLICA, "--rates", "1,0"], "rate is 0.0 requests/s: give a positive number"),
         (["capacity", *REPLICA, "--start", "0"], "rate is 0.0 requests/s: give a positive number"),
