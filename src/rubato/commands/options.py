@@ -55,7 +55,8 @@ def numbers(text: str) -> list[float]:
 
 def check_results(args: argparse.Namespace) -> None:
     """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
-    for name in ("json", "report", "plot", "records"):
+    own = ("out", "steps") if args.command == "profile" else ()  # elsewhere those are read, or made with their folder
+    for name in ("json", "report", "plot", "records", *own):
         to = getattr(args, name, None)
         if to in (None, "-"):
             continue
