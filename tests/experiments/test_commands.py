@@ -45,7 +45,10 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     assert "co_chunk:budget=64@minimal" in Path(report).read_text()
     assert "1 half-written line dropped" in capsys.readouterr().out
     assert main([*words, "--noise", "0.1"]) == 2
-    assert "holds the cells of another run: sweep differ" in capsys.readouterr().err
+    assert (
+        "holds the cells of another run (what differs: sweep.settings.0.noise, sweep.settings.1.noise)"
+        in capsys.readouterr().err
+    )
 
 
 DRAFTER = ["--set", "engine.drafter=opt-125m-a100-40g", "--set", "engine.drafter.alpha=0.9"]
