@@ -37,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _end_on_sigterm()
     try:
         options.check_results(args)
+        options.check_seeds(args)
         return run(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"rubato {args.command}: {error}", file=sys.stderr)
+        print(f"rubato {args.command}: {options.sentence(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

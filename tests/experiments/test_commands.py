@@ -164,6 +164,7 @@ class Scheduler:
         (["capacity", *REPLICA, "--start", "0"], "rate is 0.0 requests/s: give a positive number"),
         (["plan", *REPLICA, "--trace", "TRACE", "--scale", "0"], "scale is 0.0: give how many times"),
         (["plan", *REPLICA, "--trace", "TRACE", "--rate", "1"], "a trace has its own, times --scale"),
+        (["plan", *REPLICA, "--trace", "nowhere.csv"], "plan: --trace nowhere.csv cannot be opened: no such file"),
         (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
         (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
@@ -190,6 +191,8 @@ class Scheduler:
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
         (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
+        (["figure", "slos-serve-toy", "--small", "--cells", "x"], "--cells is what a full run goes on from"),
+        (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
         (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],
 )

@@ -50,6 +50,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _figure(args: argparse.Namespace) -> int:
     figure = experiments.load(args.name)
+    if args.small and args.cells:
+        raise ValueError("--cells is what a full run goes on from: leave it out, or --small")
     file = None
     if not args.small:
         file = Path(args.cells or f"results/figures/{args.name}.cells.jsonl")
