@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -235,9 +235,10 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
     lines = [_object(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
     if lines[0].get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of cells ({FORMAT}, but {lines[0].get('format')!r}): name another file")
-    other = sorted(_differing(lines[0], expected))
+    other = list(_differing(lines[0], expected))
     if other:
-        raise ValueError(f"{path} holds the cells of another run: {', '.join(other)} differ; name another file")
+        what = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if other[3:] else "")
+        raise ValueError(f"{path} holds the cells of another run (what differs: {what}): name another file")
     results = [_result(path, number, line) for number, line in enumerate(lines[1:], start=2)]
     return {result.key: result for result in results}, dropped
 
@@ -266,5 +267,12 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise ValueError(f"{error}: remove the line, its cell runs again") from error
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
-    return (key for key in {*one, *other} if one.get(key) != other.get(key))
+def _differing(one: Any, other: Any, name: str = "") -> Iterator[str]:
+    """Where two JSON values differ, as `sweep.settings.0.rule`."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            yield from _differing(one.get(key), other.get(key), f"{name}.{key}" if name else str(key))
+    elif one != other:
+        yield name

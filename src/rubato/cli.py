@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _end_on_sigterm()
     try:
         options.check_results(args)
+        options.check_seeds(args)
         return run(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"rubato {args.command}: {error}", file=sys.stderr)
+        print(f"rubato {args.command}: {options.sentence(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -276,6 +277,9 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.steps:
         model.fit(steps(trace.read(args.steps)))
     bounds = goodput.parse(args.goodput) if args.goodput else None
+    note = _guesses(args, config, {load.profile for load in loads} - {""})
+    if note:
+        print(f"rubato simulate: {note}", file=sys.stderr)
     if config.tenants:
         said = "tenants share by weight; their keys, tiers and limits are not simulated"
         print(f"rubato simulate: {said}", file=sys.stderr)
@@ -303,6 +307,24 @@ def _simulate(args: argparse.Namespace) -> int:
     runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]
     _report(args, [dataclasses.replace(run, goodput=bounds) for run in runs])
     return 0
+
+
+def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
+    """What of the replica nobody has said, "" if nothing. meant: profiles that the workload is made for."""
+    from rubato.configured import guessed, simulation_limits
+
+    parts, missing = [], [] if args.steps else guessed(config)
+    if missing:
+        kind = config.latency.name if config.latency else "affine"
+        how = "give --steps LOG, or --config with what `rubato fit` prints"
+        parts.append(f"step times ({kind} without {', '.join(missing)}: {how})")
+    if "kv_blocks" not in config.engine.settings:
+        limits = simulation_limits(config)
+        parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block']} tokens: give --set engine.kv_blocks=N)")
+    if not parts:
+        return ""
+    takes = f"; the workload is made for profile {', '.join(sorted(meant))}, which `rubato sweep --profile` takes"
+    return f"a guess, not your machine's: {' and '.join(parts)}{takes if meant else ''}"
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -112,6 +112,14 @@ def latency_of(config: Config) -> LatencyModel:
     return cast(LatencyModel, model)
 
 
+def guessed(config: Config) -> list[str]:
+    """Settings of `latency` that are left out though their defaults are a guess (`GUESSED` of the model): a live server
+    learns them, but they are no truth to simulate."""
+    named = config.latency or Named(name="affine")
+    model = _class("latency", "rubato.latency", named.name, "Model")
+    return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
+
+
 def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
     """`lengths.kind`: running_mean, or a dotted module with a class `Lengths`; default: nothing is known.
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
 
 from rubato import experiments
 from rubato.sweep import markdown
@@ -16,16 +20,69 @@ Written by `rubato figure --docs` from full runs (`docs/figures/*.json`); do not
 """
 
 
+class _Claim(BaseModel):
+    name: str
+    says: str
+    kind: str
+    relation: str
+    unit: str
+    verdict: str
+    paper: float
+    within: float
+    ours: float | None
+    low: float | None
+    high: float | None
+
+
+class _Run(BaseModel):
+    """What the page shows of a run."""
+
+    format: str
+    figure: str
+    about: str
+    source: str
+    small: bool
+    judge: str
+    cpu: float
+    seeds: list[int]
+    claims: list[_Claim]
+    data: Any
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """A run of a figure. Raises ValueError, naming the file, for what `page` cannot show."""
+    right = f"give what `rubato figure NAME --json {path}` writes"
+    try:
+        run: Mapping[str, Any] = orjson.loads(path.read_bytes())
+        _Run.model_validate(run)
+        _check(run)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {right}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "all of it"
+        raise ValueError(f"{path} is no run of a figure ({where}: {first['msg']}): {right}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return run
+
+
+def _check(run: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is not a full run of today's claims."""
+    known = experiments.claims()
+    if run.get("format") != experiments.FORMAT:
+        raise ValueError(f"format {run.get('format')!r} is no figure's: give what `rubato figure --json` wrote")
+    if run["small"]:
+        raise ValueError(f"figure {run['figure']!r} was run with --small: run it in full")
+    if [claim["name"] for claim in run["claims"]] != list(known.get(run["figure"], {})):
+        raise ValueError(f"figure {run['figure']!r} was run with claims that claims.yaml has not: run it again")
+
+
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The Markdown of `docs/papers.md`. Raises ValueError for what is not a full run of today's claims."""
     known = experiments.claims()
     for run in runs:
-        if run.get("format") != experiments.FORMAT:
-            raise ValueError(f"format {run.get('format')!r} is no figure's: give what `rubato figure --json` wrote")
-        if run["small"]:
-            raise ValueError(f"figure {run['figure']!r} was run with --small: run it in full")
-        if [claim["name"] for claim in run["claims"]] != list(known.get(run["figure"], {})):
-            raise ValueError(f"figure {run['figure']!r} was run with claims that claims.yaml has not: run it again")
+        _check(run)
     parts = [HEAD, "## Misses\n", _misses(runs)]
     missing = sorted(set(known) - {run["figure"] for run in runs})
     if missing:

@@ -8,12 +8,13 @@ c2 = Σ chunk², pmax = the longest context among them, time_ms.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from math import inf, nan
 from pathlib import Path
 
 from rubato.types import Sample, Shape
 
-Row = Mapping[str, str]
+Row = Mapping[str, str | None]  # None: a row that is too short
 SHAPES = ("tokens", "seqs", "kv", "chunk_context", "chunk_sq", "chunks", "chunk_kv", "seconds")
 ITERATIONS = ("b", "kv", "npre", "c", "cp", "c2", "pmax", "time_ms")
 
@@ -22,14 +23,16 @@ def read(path: str | Path) -> dict[str, list[Sample]]:
     """tag -> its steps, in order. Raises ValueError naming file, line and what is wrong."""
     found: dict[str, list[Sample]] = {}
     with Path(path).open(newline="", encoding="utf-8") as lines:
-        rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-        of = _layout(path, set(rows.fieldnames or ()))
-        for row in rows:
-            try:
-                sample = of(row)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {rows.line_num}: not a step ({error})") from error
-            found.setdefault(row.get("tag") or "", []).append(sample)
+        kept = [(number, line) for number, line in enumerate(lines, start=1) if not line.startswith("#")]
+    rows = csv.DictReader(line for _, line in kept)
+    of = _layout(path, set(rows.fieldnames or ()))
+    for row in rows:
+        try:
+            _no_more(row, rows.fieldnames or ())
+            sample = of(row)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {kept[rows.line_num - 1][0]}: {error}") from error
+        found.setdefault(row.get("tag") or "", []).append(sample)
     if not found:
         raise ValueError(f"{path} holds no steps")
     return found
@@ -55,11 +58,39 @@ def _layout(path: str | Path, header: Set[str]) -> Callable[[Row], Sample]:
 
 
 def _shape(row: Row) -> Sample:
-    return Sample(Shape(**{name: int(row[name]) for name in SHAPES[:-1]}), float(row["seconds"]))
+    return Sample(Shape(**{name: _whole(row, name) for name in SHAPES[:-1]}), _time(row, "seconds"))
 
 
 def _iteration(row: Row) -> Sample:
-    b, kv, npre, c, cp, c2, pmax = (int(row[name]) for name in ITERATIONS[:-1])
+    b, kv, npre, c, cp, c2, pmax = (_whole(row, name) for name in ITERATIONS[:-1])
     chunk_kv = c + pmax if npre else 0  # only the one that began earlier has a context
     shape = Shape(b + c, b + npre, kv + chunk_kv, cp, c2, 0, npre, chunk_kv)
-    return Sample(shape, float(row["time_ms"]) / 1e3)
+    return Sample(shape, _time(row, "time_ms") / 1e3)
+
+
+def _no_more(row: Row, header: Sequence[str]) -> None:
+    more = row.get(None)  # type: ignore[call-overload]  # where a DictReader puts what has no name
+    if more:
+        raise ValueError(f"{len(header) + len(more)} fields, but the header names {len(header)}")
+
+
+def _whole(row: Row, name: str) -> int:
+    return int(_number(row, name, int, "a whole number, 0 or more", lambda n: n >= 0))
+
+
+def _time(row: Row, name: str) -> float:
+    return _number(row, name, float, "a time above 0", lambda t: 0.0 < t < inf)
+
+
+def _number(row: Row, name: str, of: Callable[[str], float], wanted: str, good: Callable[[float], bool]) -> float:
+    """The number in a column. Raises ValueError naming the column, what stands there and what should."""
+    value = row[name]
+    if value is None:
+        raise ValueError(f"{name} is missing (a short row): expected {wanted}")
+    try:
+        number = of(value)
+    except ValueError:
+        number = nan
+    if not good(number):
+        raise ValueError(f"{name} is {value!r}: expected {wanted}")
+    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,7 @@ def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixt
         (["--scenario", "sa-mixed", "--kinds", "f", "-o", "x"], "leave out --kinds"),
         (["--scenario", "sa-mixed", "--rate", "0", "--count", "3", "-o", "x"], "rate is 0"),
         (["--arrivals", "weekly", "-o", "x"], "arrivals 'weekly'"),
+        (["--seed", "-1", "-o", "x"], "--seed -1: give 0 or more"),
         (["--count", "0", "-o", "x"], "--count 0: give 1 or more"),
         (["--trace", "t.csv", "--count", "-1", "-o", "x"], "--count -1: give 1 or more"),
         (["--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
@@ -167,6 +169,23 @@ def test_simulation_obeys_the_configuration(
     assert main(["simulate", "--workload", str(mix), "--json", "-", *words]) == 0
     (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
     assert run["judge"] == ("mean" if "judge=mean" in words else "deadline")
+
+
+def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def noted(path: Path, *words: str) -> str:
+        capsys.readouterr()
+        assert main(["simulate", "--workload", str(path), *words]) == 0
+        return capsys.readouterr().err
+
+    said = noted(mix)
+    assert "a guess, not your machine's: step times (affine without k, b: give --steps LOG" in said
+    assert "KV capacity (65536 tokens: give --set engine.kv_blocks=N)" in said
+    assert "is made for" not in said
+    assert "step times" not in noted(mix, *FAST)
+    assert noted(mix, *FAST, "--set", "engine.kv_blocks=999") == ""
+    meant = tmp_path / "meant.jsonl"
+    write(replace(read(mix), profile="opt-13b-a100"), meant)
+    assert "the workload is made for profile opt-13b-a100" in noted(meant)
 
 
 def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -309,17 +328,17 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["simulate", "--policy", "efd"], "did you mean 'edf'"),
         (["simulate", "--set", "saftey=1"], "did you mean 'safety'"),
-        (["simulate", "--workload", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["simulate", "--workload", "nowhere.jsonl"], "--workload nowhere.jsonl cannot be opened: no such file"),
         (["simulate", "--rate", "0"], "give a positive number"),
         (["simulate", "--steps", "nowhere"], "nowhere"),
         (["simulate", "--goodput", "ttfb:3"], "'ttfb:3': write NAME:MILLISECONDS"),
         (["simulate", "--kinds", "nowhere.yaml"], "nowhere.yaml"),
-        (["simulate", "--trace", "nowhere.csv"], "nowhere.csv"),
+        (["simulate", "--trace", "nowhere.csv"], "simulate: --trace nowhere.csv cannot be opened: no such"),
         (["simulate", "--rounds", "0"], "--rounds 0: give 1 or more"),
         (["simulate", "--workload", "w", "--kinds", "k"], "--workload says everything"),
         (["simulate", "--workload", "w", "--seeds", "1"], "use --rounds to repeat it"),
         (["compare", "nowhere.json", "nowhere.json"], "nowhere.json"),
-        (["fit", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["fit", "nowhere.jsonl"], "rubato fit: nowhere.jsonl cannot be opened: no such file"),
         (["bench", "http://127.0.0.1:9", "--header", "x"], "write it as NAME=VALUE"),
         (["simulate", "--set", "lengths=nope"], "known are oracle, running_mean"),
         (["simulate", "--set", "engine.bloc=5"], "did you mean 'block'"),

@@ -93,7 +93,7 @@ def test_a_damaged_value_is_an_error_that_names_the_line(tmp_path: Path, was: by
 def test_a_file_of_other_cells_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cells"
     cells.run(squares(1), file=file, head=HEAD, workers=1)
-    with pytest.raises(ValueError, match="holds the cells of another run: of differ"):
+    with pytest.raises(ValueError, match=r"holds the cells of another run \(what differs: of\): name"):
         cells.run(squares(1), file=file, head={"of": "something else"}, workers=1)
     (tmp_path / "other").write_text('{"format": "rubato-workload/1"}\n')
     with pytest.raises(ValueError, match=r"is not a file of cells \(rubato-cells/2, but 'rubato-workload/1'"):

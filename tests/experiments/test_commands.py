@@ -14,6 +14,7 @@ from rubato.types import Shape
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
+GUESS = ["--set", "latency.kind=affine", "--set", "engine.kv_blocks=512"]
 QUIET = ["--workers", "1", "--no-progress"]
 
 
@@ -44,7 +45,10 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     assert "co_chunk:budget=64@minimal" in Path(report).read_text()
     assert "1 half-written line dropped" in capsys.readouterr().out
     assert main([*words, "--noise", "0.1"]) == 2
-    assert "holds the cells of another run: sweep differ" in capsys.readouterr().err
+    assert (
+        "holds the cells of another run (what differs: sweep.settings.0.noise, sweep.settings.1.noise)"
+        in capsys.readouterr().err
+    )
 
 
 DRAFTER = ["--set", "engine.drafter=opt-125m-a100-40g", "--set", "engine.drafter.alpha=0.9"]
@@ -152,11 +156,15 @@ class Scheduler:
     [
         (["plan"], "what is a replica? give --profile NAME"),
         (["plan", "--set", "latency.kind=affine"], "a replica without KV capacity"),
+        (["plan", *GUESS], "latency 'affine' has no k and no b; give what `rubato fit` prints"),
+        (["capacity", *GUESS, "--set", "latency.k=[1e-5, 2e-4]"], "latency 'affine' has no b; give"),
+        (["sweep", "--rates", "1", *GUESS, "--set", "latency.kind=table"], "has no tokens and no kv and no seconds"),
         (["plan", *REPLICA, "--rate", "0"], "rate is 0.0 requests/s: give a positive number"),
         (["sweep", *REPLICA, "--rates", "1,0"], "rate is 0.0 requests/s: give a positive number"),
         (["capacity", *REPLICA, "--start", "0"], "rate is 0.0 requests/s: give a positive number"),
         (["plan", *REPLICA, "--trace", "TRACE", "--scale", "0"], "scale is 0.0: give how many times"),
         (["plan", *REPLICA, "--trace", "TRACE", "--rate", "1"], "a trace has its own, times --scale"),
+        (["plan", *REPLICA, "--trace", "nowhere.csv"], "plan: --trace nowhere.csv cannot be opened: no such file"),
         (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
         (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
@@ -184,6 +192,8 @@ class Scheduler:
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
         (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
+        (["figure", "slos-serve-toy", "--small", "--cells", "x"], "--cells is what a full run goes on from"),
+        (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
         (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],
 )

@@ -143,3 +143,22 @@ def test_the_page_opens_with_the_misses_and_takes_full_runs_only() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             page([bad])
+
+
+def test_a_file_that_the_page_cannot_be_made_of_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, whole = tmp_path / "toy.json", FULL[0].read_text()
+    for content, says in (
+        ("[]", "is no run of a figure (all of it: Input should be a valid dictionary"),
+        ('{"format": "rubato-figure/1"}', "is no run of a figure (figure: Field required)"),
+        (whole.replace('"verdict"', '"verdikt"', 1), "is no run of a figure (claims.0.verdict: Field required)"),
+        (whole[: len(whole) // 2], "is not JSON ("),
+    ):
+        file.write_text(content)
+        assert main(["figure", "--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
+        error = capsys.readouterr().err
+        assert f"{file} {says}" in error
+        assert f"): give what `rubato figure NAME --json {file}` writes" in error
+        assert error.count("\n") == 1
+    file.write_text(whole.replace('"small": false', '"small": true'))
+    assert main(["figure", "--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
+    assert f"{file}: figure " in capsys.readouterr().err

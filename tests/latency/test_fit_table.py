@@ -98,10 +98,22 @@ def test_what_is_asked_wrongly_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["fit", str(TABLE), "--model", "opcount", "--of", "qwen2.5-7b-2xv100"]) == 2
     assert "does not say what `opcount` counts from" in capsys.readouterr().err
     bad = tmp_path / "bad.csv"
-    lines = TABLE.read_text().splitlines()
-    bad.write_text("\n".join([*lines[:5], lines[5].replace("|0.6,", "|0.6,x"), *lines[6:]]))
+    head = "# a remark counts as a line\ntokens,seqs,kv,chunk_context,chunk_sq,chunks,chunk_kv,seconds\n"
+    good = "1,1,50,0,0,0,0,0.01\n"
+    for row, says in (
+        ("1,1,50,0,0,0,0,nan", "seconds is 'nan': expected a time above 0"),
+        ("1,1,50,0,0,0,0,0", "seconds is '0': expected a time above 0"),
+        ("1,x1,50,0,0,0,0,0.01", "seqs is 'x1': expected a whole number, 0 or more"),
+        ("1,1,-50,0,0,0,0,0.01", "kv is '-50': expected a whole number, 0 or more"),
+        ("1,1,50", "chunk_context is missing (a short row): expected a whole number"),
+        ("1,1,50,0,0,0,0,0.01,7", "9 fields, but the header names 8"),
+    ):
+        bad.write_text(f"{head}{good}# another\n{row}\n{good}")
+        assert main(["fit", str(bad)]) == 2
+        assert f"bad.csv, line 5: {says}" in capsys.readouterr().err
+    bad.write_text("b,kv,npre,c,cp,c2,pmax,time_ms\n1,50,0,0,0,0,0,inf\n")
     assert main(["fit", str(bad)]) == 2
-    assert "not a step" in capsys.readouterr().err
+    assert "bad.csv, line 2: time_ms is 'inf': expected a time above 0" in capsys.readouterr().err
     bad.write_text("a,b\n1,2\n")
     assert main(["fit", str(bad)]) == 2
     assert "its columns are a, b" in capsys.readouterr().err

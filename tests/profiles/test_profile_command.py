@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato import profiles, steptable
+from rubato import profile, profiles, steptable
 from rubato.cli import main
 from rubato.clock import VirtualClock, run_virtual
 from rubato.engines.simulated import Engine, Link
@@ -58,6 +58,18 @@ def test_the_list_and_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) 
     assert "name one model" in capsys.readouterr().err
     assert main(["profile", "--aiconfigurator", "llama-3.1-8c", "h200"]) == 2
     assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--steps"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured for a file that cannot be written")
+
+    monkeypatch.setattr(profile, "_measured", measured)
+    assert main(["profile", "bundled", option, "/nonexistent/x.json"]) == 2
+    assert f"{option} /nonexistent/x.json cannot be written: there is no folder" in capsys.readouterr().err
 
 
 def test_a_model_that_fills_the_gpu_or_cannot_be_split_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

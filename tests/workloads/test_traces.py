@@ -102,6 +102,7 @@ def test_mooncakes_blocks_are_kept(tmp_path):
         ("at,prompt_tokens,output_tokens\n0,0,10\n", "line 2: prompt_tokens is '0': expected a whole"),
         ("at,prompt_tokens,output_tokens\n0,5,-1\n", "line 2: output_tokens is '-1'"),
         ("at,prompt_tokens,output_tokens\n0,5\n", "line 2: output_tokens is None"),
+        ("at,prompt_tokens,output_tokens\n0,5,5\n1,1,024,5\n", "line 3: 4 fields, but the header names 3"),
         ("at,prompt_tokens,output_tokens\ninf,5,5\n", "line 2: at is 'inf': expected a time"),
         ("at,prompt_tokens,output_tokens\nnan,5,5\n", "line 2: at is 'nan': expected a time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "line 2: TIMESTAMP is 'yesterday'"),
@@ -136,6 +137,8 @@ def test_malformed_rows_may_be_left_out_and_are_counted(tmp_path):
         traces.read(file(tmp_path, "u", "a,b\n1,2\n"), skip=True)
     broken = '{"at":0,"prompt_tokens":5,"output_tokens":5}\n{"at":\n'
     assert len(traces.read(file(tmp_path, "v", broken), skip=True).offers) == 1
+    longer = traces.read(file(tmp_path, "w", "at,prompt_tokens,output_tokens\n0,1,024,5\n1,5,5\n"), skip=True)
+    assert (len(longer.offers), len(longer.skipped)) == (1, 1)
 
 
 def test_a_traces_times_are_kept_or_rescaled():

@@ -9,7 +9,7 @@ from typing import Any
 
 from rubato.commands import options
 from rubato.config import load
-from rubato.configured import drafter_of, latency_of, lengths_of, link_of, simulation_limits
+from rubato.configured import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.setting import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.slo import RULES
 from rubato.types import Limits
@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     replica.add_argument("--profile", help="packaged hardware profile: step times, KV capacity, GPUs")
     replica.add_argument("--config", help="YAML file whose latency and engine say what a replica is")
     replica.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`latency.kind=affine`)"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block=16`)"
     )
     replica.add_argument("--max-seqs", type=int, help="sequences in a batch")
     replica.add_argument("--max-tokens", type=int, help="tokens in a batch")
@@ -78,7 +78,7 @@ def hardware(args: argparse.Namespace) -> Hardware:
     config = load(args.config or {}, args.set)
     if config.latency is None:
         raise ValueError(
-            "what is a replica? give --profile NAME, or its step times (--config, --set latency.kind=affine)"
+            "what is a replica? give --profile NAME, or its step times (--config FILE with what `rubato fit` prints)"
         )
     limits = Limits(**simulation_limits(config))
     if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
@@ -92,7 +92,13 @@ def hardware(args: argparse.Namespace) -> Hardware:
         if n < 1:
             raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
     limits = replace(limits, **given)
-    return Hardware("the configured replica", latency_of(config), limits)
+    model, missing = latency_of(config), guessed(config)
+    if missing:
+        raise ValueError(
+            f"a replica without step times: latency {config.latency.name!r} has no {' and no '.join(missing)}; "
+            "give what `rubato fit` prints (--config), or --profile NAME"
+        )
+    return Hardware("the configured replica", model, limits)
 
 
 def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from rubato import experiments, results
 from rubato.commands import options
-from rubato.papers import bar, page
+from rubato.papers import bar, page, read
 from rubato.sweep import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs
@@ -52,6 +50,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _figure(args: argparse.Namespace) -> int:
     figure = experiments.load(args.name)
+    if args.small and args.cells:
+        raise ValueError("--cells is what a full run goes on from: leave it out, or --small")
     file = None
     if not args.small:
         file = Path(args.cells or f"results/figures/{args.name}.cells.jsonl")
@@ -81,12 +81,12 @@ def _figure(args: argparse.Namespace) -> int:
 
 
 def _docs(folder: Path, out: Path) -> int:
-    """Raises ValueError for a folder without runs, or a run that was small."""
+    """Raises ValueError for a folder without runs, or with a file that is no full run."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(
             f"{folder} holds no JSON of a figure: run `rubato figure NAME --json {folder}/NAME.json` first"
         )
-    out.write_text(page([orjson.loads(file.read_bytes()) for file in files]), encoding="utf-8")
+    out.write_text(page([read(file) for file in files]), encoding="utf-8")
     print(f"{out}: {len(files)} figures")
     return 0

@@ -13,6 +13,8 @@ from rubato.workloads.kinds import Kind, chat, code, summary
 
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
+UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "output": "", "model": ""}  # what is no `--NAME`
+
 
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Who asks for what: a file of kinds, or three tiers."""
@@ -55,7 +57,8 @@ def numbers(text: str) -> list[float]:
 
 def check_results(args: argparse.Namespace) -> None:
     """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
-    for name in ("json", "report", "plot", "records"):
+    own = ("out", "steps") if args.command == "profile" else ()  # elsewhere those are read, or made with their folder
+    for name in ("json", "report", "plot", "records", *own):
         to = getattr(args, name, None)
         if to in (None, "-"):
             continue
@@ -65,6 +68,24 @@ def check_results(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {to} cannot be written: {what}")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--{name} {to} cannot be written: you may not")
+
+
+def check_seeds(args: argparse.Namespace) -> None:
+    """Raises ValueError for a seed that a random stream cannot begin with."""
+    for name in ("seed", "seeds"):
+        given = getattr(args, name, None)
+        for seed in given if isinstance(given, list) else [] if given is None else [given]:
+            if seed < 0:
+                raise ValueError(f"--{name} {seed}: give 0 or more")
+
+
+def sentence(error: Exception, args: argparse.Namespace) -> str:
+    """What went wrong; of a file that cannot be opened, with the option that names it."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    file = str(error.filename)
+    options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
+    return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
 
 
 def write(to: str | None, text: str, data: bytes) -> None:

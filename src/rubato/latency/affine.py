@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Model(Learns):
     begin with. `window`: the number of steps that `update` remembers. Raises ValueError on coefficients that cannot be.
     """
 
+    GUESSED: ClassVar = ("k", "b")  # whose defaults are a guess
     k: tuple[float, float] = (0.0, 1e-4)
     b: tuple[float, float] = (1e-2, 0.0)
     a: float = 0.0

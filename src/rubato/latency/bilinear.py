@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from scipy.optimize import nnls
@@ -40,6 +41,7 @@ class Model(Learns):
     prefill cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥ δ_d). `window`: the number of
     steps whose speed `update` remembers. Raises ValueError on coefficients that cannot be."""
 
+    GUESSED: ClassVar = ("p", "d")  # whose defaults are a guess
     p: Four = PREFILL
     d: Four = DECODE
     window: int = field(default=512, compare=False, kw_only=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Model(Learns):
     `update` remembers. Raises ValueError on numbers that cannot be.
     """
 
+    GUESSED: ClassVar = ("dims", "compute", "memory", "c5")  # whose defaults are a guess: of some model on some GPU
     dims: Dims = LLAMA_8B
     gpus: int = 1
     compute: float = 312e12

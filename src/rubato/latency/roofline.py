@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Model(Learns):
     more. `window`: the number of steps that `update` remembers. Raises ValueError on coefficients that cannot be.
     """
 
+    GUESSED: ClassVar = ("k1", "b")  # whose defaults are a guess
     k1: tuple[float, float] = (0.0, 1e-4)
     k2: tuple[float, float] = (0.0, 0.0)
     b: tuple[float, float] = (1e-2, 0.0)

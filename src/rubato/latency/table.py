@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class Model(Learns):
     guess to begin with. `window`: the number of steps whose speed `update` remembers. Raises ValueError on a table that
     is not one; where it falls along an axis it is evened out first (the mean of its running maxima from both ends)."""
 
+    GUESSED: ClassVar = ("tokens", "kv", "seconds")  # whose defaults are a guess
     tokens: tuple[float, ...] = (1.0, 128.0, 8192.0)
     kv: tuple[float, ...] = (0.0, 1e6)
     seconds: tuple[tuple[float, ...], ...] = ((0.01, 0.04), (0.01, 0.04), (0.4, 0.43))

@@ -217,7 +217,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
         else:
             reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
             for row in reader:
-                yield f"line {reader.line_num}", row
+                where, header = f"line {reader.line_num}", len(reader.fieldnames or ())
+                if more := row.get(None):  # where a DictReader puts what has no name
+                    said = f"{header + len(more)} fields, but the header names {header}"
+                    yield where, TraceError(f"{path}, {where}: {said}")
+                else:
+                    yield where, row
 
 
 def _array(path: Path, content: bytes) -> Iterator[tuple[str, Mapping[str, Any] | TraceError]]:
