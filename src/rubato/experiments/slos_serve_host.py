@@ -2,8 +2,8 @@
 
 What a step costs outside the device is the least certain of a hardware profile's numbers (`profiles`). Scenarios,
 systems, tuning and search are those of `slos-serve-capacity`, tuned anew for either host, by the deadline rule at 90 %;
-without `distserve`, which is the best nowhere there, and without the scenarios that take longest. That figure has the
-ratios for the host as measured.
+without what takes longest: two scenarios, and `distserve`, there the best baseline on Coder. That figure has the
+capacities for the host as measured.
 """
 
 from __future__ import annotations
