@@ -52,7 +52,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALL = Scale((1,), 0.9, 20, 2, (("max_seqs", 1),))
+SMALL = Scale((1,), 0.9, 24, 2, (("max_seqs", 1),))
 
 
 def cells(small: bool) -> list[Cell]:
