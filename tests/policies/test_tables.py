@@ -207,6 +207,13 @@ def test_priority_goes_by_ttft_then_tpot_then_e2e_then_arrival() -> None:
     ]  # fmt: skip
 
 
+def test_prefill_first_preempts_where_later_prompts_have_taken_all_kv() -> None:
+    """Two tool loops, each back with a prompt that lacks memory: the one started last gives up its own."""
+    running = [Seq(request(id, 30), 30, 20, 2) for id in "ab"]
+    plan = SpelledOut("prefill_first").plan(view([], running, kv_free=0, kv_total=4, limits=LIMITS))
+    assert (work(plan), plan.preempt) == ({"a": 10}, ("b",))
+
+
 def test_priority_pauses_the_looser_when_tokens_lack_and_leaves_them_their_kv() -> None:
     plan = load("priority", {"budget": 60}).plan(seen([prompt("a", 60, ttft=1.0)], [decode("free")]))
     assert work(plan) == {"a": 60}

@@ -39,7 +39,7 @@ class Scheduler:
         if prefills.work:
             return prefills.plan()
         decodes = Packing(view)
-        if not decodes.decode_all():
+        if not decodes.decode_all() or not decodes.decode:  # where nobody decodes, later stages' prompts lack KV
             run_in_order(decodes, view.running)
         return decodes.plan(steady=decodes.steady())
 
