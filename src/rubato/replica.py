@@ -166,10 +166,8 @@ class Replica:
         if seq is None or not seq.calling:
             return []
         seq.calling = seq.started = False
-        seq.since = now
-        seq.seen = -1
         self._next_stage(seq, now)
-        insort(self.waiting, seq, key=lambda s: s.key)
+        self._queue(seq, now)
         return [Returned(now, id)]
 
     def fail(self, now: float, reason: str) -> list[Event]:
@@ -347,15 +345,23 @@ class Replica:
         return Entry(seq.id, seq.cached, count, tuple(seq.block_ids), sample, work.verify, work.draft)
 
     def _preempt(self, seq: Seq, now: float) -> Event:
+        self._stop(seq)
+        seq.again = True
+        self._queue(seq, now)
+        return Preempted(now, seq.id)
+
+    def _stop(self, seq: Seq, keep: bool = False) -> None:
+        """It runs no longer and holds no KV. keep: its named blocks stay findable."""
         del self.running[seq.id]
-        self.kv.release(seq.block_ids)
+        self.kv.release(seq.block_ids, keep)
         seq.cached = 0
         seq.draft = None
-        seq.seen = -1
+
+    def _queue(self, seq: Seq, now: float) -> None:
+        """It waits, again."""
         seq.since = now
-        seq.again = True
+        seq.seen = -1
         insort(self.waiting, seq, key=lambda s: s.key)
-        return Preempted(now, seq.id)
 
     def _hand_off(self, seq: Seq, reason: HandoffReason, now: float) -> Event:
         before = seq.request.handoff
@@ -404,9 +410,8 @@ class Replica:
         seq.learn_keys(self.limits.block)
 
     def _leave_for_tool(self, seq: Seq) -> None:
-        """It runs no longer. What is in its full blocks can be found when it is back, by keys of its own where its
-        tokens' ids are not known."""
-        del self.running[seq.id]
+        """What is in its full blocks can be found when it is back, by keys of its own where its tokens' ids are not
+        known."""
         full = seq.cached // self.limits.block
         if not seq.keys:
             seq.keys.append(first_key(f"{self.id}/{seq.order}"))
@@ -414,9 +419,7 @@ class Replica:
             seq.keys.append(next_key(seq.keys[-1], (-1, seq.order)))  # no token has a negative id
         for block, key in zip(seq.block_ids, seq.keys[1 : 1 + full], strict=False):
             self.kv.name(block, key)
-        self.kv.release(seq.block_ids, keep=True)
-        seq.cached = 0
-        seq.draft = None
+        self._stop(seq, keep=True)
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         seq.ended = True

@@ -175,6 +175,11 @@ class Request:
         return stages[0].prompt if len(stages) == 1 else sum([stage.prompt for stage in stages])
 
     @property
+    def tools(self) -> bool:
+        """Whether it is to wait for one."""
+        return len(self.stages) > 1 and any(stage.tool for stage in self.stages)
+
+    @property
     def best_effort(self) -> bool:
         for stage in self.stages:  # noqa: SIM110  `all` takes twice as long, for every request in every step
             if not stage.slo.best_effort:

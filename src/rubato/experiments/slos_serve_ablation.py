@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rubato import capacity, profiles
+from rubato import capacity
 from rubato.cells import Cell
 from rubato.experiments import Found
-from rubato.experiments.slos_serve_scaling import Able, crossed
+from rubato.experiments.slos_serve_capacity import ALPHA, drafter
+from rubato.experiments.slos_serve_scaling import Able, Scale, crossed
 from rubato.intervals import Estimate, over_seeds
 from rubato.setting import Choice, Scenario, Setting, oracle, packaged
 from rubato.sweep import markdown
@@ -40,18 +41,7 @@ WHOLE, IN_TURN, PLAIN, BASELINE = STEPS = (
 PARTS = {"routing": (WHOLE, IN_TURN), "drafts": (IN_TURN, PLAIN), "admission": (PLAIN, BASELINE)}
 
 
-@dataclass(frozen=True)
-class Scale:
-    """output: of a stage at most. limits: of the engine, where not the profile's."""
-
-    seeds: tuple[int, ...] = (1, 2, 3)
-    tolerance: float = 0.1
-    count: int = COUNT * REPLICAS
-    output: int = 1 << 20
-    limits: tuple[tuple[str, int], ...] = ()
-
-
-FULL = Scale()
+FULL = Scale((1, 2, 3), count=COUNT * REPLICAS)
 SMALL = Scale((1,), 0.9, 24, 2, (("max_seqs", 1),))
 
 
@@ -71,9 +61,9 @@ def cells(small: bool) -> list[Cell]:
 def same(scale: Scale) -> dict[str, int]:
     """Requests whose tokens come at other times where a drafter is there and not asked than where there is none."""
     runs = []
-    for drafter in (True, False):
+    for drafts in (True, False):
         source, setting = _asked("chatbot", PLAIN, replace(scale, count=min(scale.count, 100)))
-        setting = setting if drafter else replace(setting, drafter=None)
+        setting = setting if drafts else replace(setting, drafter=None)
         load = source.make(0).rescaled(STARTS["chatbot"] * REPLICAS)
         runs.append([(r.id, r.times, r.verdict.met) for r in setting.run(load, causes=False).records])
     return {"differ": sum(a != b for a, b in zip(*runs, strict=True))}
@@ -90,8 +80,8 @@ def _asked(scenario: str, step: str, scale: Scale) -> tuple[Able, Setting]:
     name = f"slos-serve-{scenario}"
     machine = packaged(scenarios.get(name).profile, **dict(scale.limits))
     source = Able(Scenario(name, machine, count=scale.count), scale.output)
-    drafter = None if step == BASELINE else profiles.drafter("opt-125m-a100-40g", alpha=0.7)
-    return source, Setting(machine, Choice.parse(step), REPLICAS, lengths=oracle, drafter=drafter)
+    beside = None if step == BASELINE else drafter()
+    return source, Setting(machine, Choice.parse(step), REPLICAS, lengths=oracle, drafter=beside)
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates |= {f"{scenario}-all": rates.ratio(WHOLE, BASELINE, scenario) for scenario in STARTS}
     settings = {
         "target": TARGET, "tolerance": scale.tolerance, "replicas": REPLICAS, "count": scale.count, "lengths": "oracle",
-        "profiles": {name: scenarios.get(f"slos-serve-{name}").profile for name in STARTS}, "alpha": 0.7,
+        "profiles": {name: scenarios.get(f"slos-serve-{name}").profile for name in STARTS}, "alpha": ALPHA,
     }  # fmt: skip
     return Found(estimates, list(values), scale.seeds, "deadline", settings)
 

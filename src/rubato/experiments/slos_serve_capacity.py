@@ -18,6 +18,7 @@ import numpy as np
 
 from rubato import capacity, profiles
 from rubato.cells import Cell
+from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
 from rubato.records import Run
@@ -40,6 +41,7 @@ OURS = "slos_serve"
 OURS_DRAFTING = "slos_serve+drafts"
 DRAFTING = "vllm_spec"
 WHOLE = ("true", "false")
+ALPHA = 0.7  # how often a drafted token is right (ours)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class System:
     scenarios: tuple[str, ...] = tuple(STARTS)
     few: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     drafts: bool = False
+
+
+def drafter() -> Drafter:
+    """What drafts beside OPT."""
+    return profiles.drafter("opt-125m-a100-40g", alpha=ALPHA)
 
 
 def _alone(*settings: str) -> tuple[tuple[str, int], ...]:
@@ -159,8 +166,8 @@ class Tries:
         self._load = load(scenario, seed, scale)
         self._seed = seed
         self._start = STARTS[scenario]
-        drafter = profiles.drafter("opt-125m-a100-40g", alpha=0.7) if drafts else None
-        self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=drafter)
+        beside = drafter() if drafts else None
+        self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=beside)
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
         self.unfinished = 0  # requests that had not all their tokens in the end
         self.differ = 0  # verdicts that are not what the simulator's own judge said
@@ -256,18 +263,21 @@ class Rates:
 PLAIN = ("prefill_first", "vllm", "sarathi", "distserve")  # baselines that do not draft
 
 
+def _name(scenario: str, target: float, judge_: str, what: str = "") -> str:
+    """Of a claim."""
+    return f"{scenario}-{100 * target:g}{what}{'' if judge_ == 'deadline' else '-windowed'}"
+
+
 def found(values: Sequence[Any], small: bool) -> Found:
     rates = Rates(values)
     estimates = {
-        f"{scenario}-{100 * target:g}{'' if judge_ == 'deadline' else '-windowed'}": rates.ratio(
-            scenario, PLAIN, judge_, target
-        )
+        _name(scenario, target, judge_): rates.ratio(scenario, PLAIN, judge_, target)
         for judge_ in JUDGES
         for target in TARGETS
         for scenario in STARTS
     }
     estimates |= {
-        f"{scenario}-{100 * target:g}-drafts{'' if judge_ == 'deadline' else '-windowed'}": rates.ratio(
+        _name(scenario, target, judge_, "-drafts"): rates.ratio(
             scenario, (*PLAIN, DRAFTING), judge_, target, OURS_DRAFTING
         )
         for judge_ in JUDGES

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rubato.interfaces import LatencyModel
+from rubato.latency.online import spread_of
 from rubato.latency.planes import largest
 from rubato.types import Sample, Shape
 
@@ -32,9 +33,8 @@ class Drafted:
 
     @property
     def spread(self) -> float:
-        """Of the target, where it has one (`online.Learns`)."""
-        spread: float = getattr(self.target, "spread", 0.0)
-        return spread
+        """Of the target."""
+        return spread_of(self.target)
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""

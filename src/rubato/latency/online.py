@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rubato.interfaces import LatencyModel
 from rubato.latency.planes import Array, Coefficients, fit_planes
 from rubato.types import Shape
 
@@ -130,8 +131,14 @@ class Learns:
 
     @property
     def spread(self) -> float:
-        """`Online.spread`. A latency model need not have it: a policy that plans for slow steps asks where it is."""
+        """`Online.spread`. A latency model need not have it: ask `spread_of`."""
         return self.online.spread
+
+
+def spread_of(model: LatencyModel) -> float:
+    """`Online.spread` of a model that has one; 0 of others."""
+    spread: float = getattr(model, "spread", 0.0)
+    return spread
 
 
 def _left(logs: Array) -> Array:

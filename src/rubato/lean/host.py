@@ -146,7 +146,7 @@ class LeanHost:
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others, began elsewhere or waits for tools: use
         `worker.LocalHost`."""
-        if request.group or request.progress is not None or (len(request.stages) > 1 and _waits(request)):
+        if request.group or request.progress is not None or request.tools:
             raise ValueError(
                 f"request {request.id!r} shares KV, began elsewhere or waits for a tool: a lean replica cannot count it"
             )
@@ -536,7 +536,3 @@ class LeanHost:
         assert self.pool.kv == sum(s.cached for s in decodes)
         assert self.kv_free == self.limits.kv_blocks - sum(s.blocks for s in self.running.values())
         assert self.pool.blocks(self.tick) == sum(s.cached % self.limits.block == 0 for s in decodes)
-
-
-def _waits(request: Request) -> bool:
-    return any(stage.tool for stage in request.stages)

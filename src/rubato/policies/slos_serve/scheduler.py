@@ -9,6 +9,7 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from rubato.interfaces import SeqView, View, untold
+from rubato.latency.online import spread_of
 from rubato.packing import memory
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
 from rubato.policies.slos_serve.batches import Filling
@@ -210,8 +211,7 @@ class Scheduler:
         return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view), self._drafts.chance)
 
     def _margin(self, view: View) -> float:
-        spread: float = getattr(view.latency, "spread", 0.0)
-        return spread if self.margin is None else self.margin
+        return spread_of(view.latency) if self.margin is None else self.margin
 
     def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
         """Those who are behind count as tighter."""
