@@ -11,10 +11,13 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import orjson
@@ -142,7 +145,9 @@ def follow(
                     continue
                 for cell in _begin(missing, wanted.soon, {*book.values, *running.values()}, count - len(running)):
                     book.ask([cell])
-                    running[pool.submit(_run, cell)] = cell.key
+                    with _uninterrupted():
+                        future = pool.submit(_run, cell)
+                    running[future] = cell.key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     del running[future]
                     book.note(future.result())
@@ -209,6 +214,28 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that end a command wait until this is over. In the midst of starting a process they would leave it
+    without what it waits for and unknown to the pool, holding open the pipe whose end the pool's threads wait for."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for caught in came:
+            signal.raise_signal(caught)
 
 
 def _run(cell: Cell) -> Result:

@@ -44,7 +44,11 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], s
             time.sleep(0.02)
         assert len(children(process.pid)) >= starts, "it should have started others"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 128 + signal.SIGTERM
+        try:
+            assert process.wait(SECONDS) == 128 + signal.SIGTERM
+        finally:
+            if process.poll() is None:  # else leaving `with` would wait for ever
+                os.killpg(process.pid, signal.SIGKILL)
     until = time.monotonic() + SECONDS
     while alive(process.pid) and time.monotonic() < until:  # Python's own, that looks after semaphores, ends by itself
         time.sleep(0.02)
