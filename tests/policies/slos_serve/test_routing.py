@@ -170,13 +170,21 @@ def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
 
 
 def test_it_goes_by_its_schedulers_settings_unless_told_otherwise() -> None:
-    own = {"margin": 0.2, "values": {"gold": 2.0}, "threshold": 3}
+    own = {"margin": 0.2, "values": {"gold": 2.0}, "threshold": 3, "even": True}
     for router in ("auto", "slos_serve"):
         made = policies.router_for("slos_serve", router, {"reserve": 0.1, "max_hops": 1}, own)
-        assert made == Router(margin=0.2, values={"gold": 2.0}, reserve=0.1, max_hops=1)
-    assert policies.router_for("slos_serve", "auto", {"margin": 0.3}, own) == Router(margin=0.3, values={"gold": 2.0})
+        assert made == Router(margin=0.2, values={"gold": 2.0}, reserve=0.1, max_hops=1, even=True)
+    made = policies.router_for("slos_serve", "auto", {"margin": 0.3}, own)
+    assert made == Router(margin=0.3, values={"gold": 2.0}, even=True)
     assert policies.router_for("slos_serve", "round_robin", {}, own) == policies.load_router("round_robin")
     assert policies.router_for("sarathi", "slos_serve", {}, {"budget": 64}) == Router()
+
+
+def test_even_decodes_are_no_room_there_either() -> None:
+    """The prompt takes 105 ms; the decode of r0, far ahead, is to have a token every 50 all the same."""
+    views = fleet([], [], running=[replace(decode("d", tpot=0.05, due=1.0), output=11)])
+    assert place([request("a", 95, ttft=0.12)], views).place == {"a": "r0"}
+    assert place([request("a", 95, ttft=0.12)], views, even=True).place == {"a": "r1"}
 
 
 # ----------------------------------------------------------------- a fleet

@@ -33,6 +33,7 @@ class Router:
     patience: float = Scheduler.patience
     values: Mapping[str, float] = field(default_factory=dict)
     reserve: float = Scheduler.reserve
+    even: bool = Scheduler.even
     draft: int = Scheduler.draft
     caution: float = Scheduler.caution
     prior: float = Scheduler.prior
@@ -47,7 +48,7 @@ class Router:
             )
         self._virtual = Scheduler(
             margin=self.margin, longest=self.longest, patience=self.patience, values=self.values, reserve=self.reserve,
-            draft=self.draft, caution=self.caution, prior=self.prior,
+            even=self.even, draft=self.draft, caution=self.caution, prior=self.prior,
         )  # fmt: skip
 
     def observe(self, events: Sequence[Event]) -> None:
