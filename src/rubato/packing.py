@@ -238,12 +238,13 @@ def _fitting(view: View) -> Iterator[SeqView]:
         alone = False
 
 
-def memory(seq: SeqView, block: int) -> int:
-    """KV blocks that it takes at its end: all its prompts, and all its output."""
+def memory(seq: SeqView, block: int, left: float | None = None) -> int:
+    """KV blocks that it takes at its end: all its prompts, and all its output. left: what is to come of it, if the
+    caller has asked."""
     stages, length = seq.request.stages, seq.length
     if len(stages) > 1:
         length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
-    return blocks_for(int(length + remaining(seq) + 0.999), block)
+    return blocks_for(int(length + (remaining(seq) if left is None else left) + 0.999), block)
 
 
 def remaining(seq: SeqView) -> float:

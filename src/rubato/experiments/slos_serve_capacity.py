@@ -68,7 +68,7 @@ OPT = ("chatbot", "coder", "summarizer", "mixed")
 SYSTEMS = {
     OURS: System(
         _alone(OURS, *(f"{OURS}:longest={longest}{even}" for longest in (0.1, 0.018) for even in ("", ",even=true"))),
-        few={"reasoning": _alone(OURS, f"{OURS}:longest=0.018")},
+        few={"reasoning": _alone(OURS, *(f"{OURS}:longest={longest}" for longest in (0.018, 0.022)))},
     ),
     "prefill_first": System(_alone(*(f"prefill_first:whole={w}" for w in WHOLE))),
     "vllm": System(_alone(*(f"vllm:budget={b},whole={w}" for b in (512, 2048, 8192) for w in WHOLE))),

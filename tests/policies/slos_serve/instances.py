@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from math import inf
 
 import numpy as np
 from hypothesis import strategies as st
 
-from rubato.policies.slos_serve.admission import Terms, grids, lengths
-from rubato.policies.slos_serve.budget import CLOSE, Demand, Grid, Job, Line, lay
+from rubato.policies.slos_serve import programme
+from rubato.policies.slos_serve.admission import Terms, columns, laid
+from rubato.policies.slos_serve.budget import Grid, Job, rows
+from tests.policies.slos_serve import reference
+from tests.policies.slos_serve.reference import CLOSE
 
 Holds = Callable[[Grid, Sequence[Job]], bool]
 
@@ -26,19 +29,19 @@ def unit(seconds: float) -> int:
 
 
 def on_one_grid(grid: Grid, jobs: Sequence[Job]) -> bool:
-    return all(alone(grid, job) for job in jobs) and Line(grid, Demand(jobs)).holds
+    return all(alone(grid, job) for job in jobs) and reference.holds(grid, jobs)
 
 
 def alone(grid: Grid, job: Job) -> bool:
     """No batch is longer than its TPOT from its due token on, and one ends by then."""
-    k = float(grid.index(np.array([job.due]))[0])
-    return k >= 1.0 and grid.seconds_after(k) <= job.tpot * (1.0 + CLOSE)
+    k = reference.index(grid, job.due)
+    return k >= 1.0 and programme.seconds_after(grid.rows, k) <= job.tpot * (1.0 + CLOSE)
 
 
-def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
-    """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
-    for longest in lengths(Demand(every), (), terms):
-        yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
+def tried(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Grid]:
+    """The grids that admission tries."""
+    grids, sizes = laid(rows(forced), columns(new), terms)
+    return [Grid.of(grid[:size]) for grid, size in zip(grids, sizes.tolist(), strict=True)]
 
 
 def brute_force(
@@ -47,14 +50,14 @@ def brute_force(
 ) -> float | None:  # fmt: skip
     """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
     a subset, all that admission tries if not given."""
-    every = list(grids(Demand(forced), new, terms))
+    every = tried(forced, new, terms)
     best = None
     for size in range(len(new) + 1):
         for some in combinations(new, size):
             if sum(j.memory for j in some) > terms.memory or size > terms.seats:
                 continue
-            tried = every if over is None else over([*forced, *some])
-            if any(Line(g, Demand(forced)).holds and holds(g, [*forced, *some]) for g in tried):
+            on = every if over is None else over([*forced, *some])
+            if any(reference.holds(g, forced) and holds(g, [*forced, *some]) for g in on):
                 best = max(best or 0.0, sum(j.value for j in some))
     return best
 
@@ -63,8 +66,8 @@ def token_by_token(grid: Grid, jobs: Sequence[Job], batches: int = 60) -> bool:
     """Whether every token is in time when each batch is filled by earliest deadline, one token of each decode."""
     pending = [j.tokens for j in jobs]
     due = [j.due for j in jobs]
-    ends = grid.ends(np.arange(1.0, batches + 1.0)).tolist()
-    supply = np.diff(grid.supply(np.arange(batches + 1.0))).tolist()
+    ends = [reference.end(grid, k) for k in np.arange(1.0, batches + 1.0)]
+    supply = np.diff([reference.supply(grid, k) for k in np.arange(batches + 1.0)]).tolist()
     for end, left in zip(ends, supply, strict=True):
         for i in sorted(range(len(jobs)), key=due.__getitem__):
             if due[i] == inf or left == 0:
@@ -76,7 +79,9 @@ def token_by_token(grid: Grid, jobs: Sequence[Job], batches: int = 60) -> bool:
                 if end > due[i] + 1e-6:
                     return False
                 pending[i], due[i] = 1, due[i] + jobs[i].tpot
-    return min(due, default=inf) > ends[-1] - 1e-6 and sum(1.0 / j.tpot for j in jobs) <= grid.throughput + 1e-9
+    return (
+        min(due, default=inf) > ends[-1] - 1e-6 and sum(1.0 / j.tpot for j in jobs) <= reference.throughput(grid) + 1e-9
+    )
 
 
 @st.composite

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 
 from rubato.experiments import slos_serve_toy as toy
+from rubato.policies.slos_serve import programme
 from rubato.policies.slos_serve.admission import Terms, admit
-from rubato.policies.slos_serve.budget import Job
+from rubato.policies.slos_serve.budget import Job, rows
+from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.instances import (
     brute_force,
+    capacity,
     drawn,
     instances,
-    natural,
     on_one_grid,
     token_by_token,
+    tried,
     unit,
 )
 
@@ -25,7 +31,7 @@ def check(instance: Instance) -> None:
     forced, new, terms = instance
     found = admit(forced, new, terms)
     best = brute_force(forced, new, terms)
-    own = brute_force(forced, new, terms, over=lambda jobs: natural(jobs, [*forced, *new], terms))
+    own = brute_force(forced, new, terms, over=lambda jobs: reference.natural(jobs, [*forced, *new], terms))
     assert (found is None) == (best is None)
     if found is not None:
         assert found.value >= (own or 0.0)  # no set is missed for want of the grid that it would have alone
@@ -43,6 +49,56 @@ def test_the_most_requests_that_fit_are_admitted(instance: Instance) -> None:
 @given(instances(values=True))
 def test_the_greatest_value_that_fits_is_admitted(instance: Instance) -> None:
     check(instance)
+
+
+@given(instances(values=True))
+def test_grids_and_what_is_left_of_them_are_as_in_plain_python(instance: Instance) -> None:
+    """Those of two late decodes beside, and of one that verifies three tokens."""
+    forced, new, terms = instance
+    forced = [*forced, Job("late", -1.0, 1, 5.0), Job("now", 0.0, 4, 6.0), Job("wide", 7.0, 3, 15.0, verified=3)]
+    own = tried(forced, new, terms)
+    assert {g.phases for g in own} == {g.phases for g in reference.grids(forced, new, terms)}
+    for grid in own:
+        k = np.arange(12.0)
+        assert [programme.end(grid.rows, n) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
+        assert [programme.supply(grid.rows, n) for n in k] == pytest.approx([reference.supply(grid, n) for n in k])
+        due = np.linspace(-1.0, 40.0, 83)
+        assert [programme.index(grid.rows, at) for at in due] == [reference.index(grid, at) for at in due]
+        *_, room, slope = programme.line(grid.rows, rows(forced))
+        assert room.tolist() == pytest.approx(reference.room(grid, forced))
+        assert programme.holds(room, slope) == reference.holds(grid, forced)
+
+
+def test_the_first_batch_may_be_a_short_one() -> None:
+    """Nothing of ten units ends by 3; beside the decode due by 13 five tokens end by then, the others wait."""
+    running = [Job("soon", 12.0, 1, 10.0), *(Job(f"r{i}", 30.0, 1, 30.0) for i in range(30))]
+    terms = Terms(10.0, capacity, 10, 100, beside=lambda *asked: 6.0 if asked == (3.0, 1) else 0.0)
+    for tokens, ends in ((5.0, True), (7.0, False)):
+        found = admit(running, [Job("new", 3.0, tokens, 30.0)], terms)
+        assert found is not None
+        assert found.accepted == ((0,) if ends else ())
+        assert found.grid.leads == ends
+    found = admit(running, [Job("new", 3.0, 5.0, 30.0)], replace(terms, beside=None))
+    assert found is not None
+    assert found.accepted == ()
+
+
+@pytest.mark.parametrize("due", [1e12, 1e19, 1e300])
+def test_a_deadline_may_be_as_far_away_as_anybody_likes(due: float) -> None:
+    found = admit([Job("r", due, 1, 1.0)], [Job("n", due, 6, 0.5)], Terms(1.0, unit, 0, 64))
+    assert found is not None
+    assert found.accepted == (0,)
+
+
+def test_many_tpots_make_few_grids() -> None:
+    """An e2e of its own for each makes as many TPOTs: not two to the power of them, and those that fit are admitted."""
+    new = [Job(f"n{i}", 40.0 + i, 2, 5.0 + 0.1 * i) for i in range(16)]
+    terms = Terms(20.0, capacity, 100, 100)
+    assert len(tried([], new, terms)) <= 3 * 17
+    found = admit([], new, terms)
+    assert found is not None
+    assert len(found.accepted) == 13
+    assert token_by_token(found.grid, [new[i] for i in found.accepted])
 
 
 def test_figure_3() -> None:

@@ -22,14 +22,15 @@ MODELS = {
     "fixed": Model(k1=(0.0, 0.0), b=(0.01, 0.0)),
     "two planes": Model(k1=(0.0005, 0.0003), b=(0.004, 0.007)),
     "slow": SLOW,
+    "cheap up to 30 tokens": Model(k1=(0.0001, 0.0004), b=(0.012, 0.003)),
 }
 
 
 @st.composite
 def kinds(draw: st.DrawFn, tpots: list[float]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
     """Stages and outputs of requests that are alike."""
-    slo = SLO(draw(st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 1.0])), draw(st.sampled_from(tpots)))
-    stage = Stage(draw(st.sampled_from([1, 7, 7, 12, 20, 60, 150])), slo)
+    slo = SLO(draw(st.sampled_from([0.047, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 1.0])), draw(st.sampled_from(tpots)))
+    stage = Stage(draw(st.sampled_from([1, 7, 7, 12, 20, 60, 88, 150, 228])), slo)
     output = draw(st.sampled_from([1, 20, 60, 60]))
     what = draw(st.sampled_from(["plain", "plain", "plain", "reasoning", "best effort"]))
     if what == "reasoning":  # thinking, then a response at a pace of its own
@@ -58,7 +59,7 @@ def promised(draw: st.DrawFn) -> tuple[Load, Model]:
     largest = max(r.prompt + r.sampling.max_tokens for r in requests)
     limits = Limits(
         max_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
-        max_tokens=draw(st.sampled_from([16, 512, 512, 512])),
+        max_tokens=draw(st.sampled_from([16, 40, 512, 512, 512])),
         max_length=400,
         kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20, 20])),
         block=block,

@@ -6,14 +6,17 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rubato import policies
 from rubato.interfaces import View
+from rubato.latency.roofline import Model as Roofline
 from rubato.lengths import Oracle
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
-from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, round_of, tightened
+from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, peak, round_of, tightened
 from rubato.simulate import Setup, simulate
 from rubato.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Tokens
 from tests.doubles import Linear, Seq, request, view
@@ -209,13 +212,45 @@ def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
         ({"margin": -0.1}, "0 or more"),
         ({"longest": 0.0}, "seconds, more than 0"),
         ({"reserve": 1.0}, "give a share"),
-        ({"backlog": -1}, "0 requests or more"),
+        ({"backlog": -1}, "requests, 0 or more"),
         ({"values": {"gold": 0}}, "a number above 0"),
+        ({"values": {"gold": True}}, "a number above 0"),
+        ({"values": None}, "numbers by tier"),
+        ({"values": ["gold"]}, "numbers by tier"),
+        ({"margin": "10%"}, "margin is '10%'"),
+        ({"margin": inf}, "margin is inf"),
+        ({"backlog": "x"}, "backlog is 'x'"),
+        ({"backlog": 1.5}, "a whole number of requests"),
+        ({"caution": inf}, "caution inf"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         policies.load("slos_serve", settings)
+
+
+def test_who_could_be_in_time_in_smaller_batches_is_not_given_up() -> None:
+    """30 tokens take 15 ms, 40, the most in a batch, 19: a prompt of 88 takes 45 ms in three, 51 in full ones."""
+    limits = Limits(max_seqs=8, max_tokens=40, max_length=500, kv_blocks=100, block=16)
+    for ttft, served in ((0.0455, True), (0.0445, False)):
+        stage = Stage(88, SLO(ttft, 0.1))
+        one = Request("a", (stage,), 0.0, on_decline="refuse", sampling=Sampling(max_tokens=3))
+        setup = Setup(lambda: Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False)
+        (end,) = [e for e in simulate([one], {"a": (3,)}, setup) if isinstance(e, Finished)]
+        assert (end.outcome, end.best_effort, end.verdict.met) == (
+            ("completed", False, True) if served else ("refused", False, False)
+        )
+
+
+def test_a_promise_that_cannot_be_kept_any_more_ends_as_its_client_asked() -> None:
+    """Both are promised; then a step takes a second."""
+    policy = Scheduler()
+    waiting = [prompt("a", 20, ttft=0.5, refuse=True), prompt("b", 20, ttft=0.5)]
+    assert not policy.plan(seen(waiting, [])).demote
+    assert policy.promised == {"a", "b"}
+    late = policy.plan(seen(waiting, [], now=1.0))
+    assert late.demote == ("b",)
+    assert late.drop == {"a": "rejected-slo-infeasible"}
 
 
 def test_kv_models_are_asked_for_full_lengths() -> None:
@@ -228,6 +263,21 @@ def test_kv_models_are_asked_for_full_lengths() -> None:
 
     assert admitted(0.0) == 8
     assert admitted(0.0002) < 8
+
+
+def test_decodes_that_end_at_different_times_hold_less_than_all_their_ends() -> None:
+    """10 tokens and 30 to come, 20 and 10: 20 + 30 when the second ends, 40 when the first does; not 70."""
+    long, short = Job("a", 1.0, 1, 0.1, memory=4, left=30.0), Job("b", 1.0, 1, 0.1, memory=3, left=10.0)
+    assert peak([long, short], 10) == 50
+    assert peak([long], 10) == 40
+    assert peak([], 10) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
+def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) -> None:
+    jobs = [Job(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
+    steps = range(1, 51)
+    assert peak(jobs, 1) == max((sum(has + k for has, left in seqs if left >= k) for k in steps), default=0)
 
 
 # --------------------------------------------------------------------------- decodes of long contexts
@@ -261,6 +311,23 @@ def test_whatever_a_capacity_counts_as_fitting_fits(light: float) -> None:
             if chunk:
                 shape = shape.plus(chunk, 0)
             assert DEEP.step_time(shape) <= seconds + 1e-9 or decodes + chunk == 0
+
+
+@pytest.mark.parametrize("light", [1.0, 1.0 / 16])
+def test_decodes_beside_a_prompt_may_be_the_longest_ones(light: float) -> None:
+    """One of 1,000 tokens, 30 ms alone, and three of 20: whichever are due by then, they and the chunk are in time."""
+    lengths = {"long": 1000, "a": 20, "b": 20, "c": 20}
+    running = [decode(id, length, tpot=0.2, due=1.0) for id, length in lengths.items()]
+    jobs = [Job(s.id, 1.0, 1, 0.2, s.length // 10) for s in running]
+    machine = Machine(deep([], running), running, jobs, 0.0, light)
+    assert machine.capacity(0.029) == machine.beside(0.029, 1) == 0
+    for seconds in (0.02, 0.031, 0.05):
+        for decodes in range(1, 5):
+            beside = machine.beside(seconds, decodes)
+            chunk = min(ROOM.max_tokens - decodes, int((beside - decodes) / light))
+            kv = sum(sorted(lengths.values(), reverse=True)[:decodes])
+            assert beside == 0 or DEEP.step_time(Shape(decodes, decodes, kv).plus(chunk, 0)) <= seconds + 1e-9
+    assert machine.beside(0.05, 4) > 4
 
 
 def test_decodes_that_are_ahead_wait_for_a_prompt_due_before_a_batch_of_theirs_would_end() -> None:

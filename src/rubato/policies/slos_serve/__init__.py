@@ -11,14 +11,15 @@ the batch's seconds hold (`batches`), then decodes and prefills without a deadli
 What is promised. With step times as predicted by a model of tokens alone (roofline), lengths known, and requests of one
 prompt with TTFT and TPOTs, every admitted one meets the deadline SLO: `budget` has the argument. In the paper decode
 tokens count in a batch as soon as they are eligible, here when they are due, which admits more. Models that see KV are
-asked for the longest sequences there can be; where a decode of a long context costs as much as many tokens of a prompt,
+asked with what decodes will read together at most if all go on (`demand.Machine`): where lengths differ much, or some
+decodes wait, such a promise is no certainty. Where a decode of a long context costs as much as many tokens of a prompt,
 those count less (`demand.lightness`), and a prompt due before all decodes could be done once has a short batch before
-them if they are ahead (`admission.leads`). A promise is for a stage with a prompt and the decode-only stages after
+them if they are ahead (`programme.short`). A promise is for a stage with a prompt and the decode-only stages after
 it, at their tightest TPOT; the next prompt (a tool's return) is decided anew, its KV kept while there is room.
 
 When steps take longer than predicted, a decode that is behind counts in the next tighter tier until it is on time
-again; a prompt that cannot be done by its deadline any more is demoted. So that nobody starves, the oldest request
-without a promise that is more than `patience` seconds behind is counted as if it had one.
+again; a prompt that cannot be done by its deadline any more is demoted, or refused. So that nobody starves, the oldest
+request without a promise that is more than `patience` seconds behind is counted as if it had one.
 
 Where the engine drafts (`drafts`), decodes verify as deep as makes them fastest, wherever all can spare the time and
 half the memory is promised: who has ended sooner makes room. Longer batches, which decodes keep up with

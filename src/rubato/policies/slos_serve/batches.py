@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from rubato.interfaces import SeqView, View
 from rubato.packing import Packing, memory
@@ -110,8 +112,10 @@ class Filling:
             for seq in seqs:
                 together = together.plus(1 + self._drafted.get(seq.id, 0), seq.cached)
         all_fit = model.step_time(together) <= self._bound
-        if all_fit and not self._drafted and packing.add_decodes(seqs):
-            return
+        if not self._drafted:
+            fitting = len(seqs) if all_fit else max(self._fitting(seqs), 1 if self.empty else 0)
+            if packing.add_decodes(seqs[:fitting]):
+                return
         shape: Shape = before
         for seq in seqs:
             self._make_room(seq, 1)
@@ -125,6 +129,16 @@ class Filling:
                 if not self.empty and model.step_time(shape) > self._bound:
                     return
             packing.add(seq, tokens)
+
+    def _fitting(self, seqs: Sequence[SeqView]) -> int:
+        """How many of these decodes, in this order, end in time."""
+        before, model = self.packing.shape, self._model
+        kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
+
+        def seconds(n: int) -> float:
+            return model.step_time(before._replace(tokens=before.tokens + n, seqs=before.seqs + n, kv=kv[n]))
+
+        return bisect_right(range(1, len(seqs) + 1), self._bound, key=seconds)
 
     def _make_room(self, seq: SeqView, tokens: int) -> None:
         packing = self.packing

@@ -5,7 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, log2
+from itertools import accumulate
+from math import ceil, inf, log2
+
+import numpy as np
 
 from rubato.interfaces import SeqView, View
 from rubato.packing import memory, remaining
@@ -56,10 +59,9 @@ class Promises:
 
     def job(self, seq: SeqView) -> Job:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot, pending = seq.due, pace(seq), seq.pending
+        due, tpot, pending, left = seq.due, pace(seq), seq.pending, remaining(seq)
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
-            left = remaining(seq)
             steady = 0.5 * e2e / (left + seq.output)
             tpot = min(tpot, steady)
             due = min(due, seq.request.arrival + seq.away + e2e - (left - 1.0) * steady)
@@ -69,7 +71,8 @@ class Promises:
             due = min(due, self.since[seq.id] + tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
         tokens = 1.0 if pending == 1 else counted(pending, self.light)
-        return Job(seq.id, due - self.now, tokens, tpot, memory(seq, self.block), value, self.accepts(seq))
+        held = memory(seq, self.block, left)
+        return Job(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
 
 
 def counted(pending: int, light: float) -> float:
@@ -106,6 +109,16 @@ def tightened(jobs: list[Job], soonest: float) -> list[Job]:
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
 
 
+def peak(jobs: Sequence[Job], block: int) -> int:
+    """The most KV, in tokens, that they will hold together if each has a token in every batch until it ends: that is
+    just before one of them does. Less than what all hold at their ends, for these are at different times."""
+    left = np.array([j.left for j in jobs])
+    final = np.array([j.memory for j in jobs]) * block
+    last = np.argsort(-left)  # who ends last first
+    together = (final - left)[last].cumsum() + left[last] * np.arange(1, len(jobs) + 1)
+    return ceil(float(together.max(initial=0.0)))
+
+
 def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light: float = 1.0) -> list[Job]:
     """What those running demand once the batch in flight has ended, where the grid begins; a view does not show it.
 
@@ -134,23 +147,27 @@ class Machine:
     """How many tokens a batch of so many seconds holds, by the view's latency model.
 
     A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
-    bound: decodes are at their full length as far as memory goes, and what else is in the batch, drafted tokens too, is
-    one chunk on top of the longest context of a prompt, or of any that may draft. light: what a token of that counts.
+    bound of a batch with all decodes: they hold as much KV as they ever will (`peak`), and what else is in the batch,
+    drafted tokens too, is one chunk on top of the longest context of a prompt, or of any that may draft. Where not all
+    of them fit, batches hold some in turn: their share of the KV, and the longest once more, for a batch is left when
+    the next one does not fit; in one batch alone (`beside`) they are the longest. light: what a token of a chunk
+    counts.
     The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step times being convex,
     whatever lies between fits too. steps: draft steps run at its end.
     """
 
     def __init__(
-        self, view: View, seqs: Iterable[SeqView], jobs: Iterable[Job], margin: float, light: float = 1.0
+        self, view: View, seqs: Iterable[SeqView], jobs: Sequence[Job], margin: float, light: float = 1.0
     ) -> None:
         limits = view.limits
         self._model = view.latency
         self._slower = 1.0 + margin
         self._light = light
         self._most = limits.max_tokens
-        blocks = [j.memory for j in jobs]
-        self._decodes = min(len(blocks), limits.max_seqs, limits.max_tokens)
-        self._kv = min(sum(blocks), view.kv_total) * limits.block
+        self._decodes = min(len(jobs), limits.max_seqs, limits.max_tokens)
+        self._kv = min(peak(jobs, limits.block), view.kv_total * limits.block)
+        ends = sorted((j.memory * limits.block for j in jobs), reverse=True)
+        self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)
         self._longest = max((s.length for s in seqs), default=0)
         self._known: dict[tuple[float, int], int] = {}
@@ -183,7 +200,7 @@ class Machine:
     def beside(self, seconds: float, decodes: int, steps: int = 0) -> float:
         """As `capacity`, of a batch in which no more than so many decode; 0 where these do not fit."""
         decodes = min(decodes, self._decodes)
-        base = self._shape(decodes, steps)
+        base = self._shape(decodes, steps, min(self._kv, self._ends[decodes]))
         if decodes and self._model.step_time(base) * self._slower > seconds:
             return 0.0
         return decodes + self._light * self._chunk(seconds, base, self._most - decodes)
@@ -199,6 +216,8 @@ class Machine:
         """Seconds of the largest batch the engine takes."""
         return self.seconds(self._most, steps)
 
-    def _shape(self, decodes: int, steps: int) -> Shape:
-        kv = self._kv * decodes // self._decodes if self._decodes else 0
+    def _shape(self, decodes: int, steps: int, kv: int | None = None) -> Shape:
+        if kv is None:
+            share = self._kv * decodes // self._decodes if self._decodes else 0
+            kv = min(self._kv, self._ends[decodes], share + self._ends[min(1, decodes)])
         return Shape(decodes, decodes, max(kv, decodes), spec_steps=steps)

@@ -11,11 +11,12 @@ from typing import ClassVar, NamedTuple
 from rubato.interfaces import SeqView, View, untold
 from rubato.latency.online import spread_of
 from rubato.packing import memory
-from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first
+from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import EPS, Grid, Job, lay
+from rubato.policies.slos_serve.budget import Grid, Job
 from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, lightness, pace, round_of, tightened
 from rubato.policies.slos_serve.drafts import PLAIN, PRIOR, Drafts, Stride
+from rubato.policies.slos_serve.programme import EPS
 from rubato.policies.slos_serve.sparing import Sparing
 from rubato.policies.slos_serve.speculation import LONGEST
 from rubato.slo import TOLERANCE
@@ -122,20 +123,21 @@ class Scheduler:
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.threshold < 1 or not self.timeout >= 0.0 or not (self.margin is None or self.margin >= 0.0):
-            raise ValueError(
-                f"threshold {self.threshold}, timeout {self.timeout}, margin {self.margin}: give at least 1 request, "
-                "0 or more, and 0 or more, or none"
-            )
+        if self.threshold < 1 or not self.timeout >= 0.0:
+            raise ValueError(f"threshold {self.threshold}, timeout {self.timeout}: give at least 1 request, 0 or more")
+        if self.margin is not None and not (_is_number(self.margin) and 0.0 <= self.margin < inf):
+            raise ValueError(f"margin is {self.margin!r}: give a share like 0.1, 0 or more, or none")
         if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
             raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
         if not 0.0 <= self.reserve < 1.0:
             raise ValueError(f"reserve is {self.reserve}: give a share, in [0, 1)")
-        if self.backlog is not None and self.backlog < 0:
-            raise ValueError(f"backlog is {self.backlog}: give 0 requests or more")
-        if wrong := [v for v in self.values.values() if not (isinstance(v, int | float) and 0.0 < v < inf)]:
+        if self.backlog is not None and (type(self.backlog) is not int or self.backlog < 0):
+            raise ValueError(f"backlog is {self.backlog!r}: give a whole number of requests, 0 or more, or none")
+        if not isinstance(self.values, Mapping):
+            raise ValueError(f"values is {self.values!r}: give numbers by tier, like {{gold: 4}}")
+        if wrong := [v for v in self.values.values() if not (_is_number(v) and 0.0 < v < inf)]:
             raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
-        if not 0 <= self.draft < LONGEST or not self.caution >= 0.0 or not 0.0 <= self.prior <= 1.0:
+        if not 0 <= self.draft < LONGEST or not 0.0 <= self.caution < inf or not 0.0 <= self.prior <= 1.0:
             raise ValueError(
                 f"draft {self.draft}, caution {self.caution}, prior {self.prior}: give 0 to {LONGEST - 1} tokens, 0 or "
                 "more, and a probability"
@@ -193,6 +195,8 @@ class Scheduler:
         may ask."""
         promises = self._promises(view)
         running = [s for s in view.running if not s.best_effort]
+        if self.even:  # nobody here knows since when each has had its last token: as if just now
+            promises = replace(promises, since={s.id: view.now for s in running if s.output})
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
             jobs = after_flight(view, running, jobs, promises.light)
@@ -287,7 +291,7 @@ class Scheduler:
         if found is not None:
             self._grid, self._drafts.stride = found.grid, stride
         elif self._grid is None:
-            self._grid, self._drafts.stride = lay([(j.due, j.tpot) for j in jobs], terms.longest, terms.capacity), PLAIN
+            self._grid, self._drafts.stride = plainly(jobs, terms), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(turn, asked, accepted)
         self._decided, self._finished = turn.now, 0
@@ -373,12 +377,15 @@ class Scheduler:
         self._promised.update((s.id, round_of(s)) for s in asked if s.id in accepted)
 
     def _give_up(self, turn: _Turn) -> None:
-        """Demote whose prompt cannot be done by its deadline any more, even alone."""
+        """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
         prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1]
-        for seq in [s for s in prefills if s.due + TOLERANCE < turn.now + _alone(turn.view, s)]:
+        for seq in [s for s in prefills if s.due + TOLERANCE < turn.now + least_alone(turn.view, s)]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
-            turn.demote(seq)
+            if seq.request.on_decline == "refuse" and untold(seq) and seq.id not in turn.view.running_ids:
+                turn.drop[seq.id] = DECLINED
+            else:
+                turn.demote(seq)
 
     def _shed(self, turn: _Turn) -> None:
         """Refuse the youngest without a promise that have not begun, beyond the backlog."""
@@ -424,13 +431,21 @@ class Scheduler:
         return self._drafts.written(plan, view, depths)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _arrival(seq: SeqView) -> tuple[float, str]:
     return (seq.request.arrival, seq.id)
 
 
-def _alone(view: View, seq: SeqView) -> float:
-    """Seconds until its pending tokens are done if nothing else runs."""
-    most = view.limits.max_tokens
-    batches, tokens = divmod(seq.pending, most)
-    seconds = batches * view.latency.step_time(Shape().plus(most, seq.cached)) if batches else 0.0
-    return seconds + (view.latency.step_time(Shape().plus(tokens, seq.cached)) if tokens else 0.0)
+def least_alone(view: View, seq: SeqView) -> float:
+    """Seconds that its pending tokens take at least: nothing else runs, in as many batches as is fastest. Step times
+    being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a knee costs more a token."""
+    batches, least = -(-seq.pending // view.limits.max_tokens), inf
+    while batches <= seq.pending:
+        seconds = batches * view.latency.step_time(Shape().plus(seq.pending // batches, seq.cached))
+        if seconds >= least:
+            break
+        batches, least = batches + 1, seconds
+    return least

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from rubato.interfaces import SeqView, View
-from rubato.policies.slos_serve.budget import Demand, Grid, Job, Line
+from rubato.policies.slos_serve.budget import Grid, Job, room
 from rubato.policies.slos_serve.demand import Machine, counted
 from rubato.policies.slos_serve.drafts import Drafts
 
@@ -37,12 +37,16 @@ class Sparing:
 
     def takes(self, tokens: float) -> bool:
         """Whether what counts so many tokens of the batch can be spared, and is taken."""
-        if self._left is None:
-            self._left = float(Line(self.grid, Demand([self.entries[s.id] for s in self.order])).room.min(initial=inf))
-        if tokens > self._left:
+        left = self._spare()
+        if tokens > left:
             return False
-        self._left -= max(0.0, tokens)
+        self._left = left - max(0.0, tokens)
         return True
+
+    def _spare(self) -> float:
+        if self._left is None:
+            self._left = float(room(self.grid, [self.entries[s.id] for s in self.order]).min(initial=inf))
+        return self._left
 
     def size(self) -> tuple[float, int]:
         """Seconds of the batch, and how many tokens to draft for everybody in it.
@@ -83,6 +87,10 @@ class Sparing:
         for seq in order[:first] if drafted else ():
             there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
             verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
+        if not drafted and not self.grid.leads:
+            decodes = [s for s in order[first:] if s.pending == 1]
+            if len(decodes) <= self._spare():
+                return [*order[:first], *decodes, *(s for s in order[first:] if s.pending > 1)], {}
         early: list[SeqView] = []
         late: list[SeqView] = []
         for seq in order[first:]:

@@ -1,0 +1,112 @@
+"""Grids, and what is left of them, in plain Python: what the compiled `programme` is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import ceil, floor, inf
+
+from rubato.policies.slos_serve.admission import Terms
+from rubato.policies.slos_serve.budget import Grid, Job, Phase
+
+CLOSE, EPS = 1e-9, 1e-6
+
+
+def index(grid: Grid, due: float) -> float:
+    """How many batches have ended by then."""
+    ended, begin = 0.0, 0.0
+    for phase in grid.phases:
+        ended += min(max(floor((due - begin) / phase.seconds + CLOSE), 0), phase.count)
+        begin += phase.count * phase.seconds
+        if due < begin:
+            break
+    return ended
+
+
+def until(grid: Grid, k: float, what: Callable[[Phase], float]) -> float:
+    """The sum of something over the first k batches."""
+    total = 0.0
+    for phase in grid.phases:
+        total += min(k, phase.count) * what(phase)
+        k = max(0.0, k - phase.count)
+    return total
+
+
+def end(grid: Grid, k: float) -> float:
+    return until(grid, k, lambda phase: phase.seconds)
+
+
+def supply(grid: Grid, k: float) -> float:
+    return until(grid, k, lambda phase: phase.tokens)
+
+
+def fringe(grid: Grid, tpot: float) -> float:
+    """What a decode's stairs rise above its line: nothing where all batches divide its TPOT, and each other."""
+    lengths = [p.seconds for p in grid.phases[grid.leads :] if p.seconds <= tpot * (1.0 + CLOSE)]
+    ratios = [a / b for a, b in zip([tpot, *lengths], lengths, strict=False)]
+    if tpot == inf or all(abs(ratio - round(ratio)) <= 1e-6 for ratio in ratios):
+        return 0.0
+    return max(lengths) / tpot
+
+
+def room(grid: Grid, jobs: Sequence[Job]) -> list[float]:
+    """Tokens left by each batch by which something is due."""
+    due = {n: index(grid, j.due) for n, j in enumerate(jobs) if j.due < inf}
+    first = min([1.0, *(k for n, k in due.items() if jobs[n].due > 0.0)])
+    due |= {n: first for n in due if jobs[n].due <= 0.0}
+
+    def demanded(k: float) -> float:
+        at = [(jobs[n], own) for n, own in due.items() if own <= k]
+        stairs = (j.tokens + fringe(grid, j.tpot) * j.verified for j, _ in at)
+        return sum(stairs) + sum(j.verified / j.tpot * (end(grid, k) - end(grid, own)) for j, own in at)
+
+    return [supply(grid, k) - demanded(k) for k in sorted(set(due.values()))]
+
+
+def throughput(grid: Grid) -> float:
+    """Tokens a second in the long run."""
+    return grid.phases[-1].tokens / grid.phases[-1].seconds
+
+
+def holds(grid: Grid, jobs: Sequence[Job]) -> bool:
+    """Whether all of them are in time, for ever."""
+    rate = sum(j.verified / j.tpot for j in jobs if j.due < inf)
+    return rate <= throughput(grid) + EPS and all(left >= -EPS for left in room(grid, jobs))
+
+
+def lay(decodes: Sequence[tuple[float, float]], longest: float, capacity: Callable[[float], int]) -> Grid:
+    """Batches of at most `longest`, and of each TPOT from the last batch that has ended when its request is due."""
+    phases = []
+    begin, seconds = 0.0, longest
+    for due, tpot in sorted(decodes):
+        if tpot < seconds and due < inf:
+            count = max(0, floor((due - begin) / seconds + CLOSE))
+            if count:
+                phases.append(Phase(count, seconds, capacity(seconds)))
+                begin += count * seconds
+            seconds = tpot
+    return Grid([*phases, Phase(inf, seconds, capacity(seconds))])
+
+
+def lengths(jobs: Sequence[Job], terms: Terms) -> list[float]:
+    """The longest batch, and those that fit the first two deadlines that a batch can be fitted to."""
+    soon = sorted({j.due for j in jobs if 0.0 < j.due < inf and (j.tokens > 1 or j.due < j.tpot)})
+    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in soon[:2]]
+    return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
+
+
+def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
+    """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
+    for longest in lengths(every, terms):
+        yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
+
+
+def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Grid]:
+    """Those of every choice of the first new request of each TPOT, or of none."""
+    tpots = sorted({j.tpot for j in new})
+    firsts = [[*sorted({j.due for j in new if j.tpot == tpot}), inf] for tpot in tpots]
+    return [
+        lay([*((j.due, j.tpot) for j in forced), *zip(dues, tpots, strict=True)], longest, terms.capacity)
+        for longest in lengths([*forced, *new], terms)
+        for dues in product(*firsts)
+    ]
