@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from rubato.experiments import slos_serve_capacity as capacity
+from rubato.experiments._promising import Log, Scheduler
 from rubato.experiments.slos_serve_capacity import Rates, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
+from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.records import Record, Run
 from rubato.types import SLO, Verdict
 from rubato.workloads import Arrival, Part, Workload
+from tests.policies.test_tables import prompt, seen
 
 TWO = SLO(ttft=1.0, tpot=0.1)
 LATER = SLO(tpot=0.2)
@@ -53,24 +56,49 @@ def test_a_system_has_the_setting_that_holds_most(monkeypatch: pytest.MonkeyPatc
     """With 16 tokens a batch no prompt is in time at any rate."""
     settings = (("vllm:budget=16", 1), ("vllm:budget=2048", 1), ("vllm:budget=17", 1))
     monkeypatch.setitem(capacity.SYSTEMS, "three", capacity.System(settings))
-    assert capacity.tuned("chatbot", "three", "deadline", replace(SCALE, tuned=3)) == settings[1]
-    assert capacity.tuned("chatbot", "three", "deadline", replace(SCALE, tuned=1)) == settings[0]
+    assert capacity.tuned("chatbot", "three", "deadline", 0.9, replace(SCALE, tuned=3), {}) == settings[1]
+    assert capacity.tuned("chatbot", "three", "deadline", 0.9, replace(SCALE, tuned=1), {}) == settings[0]
 
 
 def value(scenario: str, system: str, seed: int, rate: float) -> dict[str, Any]:
-    rates = {"setting": system, "capacity": {str(target): rate for target in capacity.TARGETS}}
+    rates = {
+        name: dict.fromkeys(map(str, capacity.TARGETS), own) for name, own in (("setting", system), ("capacity", rate))
+    }
     return {"scenario": scenario, "system": system, "seed": seed, "found": dict.fromkeys(capacity.JUDGES, rates)}
 
 
 def test_ratios_are_to_the_best_baseline_seed_by_seed() -> None:
-    own = {"slos_serve": (4.0, 9.0), "vllm": (2.0, 3.0), "sarathi": (1.0, 1.0)}
+    own = {"slos_serve": (4.0, 9.0), "slos_serve+drafts": (8.0, 8.0), "vllm": (2.0, 3.0), "sarathi": (1.0, 1.0)}
     rates = Rates([value("chatbot", s, seed, r) for s, all_ in own.items() for seed, r in enumerate(all_)])
     assert rates.best("chatbot", ("vllm", "sarathi"), "deadline", 0.9) == "vllm"
     ratio = rates.ratio("chatbot", ("vllm", "sarathi"), "deadline", 0.9)
     assert ratio.value == pytest.approx(exp((log(2.0) + log(3.0)) / 2))
     assert ratio.low < 2.0 < 3.0 < ratio.high
-    mean = rates.mean_ratio(("sarathi",), "windowed", 0.98)
-    assert mean.value == pytest.approx(6.0)
+    assert rates.mean_ratio(("sarathi",), "windowed", 0.98, drafting=False).value == pytest.approx(6.0)
+    assert rates.mean_ratio(("sarathi",), "windowed", 0.98).value == pytest.approx(8.0)
+
+
+class Tried:
+    """Attains so much at 3 requests/s and above, and below."""
+
+    def __init__(self, above: float, below: float) -> None:
+        self.attains = (above, below)
+
+    def attained(self, rate: float) -> dict[str, float]:
+        return {"deadline": self.attains[rate < 3.0]}
+
+
+def test_a_setting_is_tuned_for_its_target_and_of_equal_ones_attains_most() -> None:
+    """At 90 % three hold as much as far as halving tells, the third attains more; at 98 % only the fourth holds any."""
+    settings = [(f"sarathi:budget=256,whole={whole}", 1) for whole in ("true", "false")]
+    settings += [(f"sarathi:budget=512,whole={whole}", 1) for whole in ("true", "false")]
+    attains = ((0.5, 0.94), (0.5, 0.95), (0.52, 0.96), (0.5, 0.99))
+    known: Any = {one: Tried(0.0, 0.0) for one in capacity.SYSTEMS["sarathi"].settings}
+    known |= {setting: Tried(*shares) for setting, shares in zip(settings, attains, strict=True)}
+    scale = capacity.Scale(seeds=(99,))
+    assert capacity.tuned("chatbot", "sarathi", "deadline", 0.98, scale, known) == settings[3]
+    known[settings[3]] = Tried(0.0, 0.0)
+    assert capacity.tuned("chatbot", "sarathi", "deadline", 0.9, scale, known) == settings[2]
 
 
 def test_tables_hold_rates_a_gpu() -> None:
@@ -85,3 +113,36 @@ def test_who_is_here_has_arrived_and_not_had_its_last_token() -> None:
     records = [replace(run(*times).records[0], at=at) for at, times in ((0.0, (1.0, 2.0)), (1.5, (1.6, 4.0)))]
     assert here(records, [0.0, 1.5, 1.9, 2.0, 3.9, 4.0]) == [1, 2, 2, 1, 1, 0]
     assert here([], [0.0]) == [0]
+
+
+def test_promises_broken_are_counted_over_all_scenarios_seed_by_seed() -> None:
+    """Of each seed 100 promises and 200 offered a scenario; the first seed breaks 3 of each, the second none."""
+    margins = ("0", "0.05", "0.1", "0.2", "default")
+    one = {"offered": 200, "attained": 90, "promised": 100, "broken": 0, "unfinished": 0, "came_to": 0.1}
+    values = [
+        {**one, "scenario": s, "noise": noise, "margin": margin, "seed": seed, "broken": 3 if seed == 1 else 0}
+        for s in RATES for noise in NOISES for margin in margins for seed in (1, 2)
+    ]  # fmt: skip
+    values += [{**values[-1], "scenario": "more", "promised": 300, "broken": 297, "seed": 2}]
+    estimates = found(values, True).estimates
+    assert estimates["broken-10-0.1"].value == pytest.approx(0.015)
+    assert estimates["broken-20-default"].value == pytest.approx((0.03 + 297 / 600) / 2)
+    assert estimates["default-10"].value == pytest.approx(1.0)
+    assert estimates["attained-20"].value == pytest.approx(0.0)
+
+
+def test_a_promise_that_was_given_up_is_still_counted() -> None:
+    log = Log()
+    scheduler = Scheduler(margin=0.1, log=log)
+    a = prompt("a", 60, ttft=0.1)
+    scheduler.plan(seen([a], []))
+    assert scheduler.plan(seen([a], [], now=0.05)).demote == ("a",)  # nothing was run, and 70 ms are needed
+    assert not scheduler.promised
+    assert log == Log({"a"}, [0.1, 0.1])
+
+
+def test_what_a_run_kept() -> None:
+    """Eight requests and two places: six are promised, and kept, where steps are as predicted."""
+    value = kept("chatbot", 0.0, None, 1, True)
+    assert (value["offered"], value["unfinished"], value["came_to"]) == (8, 0, 0.0)
+    assert (value["promised"], value["broken"], value["attained"]) == (6, 0, 6)

@@ -35,12 +35,10 @@ def cells(small: bool) -> list[Cell]:
     return [
         Cell("host", host_term, ()),
         *(
-            Cell(f"{scenario} {system} host={host} seed={seed}", held, (scenario, system, seed, scale))
+            Cell(f"{scenario} {system} host={host}", held, (scenario, system, _scale(small, host)))
             for host in HOSTS
-            for scale in (_scale(small, host),)
             for scenario in OPT
             for system in (OURS, *BASELINES)
-            for seed in scale.seeds
         ),
     ]
 
@@ -49,17 +47,17 @@ def _scale(small: bool, host: float) -> Scale:
     return replace(SMALL if small else FULL, host=host)
 
 
-def host_term() -> dict[str, float]:
+def host_term() -> list[dict[str, float]]:
     """How much longer one decode is at the longest host than at the shortest, over what the host takes by itself."""
     low, high = (capacity.hardware(OPT[0], _scale(True, host)).model.step_time(STEP) for host in HOSTS)
     term = profiles.load(scenarios.get(f"slos-serve-{OPT[0]}").profile).host_term
     assert term is not None, "a profile of kernels"
-    return {"ratio": (high - low) / ((term.host + term.host_per_seq) * (HOSTS[1] - HOSTS[0]))}
+    return [{"ratio": (high - low) / ((term.host + term.host_per_seq) * (HOSTS[1] - HOSTS[0]))}]
 
 
-def held(scenario: str, system: str, seed: int, scale: Scale) -> dict[str, Any]:
+def held(scenario: str, system: str, scale: Scale) -> list[dict[str, Any]]:
     """As `slos_serve_capacity.measured`."""
-    return {"host": scale.host, **capacity.measured(scenario, system, seed, scale)}
+    return [{"host": scale.host, **own} for own in capacity.measured(scenario, system, scale, [(JUDGE, TARGET)])]
 
 
 def _ratio(values: Sequence[Mapping[str, Any]], host: float, scenario: str) -> Estimate:
@@ -67,6 +65,7 @@ def _ratio(values: Sequence[Mapping[str, Any]], host: float, scenario: str) -> E
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
+    values = [value for own in values for value in own]
     estimates = {"host-term": Estimate.exact(next(v["ratio"] for v in values if "ratio" in v))}
     estimates |= {
         f"{scenario}-host-{100 * host:g}": _ratio(values, host, scenario) for host in HOSTS for scenario in OPT

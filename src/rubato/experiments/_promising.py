@@ -1,0 +1,33 @@
+"""SLOs-Serve that writes down whom it promised, for `slos_serve_margin`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rubato.interfaces import View
+from rubato.policies import slos_serve
+from rubato.types import Plan
+
+SOURCE = "ours, to count promises by"
+
+
+@dataclass
+class Log:
+    """promised: ids of all who ever were, also where that was given up; margins: of each plan."""
+
+    promised: set[str] = field(default_factory=set)
+    margins: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Scheduler(slos_serve.Scheduler):
+    """log: where it is written."""
+
+    log: Log | None = None
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        if self.log is not None:
+            self.log.promised.update(self.promised)
+            self.log.margins.append(self._margin(view))
+        return plan

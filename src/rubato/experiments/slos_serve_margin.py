@@ -1,0 +1,105 @@
+"""How many promises SLOs-Serve breaks where steps take longer or shorter than predicted, by its margin.
+
+Three of the paper's scenarios at more than one replica holds, so that somebody is declined and plans are tight. A
+step's time is that of the profile times a factor drawn anew (lognormal); the scheduler's model goes on learning, as it
+does live. A promise is broken when its request misses, also where it was demoted before. Lengths are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rubato.cells import Cell
+from rubato.experiments import Found
+from rubato.experiments._promising import Log
+from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
+from rubato.intervals import Estimate, over_seeds
+from rubato.setting import Choice, Setting, oracle
+from rubato.sweep import markdown
+
+SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
+SECONDS = 600.0
+
+POLICY = "rubato.experiments._promising"
+RATES = {"chatbot": 5.0, "coder": 2.2, "mixed": 6.0}  # requests/s, 1.2 to 1.3 times what it holds
+NOISES = (0.0, 0.1, 0.2)  # relative spread of step times
+MARGINS = (0.0, 0.05, 0.1, 0.2, None)  # None: the default, as much as the model has been off
+DEFAULT = "default"
+
+
+def cells(small: bool) -> list[Cell]:
+    scale = SMALL if small else FULL
+    return [
+        Cell(
+            f"{scenario} noise={noise} margin={_name(margin)} seed={seed}", kept, (scenario, noise, margin, seed, small)
+        )
+        for scenario in RATES
+        for noise in NOISES
+        for margin in MARGINS
+        for seed in scale.seeds
+    ]
+
+
+def _name(margin: float | None) -> str:
+    return DEFAULT if margin is None else f"{margin:g}"
+
+
+def kept(scenario: str, noise: float, margin: float | None, seed: int, small: bool) -> dict[str, Any]:
+    """Promises made, and broken; and who attained of all offered."""
+    scale, log = SMALL if small else FULL, Log()
+    choice = Choice(POLICY, {"margin": margin, "log": log})
+    setting = Setting(hardware(scenario, scale), choice, noise=noise, lengths=oracle, learns=True)
+    run = setting.run(load(scenario, seed, scale).rescaled(RATES[scenario]), seed, times=False, causes=False)
+    met = {r.id: r.verdict.met for r in run.records}
+    return {
+        "scenario": scenario, "noise": noise, "margin": _name(margin), "seed": seed,
+        "offered": len(met), "attained": sum(met.values()), "promised": len(log.promised),
+        "broken": sum(not met[id] for id in log.promised), "came_to": float(np.mean(log.margins)),
+        "unfinished": sum(r.outcome != "completed" for r in run.records),
+    }  # fmt: skip
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    estimates = {}
+    for noise in NOISES:
+        for margin in MARGINS:
+            estimates[f"broken-{100 * noise:g}-{_name(margin)}"] = _share(values, noise, margin, "broken", "promised")
+    for noise in NOISES[1:]:
+        shares = [_by_seed(values, noise, margin, "attained", "offered") for margin in (None, 0.0)]
+        estimates[f"attained-{100 * noise:g}"] = over_seeds([a - b for a, b in zip(*shares, strict=True)])
+        own = [v["came_to"] / noise for v in values if (v["noise"], v["margin"]) == (noise, DEFAULT)]
+        estimates[f"default-{100 * noise:g}"] = Estimate(float(np.mean(own)), min(own), max(own))
+    estimates["unfinished"] = Estimate.exact(sum(v["unfinished"] for v in values))
+    scale = SMALL if small else FULL
+    return Found(estimates, list(values), scale.seeds, "deadline", {"rates": RATES, "lengths": "oracle"})
+
+
+def _by_seed(values: Sequence[Any], noise: float, margin: float | None, part: str, whole: str) -> list[float]:
+    """All scenarios together."""
+    own = [v for v in values if (v["noise"], v["margin"]) == (noise, _name(margin))]
+    seeds = [[v for v in own if v["seed"] == seed] for seed in dict.fromkeys(v["seed"] for v in own)]
+    return [sum(v[part] for v in seed) / max(1, sum(v[whole] for v in seed)) for seed in seeds]
+
+
+def _share(values: Sequence[Any], noise: float, margin: float | None, part: str, whole: str) -> Estimate:
+    return over_seeds(_by_seed(values, noise, margin, part, whole))
+
+
+def tables(data: Sequence[Mapping[str, Any]]) -> str:
+    """Broken of promised, and attained of offered, by scenario, noise and margin."""
+    rows = [["scenario", "noise", *(f"margin {_name(margin)}" for margin in MARGINS)]]
+    for scenario in RATES:
+        for noise in NOISES:
+            own = [v for v in data if (v["scenario"], v["noise"]) == (scenario, noise)]
+            row = [scenario, f"{noise:g}"]
+            for margin in MARGINS:
+                sums = {
+                    key: sum(v[key] for v in own if v["margin"] == _name(margin))
+                    for key in ("broken", "promised", "attained", "offered")
+                }
+                row.append("{broken}/{promised}, {attained}/{offered}".format(**sums) if sums["offered"] else "")
+            rows.append(row)
+    return f"Promises broken, and attained of offered, all seeds:\n\n{markdown(rows)}"
