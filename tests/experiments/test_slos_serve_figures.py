@@ -10,7 +10,7 @@ import pytest
 
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments._promising import Log, Scheduler
-from rubato.experiments.slos_serve_capacity import Rates, stages, verdicts
+from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
 from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.records import Record, Run
@@ -78,27 +78,32 @@ def test_ratios_are_to_the_best_baseline_seed_by_seed() -> None:
     assert rates.mean_ratio(("sarathi",), "windowed", 0.98).value == pytest.approx(8.0)
 
 
-class Tried:
-    """Attains so much at 3 requests/s and above, and below."""
+class Tried(Tries):
+    """Attains 95 % up to one rate and all up to another, else half."""
 
-    def __init__(self, above: float, below: float) -> None:
-        self.attains = (above, below)
+    def __init__(self, most: float, all_: float) -> None:
+        self.most, self.all, self.asked, self._start = most, all_, set[float](), 3.0
 
     def attained(self, rate: float) -> dict[str, float]:
-        return {"deadline": self.attains[rate < 3.0]}
+        self.asked.add(rate)
+        return {"deadline": 1.0 if rate <= self.all else 0.95 if rate <= self.most else 0.5}
 
 
-def test_a_setting_is_tuned_for_its_target_and_of_equal_ones_attains_most() -> None:
-    """At 90 % three hold as much as far as halving tells, the third attains more; at 98 % only the fourth holds any."""
-    settings = [(f"sarathi:budget=256,whole={whole}", 1) for whole in ("true", "false")]
-    settings += [(f"sarathi:budget=512,whole={whole}", 1) for whole in ("true", "false")]
-    attains = ((0.5, 0.94), (0.5, 0.95), (0.52, 0.96), (0.5, 0.99))
-    known: Any = {one: Tried(0.0, 0.0) for one in capacity.SYSTEMS["sarathi"].settings}
-    known |= {setting: Tried(*shares) for setting, shares in zip(settings, attains, strict=True)}
-    scale = capacity.Scale(seeds=(99,))
-    assert capacity.tuned("chatbot", "sarathi", "deadline", 0.98, scale, known) == settings[3]
-    known[settings[3]] = Tried(0.0, 0.0)
-    assert capacity.tuned("chatbot", "sarathi", "deadline", 0.9, scale, known) == settings[2]
+def test_a_setting_is_tuned_for_its_target_and_a_better_one_must_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 90 % the second holds more, if not by the tolerance; the third does; at 98 % the first. The last never does,
+    which one run tells; of the fifth none does."""
+    holds = ((3.0, 2.0), (3.05, 1.0), (3.5, 0.0), (1.0, 0.5), (0.0, 0.0))
+    settings = tuple((f"vllm:budget={16 + i}", 1) for i in range(len(holds)))
+    monkeypatch.setitem(capacity.SYSTEMS, "five", capacity.System(settings))
+    for target, best in ((0.9, 2), (0.98, 0)):
+        known = {setting: Tried(*rates) for setting, rates in zip(settings, holds, strict=True)}
+        scale = capacity.Scale(seeds=(99,))
+        assert capacity.tuned("chatbot", "five", "deadline", target, scale, dict(known)) == settings[best]
+        assert [len(known[s].asked) for s in settings[3:]] == [1, 1]
+        assert len(known[settings[1]].asked) == 1
+        worst_first = capacity.System(settings[::-1])
+        monkeypatch.setitem(capacity.SYSTEMS, "reversed", worst_first)
+        assert capacity.tuned("chatbot", "reversed", "deadline", target, scale, dict(known)) == settings[best]
 
 
 def test_tables_hold_rates_a_gpu() -> None:

@@ -69,7 +69,7 @@ OPT = ("chatbot", "coder", "summarizer", "mixed")
 SYSTEMS = {
     OURS: System(
         _alone(OURS, *(f"{OURS}:longest={longest}{even}" for longest in (0.1, 0.018) for even in ("", ",even=true"))),
-        few={"reasoning": _alone(OURS, *(f"{OURS}:longest={longest}" for longest in (0.018, 0.022)))},
+        few={"reasoning": _alone(OURS, *(f"{OURS}:longest={longest}" for longest in (0.022, 0.026)))},
     ),
     "prefill_first": System(_alone(*(f"prefill_first:whole={w}" for w in WHOLE))),
     "vllm": System(_alone(*(f"vllm:budget={b},whole={w}" for b in (512, 2048, 8192) for w in WHOLE))),
@@ -95,14 +95,13 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """count: requests of a run (0: as `COUNTS`). shorter: outputs are cut to this part. tuned: settings tried of a
-    system, at most. coarse: tolerance of tuning. limits: of the engine, where not the profile's. host: how many times
-    as long a step takes outside the device."""
+    """count: requests of a run (0: as `COUNTS`). tolerance: of capacities, measured or tuned for. shorter: outputs are
+    cut to this part. tuned: settings tried of a system, at most. limits: of the engine, where not the profile's. host:
+    how many times as long a step takes outside the device."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
     count: int = 0
     tolerance: float = 0.06
-    coarse: float = 0.3
     tuned: int = 99
     shorter: int = 1
     limits: tuple[tuple[str, int], ...] = ()
@@ -110,7 +109,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALL = Scale((1,), 8, 0.9, 0.9, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
+SMALL = Scale((1,), 8, 0.9, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
 TUNING = 0  # the seed
 CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
 
@@ -153,28 +152,24 @@ def measured(
 def tuned(
     scenario: str, system: str, judge_: str, target: float, scale: Scale, known: dict[tuple[str, int], Tries]
 ) -> tuple[str, int]:
-    """The setting, and on how many replicas, with the largest rate a replica; of equal ones, which were tried at the
-    same rates, that with most attained at them. known: what has been tried, and will be."""
+    """The setting, and on how many replicas, with the largest rate a replica: each is tried at what the best before it
+    does not hold, and only if it attains the target there its own capacity is searched. Of settings that hold as much,
+    to the tolerance, the first. known: what has been tried, and will be."""
     able = SYSTEMS[system].few.get(scenario, SYSTEMS[system].settings)[: scale.tuned]
-    if len(able) == 1:
-        return able[0]
-    for setting in able:
+    best, beyond = able[0], 0.0
+    for setting in able if len(able) > 1 else ():
         if setting not in known:
             known[setting] = Tries(scenario, setting, TUNING, scale, SYSTEMS[system].drafts)
-    return max(able, key=lambda setting: _held(known[setting], judge_, target, STARTS[scenario], scale.coarse))
-
-
-def _held(tries: Tries, judge_: str, target: float, start: float, tolerance: float) -> tuple[float, float]:
-    asked: dict[float, float] = {}
-
-    def attained(rate: float) -> float:
-        asked[rate] = tries.attained(rate)[judge_]
-        return asked[rate]
-
-    try:
-        return capacity.crossing(attained, target, start, tolerance), sum(asked.values())
-    except ValueError:  # so many attain at no rate
-        return 0.0, 0.0
+        tries = known[setting]
+        if beyond and tries.attained(beyond)[judge_] < target:
+            continue
+        try:
+            held = tries.capacity(judge_, target, scale.tolerance)
+        except ValueError:  # so many attain at no rate
+            continue
+        if held > beyond:
+            best, beyond = setting, held * (1.0 + scale.tolerance) ** 0.5
+    return best
 
 
 class Tries:
@@ -330,7 +325,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     scale = SMALL if small else FULL
     machines = {scenario: hardware(scenario, scale).describe() for scenario in STARTS}
     settings = {
-        "counts": COUNTS, "tolerance": scale.tolerance, "tuning": scale.coarse, "lengths": "oracle",
+        "counts": COUNTS, "tolerance": scale.tolerance, "lengths": "oracle",
         "systems": {name: [s for s, _ in system.settings] for name, system in SYSTEMS.items()}, "machines": machines,
     }  # fmt: skip
     return Found(estimates, list(values), scale.seeds, " and ".join(JUDGES), settings)
