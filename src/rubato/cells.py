@@ -27,6 +27,7 @@ from rubato.clock import measured
 from rubato.workloads.file import json_object
 
 FORMAT = "rubato-cells/2"
+PATIENCE = 10.0  # seconds for a pool to end in, once the command is told to
 T = TypeVar("T")
 
 
@@ -206,14 +207,29 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
         return
     # spawn: a child that shares nothing by accident, on every platform
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+    watch: threading.Timer | None = None
     try:
         yield pool, count
-    except (SystemExit, KeyboardInterrupt):  # not after the cells under way, which may take minutes
+    except (SystemExit, KeyboardInterrupt) as end:  # not after the cells under way, which may take minutes
         for child in multiprocessing.active_children():
             child.terminate()
+        # a pool whose processes were ended as they started has been seen to wait for ever
+        code = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
+        watch = threading.Timer(PATIENCE, _end, (code if isinstance(code, int) else 1,))
+        watch.daemon = True
+        watch.start()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        if watch is not None:
+            watch.cancel()
+
+
+def _end(code: int) -> None:
+    """Of this process and all that it started, whatever they wait for."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 @contextlib.contextmanager

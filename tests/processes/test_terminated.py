@@ -53,3 +53,17 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], s
     while alive(process.pid) and time.monotonic() < until:  # Python's own, that looks after semaphores, ends by itself
         time.sleep(0.02)
     assert not alive(process.pid), "somebody of its session is left"
+
+
+STUCK = """
+import signal, sys, threading
+from rubato import cells
+cells.PATIENCE = 0.5
+cells.ProcessPoolExecutor.shutdown = lambda pool, **how: threading.Event().wait()
+with cells._opened(2, 2):
+    sys.exit(143)
+"""
+
+
+def test_a_pool_that_does_not_end_keeps_nobody_waiting() -> None:
+    assert subprocess.run([sys.executable, "-c", STUCK], timeout=SECONDS, check=False).returncode == 143
