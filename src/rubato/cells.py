@@ -207,7 +207,6 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
         return
     # spawn: a child that shares nothing by accident, on every platform
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
-    watch: threading.Timer | None = None
     try:
         yield pool, count
     except (SystemExit, KeyboardInterrupt) as end:  # not after the cells under way, which may take minutes
@@ -218,11 +217,13 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
         watch = threading.Timer(PATIENCE, _end, (code if isinstance(code, int) else 1,))
         watch.daemon = True
         watch.start()
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:
+            watch.cancel()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        if watch is not None:
-            watch.cancel()
 
 
 def _end(code: int) -> None:

@@ -88,7 +88,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {}
     for noise in NOISES:
         for margin in MARGINS:
-            estimates[f"broken-{100 * noise:g}-{_name(margin)}"] = _share(values, noise, margin, "broken", "promised")
+            broken = _by_seed(values, noise, margin, "broken", "promised")
+            estimates[f"broken-{100 * noise:g}-{_name(margin)}"] = over_seeds(broken)
     for noise in NOISES[1:]:
         shares = [_by_seed(values, noise, margin, "attained", "offered") for margin in (None, 0.0)]
         estimates[f"attained-{100 * noise:g}"] = over_seeds([a - b for a, b in zip(*shares, strict=True)])
@@ -104,10 +105,6 @@ def _by_seed(values: Sequence[Any], noise: float, margin: float | None, part: st
     own = [v for v in values if (v["noise"], v["margin"]) == (noise, _name(margin))]
     seeds = [[v for v in own if v["seed"] == seed] for seed in dict.fromkeys(v["seed"] for v in own)]
     return [sum(v[part] for v in seed) / max(1, sum(v[whole] for v in seed)) for seed in seeds]
-
-
-def _share(values: Sequence[Any], noise: float, margin: float | None, part: str, whole: str) -> Estimate:
-    return over_seeds(_by_seed(values, noise, margin, part, whole))
 
 
 def tables(data: Sequence[Mapping[str, Any]]) -> str:
