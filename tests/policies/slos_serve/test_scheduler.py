@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -345,3 +346,30 @@ def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
     running = [replace(decode("d", tpot=0.05, due=1.0), output=11)]
     assert sum(work(plan(seen([prompt("a", 95, ttft=1.0)], running))).values()) > 40
     assert work(plan(seen([prompt("a", 95, ttft=1.0)], running), even=True)) == {"d": 1, "a": 39}
+
+
+@pytest.mark.parametrize(("tpot", "taken"), [(1.0, "mnoabcdefghi"), (0.025, "abcdefghijkl")])
+def test_decodes_that_are_ahead_take_turns_where_a_batch_does_not_hold_all(tpot: float, taken: str) -> None:
+    """Batches of 22 ms hold 12. Whoever is further ahead goes without, but not twice: unless the others need them."""
+    served = SpelledOut("slos_serve", {"longest": 0.01})
+    dues = dict.fromkeys("abcdefghijkl", tpot) | dict.fromkeys("mno", 50.0)
+    for now, expected in ((0.0, "abcdefghijkl"), (0.022, taken)):
+        shown = seen([], [decode(id, tpot=tpot, due=due) for id, due in dues.items()], now=now)
+        made = served.plan(replace(shown, limits=replace(shown.limits, max_seqs=20)))
+        assert "".join(work(made)) == expected
+        dues = {id: due + tpot * (id in work(made)) for id, due in dues.items()}
+
+
+def test_nobody_is_passed_over_twice_while_a_batch_holds_half() -> None:
+    """Twelve of 15, as many times: those due first always, the six furthest ahead every other time."""
+    served = SpelledOut("slos_serve", {"longest": 0.01})
+    dues = {id: 10.0 * i for i, id in enumerate("abcdefghijklmno", start=1)}
+    batches = []
+    for step in range(10):
+        shown = seen([], [decode(id, tpot=1.0, due=due) for id, due in dues.items()], now=0.022 * step)
+        batches.append(work(served.plan(replace(shown, limits=replace(shown.limits, max_seqs=20)))))
+        dues = {id: due + (id in batches[-1]) for id, due in dues.items()}
+    assert {id: sum(id in batch for batch in batches) for id in dues} == dict.fromkeys("abcdefghi", 10) | dict.fromkeys(
+        "jklmno", 5
+    )
+    assert all(id in one or id in next_ for one, next_ in pairwise(batches) for id in dues)

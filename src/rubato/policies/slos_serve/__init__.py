@@ -14,7 +14,8 @@ tokens count in a batch as soon as they are eligible, here when they are due, wh
 asked with what decodes will read together at most if all go on (`demand.Machine`): where lengths differ much, or some
 decodes wait, such a promise is no certainty. Where a decode of a long context costs as much as many tokens of a prompt,
 those count less (`demand.lightness`), and a prompt due before all decodes could be done once has a short batch before
-them if they are ahead (`programme.short`). A promise is for a stage with a prompt and the decode-only stages after
+them if they are ahead (`programme.short`). Decodes that are ahead take turns where batches do not hold all of them
+(`sparing`). A promise is for a stage with a prompt and the decode-only stages after
 it, at their tightest TPOT; the next prompt (a tool's return) is decided anew, its KV kept while there is room.
 
 When steps take longer than predicted, a decode that is behind counts in the next tighter tier until it is on time

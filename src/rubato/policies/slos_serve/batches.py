@@ -46,6 +46,14 @@ class Filling:
         self.fill(order[many.seqs :])
         return True
 
+    def without(self, order: Sequence[SeqView], before: Sequence[str]) -> list[str]:
+        """Ids of decodes that are not in the batch, first those that were not in the one before either."""
+        packing = self.packing
+        if packing.decode:
+            return []
+        out = {s.id: None for s in order if s.pending == 1 and s.id not in packing.work}
+        return list({id: None for id in before if id in out} | out)
+
     def fill(self, order: Iterable[SeqView]) -> None:
         """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
         decodes: list[SeqView] = []

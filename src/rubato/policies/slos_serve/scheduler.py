@@ -120,6 +120,7 @@ class Scheduler:
     _elder: Elder = field(default=NOBODY, init=False)
     _light: float = field(default=1.0, init=False)
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
+    _passed: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -410,7 +411,7 @@ class Scheduler:
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
         margin, light = self._margin(view), turn.promises.light
-        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light)
+        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light, self._passed)
         bound, most = sparing.size()
         depths, late = self._drafts.depths(view, sparing.order, most, grid.phases[0].tokens, bound, light)
         order, verified = sparing.steady()
@@ -427,6 +428,7 @@ class Scheduler:
             if able:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])
+        self._passed = filling.without(order, self._passed)
         plan = filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
         return self._drafts.written(plan, view, depths)
 

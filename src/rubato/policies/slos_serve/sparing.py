@@ -1,9 +1,9 @@
 """What all who were promised can do without in the next batch, and who gets it: decodes that are behind by chance, for
-whom it is cut short; drafts beyond those planned on; decodes that are ahead."""
+whom it is cut short; decodes that were passed over; drafts beyond those planned on; decodes that are ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -18,7 +18,8 @@ ROOMY = 0.5  # share of memory: while less is promised, decodes need not hurry
 @dataclass
 class Sparing:
     """seqs: who was promised, and `jobs` what they demand, one each. light: what a token of prefill counts. entries:
-    the jobs, with what is verified in each entry. order: by deadline."""
+    the jobs, with what is verified in each entry. order: by deadline. passed: ids of decodes that the last batches went
+    without, who has waited longest first."""
 
     view: View
     grid: Grid
@@ -27,6 +28,7 @@ class Sparing:
     drafts: Drafts
     margin: float
     light: float
+    passed: Collection[str] = ()
     entries: dict[str, Job] = field(init=False)
     order: list[SeqView] = field(init=False)
     _left: float | None = field(default=None, init=False)
@@ -77,11 +79,12 @@ class Sparing:
         return first.seconds, planned
 
     def steady(self) -> tuple[list[SeqView], dict[str, int]]:
-        """In order of deadline, but decodes that are ahead go on, before prefills due sooner, as far as the tokens of a
-        batch can be spared: none is then held up for as long as it was ahead. And how many drafted tokens to verify for
-        each: what was planned on, or all there are where they can be spared, counted as those of a prompt: they share
-        the context that is read for the entry. Plans count them as decodes, lest long batches are taken too often."""
-        order, drafted = self.order, self.drafts.drafted
+        """In order of deadline, and of turn, but decodes that are ahead go on, before prefills due sooner, as far as
+        the tokens of a batch can be spared: none is then held up for as long as it was ahead. And how many drafted
+        tokens to verify for each: what was planned on, or all there are where they can be spared, counted as those of a
+        prompt: they share the context that is read for the entry. Plans count them as decodes, lest long batches are
+        taken too often."""
+        order, drafted = self._in_turn(), self.drafts.drafted
         first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
         verified: dict[str, int] = {}
         for seq in order[:first] if drafted else ():
@@ -100,3 +103,14 @@ class Sparing:
             if there:
                 verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)
         return [*order[:first], *early, *late], {id: nodes for id, nodes in verified.items() if nodes}
+
+    def _in_turn(self) -> list[SeqView]:
+        """In order of deadline, but decodes that were passed over come first, as far as their tokens can be spared:
+        where a batch does not hold all who are ahead they take turns, instead of those furthest ahead waiting for all
+        others to get as far."""
+        if not self.passed or self.grid.leads:
+            return self.order
+        soon = self.grid.phases[0].seconds
+        able = {s.id: s for s in self.order if s.pending == 1 and self.entries[s.id].due > soon}
+        turn = {id: able[id] for id in self.passed if id in able and self.takes(self.entries[id].tokens)}
+        return [*turn.values(), *(s for s in self.order if s.id not in turn)]
