@@ -171,15 +171,20 @@ class Model:
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
         tokens, seqs, kv = base.tokens, base.seqs + 1, base.kv + cached
-        context, square, chunks, chunk_kv = base.chunk_context, base.chunk_sq, base.chunks, base.chunk_kv
+        context, square, chunks, chunk_kv = base.chunk_context, base.chunk_sq, base.chunks + 1, base.chunk_kv + cached
+        decodes = seqs - chunks
+        beside = self._decode.time(decodes, kv - chunk_kv) if decodes else 0.0  # whatever the chunk
+        f, g, e, d = self._chunk
+        alone = self._decode.time
 
         def fits(c: int) -> bool:
-            if c == 1:
-                time = self.seconds(tokens + 1, seqs, kv + 1, context, square, chunks, chunk_kv)
-            else:
-                time = self.seconds(
-                    tokens + c, seqs, kv + c, context + c * cached, square + c * c, chunks + 1, chunk_kv + cached + c
-                )
+            if c == 1:  # a decode
+                time = self.seconds(tokens + 1, seqs, kv + 1, context, square, chunks - 1, chunk_kv - cached)
+            else:  # `seconds`, operation by operation, of which one search asks ten
+                time = self._fixed(tokens + c, seqs) + beside
+                compute = f + g * (tokens + c - decodes) + e * (square + c * c) + d * (context + c * cached)
+                read = alone(chunks, chunk_kv + c)
+                time += compute if compute > read else read
             return time <= seconds
 
         return largest(fits, most, float(most))

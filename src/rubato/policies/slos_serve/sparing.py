@@ -90,10 +90,8 @@ class Sparing:
         for seq in order[:first] if drafted else ():
             there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
             verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
-        if not drafted and not self.grid.leads:
-            decodes = [s for s in order[first:] if s.pending == 1]
-            if len(decodes) <= self._spare():
-                return [*order[:first], *decodes, *(s for s in order[first:] if s.pending > 1)], {}
+        if not drafted:
+            return [*order[:first], *self._ahead(order[first:])], {}
         early: list[SeqView] = []
         late: list[SeqView] = []
         for seq in order[first:]:
@@ -103,6 +101,17 @@ class Sparing:
             if there:
                 verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)
         return [*order[:first], *early, *late], {id: nodes for id, nodes in verified.items() if nodes}
+
+    def _ahead(self, order: list[SeqView]) -> list[SeqView]:
+        """Its decodes first, as many as can be spared."""
+        decodes = [s for s in order if s.pending == 1]
+        if not decodes or self.grid.leads:
+            return order
+        early = decodes[: max(0, int(min(self._spare(), len(decodes))))]
+        if len(early) == len(decodes):
+            return [*early, *(s for s in order if s.pending > 1)]
+        ids = {s.id for s in early}
+        return [*early, *(s for s in order if s.id not in ids)]
 
     def _in_turn(self) -> list[SeqView]:
         """In order of deadline, but decodes that were passed over come first, as far as their tokens can be spared:
