@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rubato.interfaces import View
+from rubato.latency import affine
 from rubato.latency.roofline import Model
 from rubato.lengths import Oracle
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Finished, Limits, Plan, Request, Sampling, Stage
+from rubato.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
 from tests.policies.test_properties import Load
 
 SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms
@@ -71,8 +73,8 @@ def promised(draw: st.DrawFn) -> tuple[Load, Model]:
 class Recording:
     """The policy, and whom it has promised to be in time."""
 
-    def __init__(self) -> None:
-        self.inner = Scheduler()
+    def __init__(self, **settings: Any) -> None:
+        self.inner = Scheduler(**settings)
         self.needs = self.inner.needs
         self.observe = self.inner.observe
         self.promised: set[str] = set()
@@ -83,11 +85,11 @@ class Recording:
         return plan
 
 
-def played(load: Load, model: Model, noise: float = 0.0) -> tuple[set[str], set[str]]:
+def played(load: Load, model: Model, noise: float = 0.0, **settings: Any) -> tuple[set[str], set[str]]:
     """Ids of those who were promised to be in time, and of those who were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
     setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise)
-    scheduler = Recording()
+    scheduler = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
         ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
@@ -100,3 +102,79 @@ def played(load: Load, model: Model, noise: float = 0.0) -> tuple[set[str], set[
 def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
     admitted, met = played(*case)
     assert admitted <= met
+
+
+@given(
+    promised(),
+    st.sampled_from([0.009, 0.011, 0.014, 0.02, 0.2]),
+    st.booleans(),
+    st.sampled_from([0.25, 1.0, 4.0]),
+)
+def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for_long(
+    case: tuple[Load, Model], longest: float, even: bool, patience: float
+) -> None:
+    """`longest`: where a batch does not hold all who decode they take turns."""
+    admitted, met = played(*case, longest=longest, even=even, patience=patience)
+    assert admitted <= met
+
+
+def alike(count: int, stage: Stage, output: int, limits: Limits) -> Load:
+    requests = tuple(Request(f"q{i}", (stage,), 0.0, sampling=Sampling(max_tokens=output)) for i in range(count))
+    return Load(requests, {r.id: (output,) for r in requests}, limits)
+
+
+LARGE = Limits(max_seqs=64, max_tokens=40, max_length=400, kv_blocks=2000, block=1)
+
+
+def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:
+    """Four prompts in three batches of 40, each: the first ones have tokens long before they are due."""
+    load = alike(4, Stage(150, SLO(0.15, 0.02)), 8, LARGE)
+    admitted, met = played(load, MODELS["fixed"], even=True)
+    assert len(admitted) == 4
+    assert admitted == met
+
+
+class Spell:
+    """Steps as the latency model says, but for 60 of them, which take 2.5 times as long."""
+
+    def __init__(self) -> None:
+        self._model = steady()
+        self._steps = 0
+
+    def step_time(self, shape: Shape) -> float:
+        self._steps += 1
+        return self._model.step_time(shape) * (2.5 if 200 <= self._steps <= 260 else 1.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def steady() -> affine.Model:
+    """24 ms and 0.6 a token, fitted as a live one is."""
+    shapes = [Shape(n, n, 100 * n) for n in range(1, 16)]
+    shapes += [shape.plus(chunk, context) for shape in shapes for chunk in (16, 60, 200) for context in (0, 50, 90)]
+    model = affine.Model()
+    model.fit([Sample(shape, 0.024 + 0.0006 * shape.tokens) for shape in shapes])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("decline", "fleet"),
+    [("refuse", {}), ("best_effort", {"replicas": 2, "router_settings": {"backup": "refuse"}})],
+    ids=["whose clients ask for it", "by a router"],
+)
+def test_a_slow_spell_is_no_reason_to_refuse_for_ever(decline: OnDecline, fleet: dict[str, Any]) -> None:
+    """One request a second, whose TPOT no step keeps in the spell: who is refused runs no step that would tell."""
+    stage = Stage(50, SLO(1.0, 0.05))
+    requests = [
+        Request(f"q{i}", (stage,), float(i), on_decline=decline, sampling=Sampling(max_tokens=20)) for i in range(120)
+    ]
+    truth = {r.id: (20,) for r in requests}
+    setup = Setup(
+        Spell, Limits(16, 512, 600, 1000, 16), "slos_serve", believed=steady, learns=True,
+        lengths=Oracle(dict.fromkeys(truth, 20)), **fleet,
+    )  # fmt: skip
+    ends = [e for e in simulate(requests, truth, setup) if isinstance(e, Finished)]
+    refused = [e for e in ends if e.outcome == "refused"]
+    assert 5 <= len(refused) <= 40
+    assert all(e.verdict.met for e in ends[-50:])

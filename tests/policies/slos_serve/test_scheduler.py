@@ -206,6 +206,16 @@ def test_the_oldest_without_a_promise_is_counted_as_promised_in_time() -> None:
     assert next(iter(work(made))) == "patient"
 
 
+def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() -> None:
+    """Of 40 blocks the promised decode takes 31 in the end; the patient prompt has room now, not all of it."""
+    promised = replace(decode("p", tpot=0.05, due=0.05), predicted=280.0)
+    for predicted, starts in ((60.0, False), (10.0, True)):
+        seq = Seq(request("patient", 70, arrival=-5.0), 70, 0, 0, 0, stage_start=-5.0)
+        made = plan(seen([replace(seq, predicted=predicted)], [promised], kv_free=38))
+        assert ("patient" in work(made)) == starts
+        assert not made.preempt
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rubato.interfaces import Dispatch, SeqView, View
-from rubato.policies.slos_serve.scheduler import DECLINED, Scheduler
+from rubato.policies.slos_serve.scheduler import DECLINED, STALE, Scheduler, conceivable
 from rubato.seq import Seq
 from rubato.types import Event, Finished, Request
 
@@ -39,6 +39,7 @@ class Router:
     prior: float = Scheduler.prior
     _virtual: Scheduler = field(init=False)  # for all replicas: it goes by what each shows
     _landed: int = field(default=0, init=False)
+    _placed: dict[str, float] = field(default_factory=dict, init=False)  # when somebody last was, by replica
     _declined: set[str] = field(default_factory=set, init=False)  # placed without asking, or by the backup
 
     def __post_init__(self) -> None:
@@ -64,33 +65,50 @@ class Router:
         for request in held:
             # who comes from elsewhere was admitted, or declined, there
             promised = not request.best_effort and request.progress is None and request.handoff is None
-            taker = self._admitting(request, replicas) if promised else None
+            seq = _shown(request)
+            taker = self._admitting(seq, replicas) if promised else None
             if taker is None:
-                if promised and "refuse" in (self.backup, request.on_decline):
+                taker = self._doubting(seq, replicas, now) if promised else None
+                if taker is None and promised and "refuse" in (self.backup, request.on_decline):
                     reject[request.id] = DECLINED
                     continue
-                taker = min(replicas, key=lambda replica: replica.pending)
+                taker = taker or min(replicas, key=lambda replica: replica.pending)
                 self._declined.add(request.id)
             else:
                 self._declined.discard(request.id)
             taker.added += request.stages[0].prompt
+            self._placed[taker.view.id] = now
             place[request.id] = taker.view.id
         return Dispatch(place, reject)
 
-    def _admitting(self, request: Request, replicas: Sequence[_Replica]) -> _Replica | None:
+    def _doubting(self, seq: SeqView, replicas: Sequence[_Replica], now: float) -> _Replica | None:
+        """A replica that has been idle for long, whose latency model may be wrong: without a step it learns nothing."""
+        for replica in replicas:
+            since = self._placed.setdefault(replica.view.id, now)
+            idle = not (replica.view.running or replica.view.waiting or replica.added)
+            if idle and now - since > STALE and conceivable(replica.view, seq):
+                return replica
+        return None
+
+    def _admitting(self, seq: SeqView, replicas: Sequence[_Replica]) -> _Replica | None:
         """The first replica in turn that would admit it, which counts it as placed from now on."""
         if len(replicas) == 1:
             return replicas[0]
         first = self._landed
         self._landed += 1
-        seq = Seq(request, 0, request.arrival, request.arrival, request.stages[0].prompt)  # as a replica would show it
-        seq.renew_due()
         for hop in range(min(self.max_hops + 1, len(replicas))):
             replica = replicas[(first + hop) % len(replicas)]
             if replica.admits(seq):
                 replica.placed.append(seq)
                 return replica
         return None
+
+
+def _shown(request: Request) -> Seq:
+    """As a replica would show it."""
+    seq = Seq(request, 0, request.arrival, request.arrival, request.stages[0].prompt)
+    seq.renew_due()
+    return seq
 
 
 class _Replica:

@@ -13,7 +13,7 @@ from rubato.latency.online import spread_of
 from rubato.packing import memory
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import Grid, Job
+from rubato.policies.slos_serve.budget import Grid, Job, room
 from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, lightness, pace, round_of, tightened
 from rubato.policies.slos_serve.drafts import PLAIN, PRIOR, Drafts, Stride
 from rubato.policies.slos_serve.programme import EPS
@@ -25,6 +25,8 @@ from rubato.types import SATURATED, Event, Finished, Plan, Shape
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
+STALE = 10.0  # seconds without a batch after which a latency model that has been wrong is doubted
+DOUBT = 8.0  # how much too slow it may then be: the bound of the drift that latency models follow
 TRICKLE = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
 
 
@@ -90,8 +92,8 @@ class Scheduler:
     (root mean square; none where it is exact, or does not learn). longest: seconds of a batch that no TPOT bounds.
     patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
     even: decodes that are ahead of their deadlines get a token every TPOT all the same, for readers (and judges) who
-    see a pause where a deadline is still kept; batches are shorter for it, also where drafts would allow longer ones,
-    and fewer requests are admitted.
+    see a pause where a deadline is still kept, as far as all promises allow; batches are shorter for it, also where
+    drafts would allow longer ones, and fewer requests are admitted.
     values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
     that is kept for requests worth most. backlog: requests without a promise that may wait for their first batch, any
     number if None; more are refused, so that they do not fill the queue that those who could be promised must pass.
@@ -119,6 +121,8 @@ class Scheduler:
     _finished: int = field(default=0, init=False)
     _elder: Elder = field(default=NOBODY, init=False)
     _light: float = field(default=1.0, init=False)
+    _worked: float = field(default=inf, init=False)  # when it last had a batch
+    _tried: str = field(default="", init=False)  # who is served against what the latency model says
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
     _passed: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
@@ -169,6 +173,7 @@ class Scheduler:
         if turn.promises.light != self._light:  # the grid counts tokens as they were
             self._light, self._grid = turn.promises.light, None
         self._find_elder(turn)
+        self._worked = min(self._worked, view.now)  # of one that has not worked yet: since it was asked first
         jobs = self._kept_up(view, [turn.promises.job(s) for s in turn.kept])
         turn.jobs = {j.id: j for j in jobs}
         grid, entries = self._grid, self._drafts.entries(jobs)
@@ -176,13 +181,23 @@ class Scheduler:
             self._decide(turn, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
+        if self.even and room(grid, [turn.jobs[s.id] for s in turn.kept]).min(initial=inf) < -EPS:
+            self._relent(turn)
         self._undecided = frozenset(s.id for s in turn.new)
         self._give_up(turn)
         self._shed(turn)
         plan = self._filled(turn, grid)
         if plan.work or plan.decode:
             self._grid = grid.step()
+            self._worked = view.now
         return plan
+
+    def _relent(self, turn: _Turn) -> list[Job]:
+        """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
+        turn.promises = replace(turn.promises, since={})
+        jobs = self._kept_up(turn.view, [turn.promises.job(s) for s in turn.kept])
+        turn.jobs.update((j.id, j) for j in jobs)
+        return jobs
 
     def _look(self, view: View) -> None:
         """Since when each decode has had as many tokens as it has."""
@@ -219,9 +234,11 @@ class Scheduler:
         return spread_of(view.latency) if self.margin is None else self.margin
 
     def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
-        """Those who are behind count as tighter."""
+        """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
+        tighter."""
         decodes = view.decodes
-        soonest = view.latency.step_time(decodes) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
+        alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
+        soonest = view.latency.step_time(alone) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
         return tightened(jobs, soonest)
 
     @property
@@ -284,17 +301,20 @@ class Scheduler:
         new = [turn.jobs[s.id] for s in asked]
         margin, light = self._margin(turn.view), turn.promises.light
         machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], margin, light)
-        chosen = self._choose(turn.view, machine, forced, new)
-        if chosen.admitted is None and len(forced) > len(jobs):
+        fits = len(forced) == len(jobs) or sum(j.memory for j in forced) <= self._memory(turn.view)
+        chosen = self._choose(turn.view, machine, forced, new) if fits else None
+        if chosen is None or (chosen.admitted is None and len(forced) > len(jobs)):
             self._elder = replace(self._elder, due=inf)  # it has to wait until others end; nobody is added meanwhile
             chosen = self._choose(turn.view, machine, jobs, [])
+        if chosen.admitted is None and self.even:
+            chosen = self._choose(turn.view, machine, self._relent(turn), [])
         found, terms, stride = chosen
         if found is not None:
             self._grid, self._drafts.stride = found.grid, stride
         elif self._grid is None:
             self._grid, self._drafts.stride = plainly(jobs, terms), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
-        self._answer(turn, asked, accepted)
+        self._answer(turn, asked, accepted or self._doubted(turn, asked))
         self._decided, self._finished = turn.now, 0
 
     def _choose(self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job]) -> _Choice:
@@ -323,14 +343,18 @@ class Scheduler:
         """What there is for new ones when a share of memory, places and batches is used in all."""
         limits = view.limits
         seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
-        held = sum(j.memory for j in forced) + sum(s.blocks for s in view.moving)
+        held = sum(j.memory for j in forced)
         return Terms(
             longest=min(self._unbound(machine), machine.full(stride.steps)),
             capacity=lambda seconds: int(share * machine.capacity(seconds, stride.steps)),
             beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, stride.steps),
-            memory=int(share * view.kv_total) - held,
+            memory=self._memory(view, share) - held,
             seats=int(share * seats) - len(forced),
         )
+
+    def _memory(self, view: View, share: float = 1.0) -> int:
+        """KV blocks, to be promised up to this share of all."""
+        return int(share * view.kv_total) - sum(s.blocks for s in view.moving)
 
     def _unbound(self, machine: Machine) -> float:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
@@ -377,9 +401,18 @@ class Scheduler:
         turn.new = [s for s in turn.new if s.id not in decided]
         self._promised.update((s.id, round_of(s)) for s in asked if s.id in accepted)
 
+    def _doubted(self, turn: _Turn, asked: Sequence[SeqView]) -> set[str]:
+        """One who is to be refused, but served all the same: who is refused runs no step, so a model that has seen a
+        slow machine would refuse for ever."""
+        if turn.kept or turn.rest or turn.now - self._worked <= STALE:
+            return set()
+        able = (s for s in asked if s.request.on_decline == "refuse" and untold(s) and conceivable(turn.view, s))
+        self._tried = next((s.id for s in able), "")
+        return {self._tried} - {""}
+
     def _give_up(self, turn: _Turn) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
-        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1]
+        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1 and s.id != self._tried]
         for seq in [s for s in prefills if s.due + TOLERANCE < turn.now + least_alone(turn.view, s)]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
@@ -423,12 +456,13 @@ class Scheduler:
             needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *turn.new]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filling.rest(rest, view.kv_total - held, block)
-        if filling.empty:
-            able = [s for s in [*order, *rest] if s not in filling.packing.preempted]
+        if filling.empty:  # for lack of memory: those who were promised first, the elder after them
+            first = sorted(sparing.order, key=lambda s: s is elder)
+            able = [s for s in [*first, *rest] if s not in filling.packing.preempted]
             if able:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])
-        self._passed = filling.without(order, self._passed)
+        self._passed = filling.without([s for s in order if s is not elder], self._passed)
         plan = filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
         return self._drafts.written(plan, view, depths)
 
@@ -439,6 +473,17 @@ def _is_number(value: object) -> bool:
 
 def _arrival(seq: SeqView) -> tuple[float, str]:
     return (seq.request.arrival, seq.id)
+
+
+def conceivable(view: View, seq: SeqView) -> bool:
+    """Whether a lone request would be in time if a latency model that has been wrong were too slow."""
+    tpot = view.latency.step_time(Shape(1, 1, seq.length)) / DOUBT
+    return (
+        spread_of(view.latency) > 0.0
+        and view.now + least_alone(view, seq) / DOUBT <= seq.due
+        and tpot <= pace(seq)
+        and memory(seq, view.limits.block) <= view.kv_total
+    )
 
 
 def least_alone(view: View, seq: SeqView) -> float:
