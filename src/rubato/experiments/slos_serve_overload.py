@@ -10,13 +10,14 @@ reserve, and the baselines. Attainment is over all offered that carry an SLO.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rubato.cells import Cell
 from rubato.experiments import Found
+from rubato.experiments._promising import Log
 from rubato.intervals import Estimate, over_seeds
 from rubato.records import Record
 from rubato.setting import Choice, Hardware, Setting, oracle, packaged
@@ -36,6 +37,7 @@ RATES = {"gold": 13.0, "low": 37.0, "batch": 1.0}  # requests/s while it lasts
 SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
 HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
 BACKLOG = 64
+LOGGED = "rubato.experiments._promising"  # writes down whom it promised, also those given up later
 KEEPS = {"values": {"gold": 4.0}, "reserve": 0.6, "backlog": BACKLOG}
 POLICIES = {
     "slos_serve": Choice("slos_serve", KEEPS),
@@ -104,10 +106,13 @@ def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict
 
 def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str, Any]:
     load = offered(tiers, scale, seed)
-    records = Setting(hardware(), POLICIES[policy], lengths=oracle).run(load, seed, times=False, causes=False).records
+    choice, log = POLICIES[policy], Log()
+    if choice.policy == "slos_serve":
+        choice = replace(choice, policy=LOGGED, settings={**choice.settings, "log": log})
+    records = Setting(hardware(), choice, lengths=oracle).run(load, seed, times=False, causes=False).records
     rows = {tier: [r for r in records if r.tier == tier] for tier in tiers}
     asked = [r for r in records if r.tier != "batch"]
-    kept = [r for r in asked if not r.best_effort and r.outcome != "refused"]
+    kept = [r for r in asked if r.id in log.promised]
     patient = [r for r in records if r.best_effort or r.tier == "batch"]
     begun = [r for r in patient if r.outcome != "refused"]
     return {
