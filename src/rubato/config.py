@@ -227,9 +227,14 @@ class Config(_Settings):
         _check_names(tenants, "tenant")
         return tenants
 
+    @property
+    def tier_names(self) -> list[str]:
+        """Every tier that a request may be of."""
+        return [*self.tiers, "default", "flex"]
+
     @model_validator(mode="after")
     def _agrees(self) -> Config:
-        known = [*self.tiers, "default", "flex"]
+        known = self.tier_names
         if self.default_tier not in known:
             raise ValueError(
                 f"default_tier {self.default_tier!r} is not among the tiers{nearest(self.default_tier, known)}"

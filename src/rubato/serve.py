@@ -27,7 +27,7 @@ from rubato.config import Config, ConfigError
 from rubato.configured import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.interfaces import Engine, LatencyModel
 from rubato.listeners import Listener
-from rubato.policies import nearest
+from rubato.policies import load, nearest, router_for
 from rubato.server import logs
 from rubato.server.app import Service, create_app
 from rubato.server.patience import SEND_BUFFER, patient
@@ -193,6 +193,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
 
     With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
     """
+    _check_named(config)
     given: dict[str, Any] = {
         "policy": config.policy.name,
         "settings": config.policy.settings,
@@ -212,6 +213,21 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
     engines = [engine_of(config, clock, replica) for replica in range(config.replicas)]
     return engines, local_cluster(engines, [believed_of(config) for _ in engines], clock, **given)
+
+
+def _check_named(config: Config) -> None:
+    """Raises ConfigError where settings of the policy or its router speak of a tier that is not there, which would be
+    about nobody, and PolicyError as `load`."""
+    policy, router = config.policy, config.router
+    parts = {
+        "policy": load(policy.name, policy.settings),
+        "router": router_for(policy.name, router.name, router.settings, policy.settings),
+    }
+    known = config.tier_names
+    for part, built in parts.items():
+        for tier in getattr(built, "tiers", ()):
+            if tier not in known:
+                raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
 
 
 def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Cluster:

@@ -6,7 +6,7 @@ request that it admits is placed; after `max_hops` replicas more the backup deci
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -51,6 +51,11 @@ class Router:
             margin=self.margin, longest=self.longest, patience=self.patience, values=self.values, reserve=self.reserve,
             even=self.even, draft=self.draft, caution=self.caution, prior=self.prior,
         )  # fmt: skip
+
+    @property
+    def tiers(self) -> Collection[str]:
+        """As its scheduler's."""
+        return self._virtual.tiers
 
     def observe(self, events: Sequence[Event]) -> None:
         self._virtual.learn(events)

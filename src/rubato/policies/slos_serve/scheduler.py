@@ -154,6 +154,11 @@ class Scheduler:
         """What it makes use of, and can do without."""
         return frozenset({"draft"}) if self.draft else frozenset()
 
+    @property
+    def tiers(self) -> Collection[str]:
+        """That its settings speak of; a server checks that it has them."""
+        return self.values.keys()
+
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Finished):
