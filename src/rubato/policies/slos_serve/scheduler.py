@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, NamedTuple
@@ -418,7 +418,7 @@ class Scheduler:
     def _give_up(self, turn: _Turn) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
         prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1 and s.id != self._tried]
-        for seq in [s for s in prefills if s.due + TOLERANCE < turn.now + least_alone(turn.view, s)]:
+        for seq in [s for s in prefills if all(s.due + TOLERANCE < turn.now + t for t in alone(turn.view, s))]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
             if seq.request.on_decline == "refuse" and untold(seq) and seq.id not in turn.view.running_ids:
@@ -485,19 +485,20 @@ def conceivable(view: View, seq: SeqView) -> bool:
     tpot = view.latency.step_time(Shape(1, 1, seq.length)) / DOUBT
     return (
         spread_of(view.latency) > 0.0
-        and view.now + least_alone(view, seq) / DOUBT <= seq.due
+        and any(view.now + seconds / DOUBT <= seq.due for seconds in alone(view, seq))
         and tpot <= pace(seq)
         and memory(seq, view.limits.block) <= view.kv_total
     )
 
 
-def least_alone(view: View, seq: SeqView) -> float:
-    """Seconds that its pending tokens take at least: nothing else runs, in as many batches as is fastest. Step times
-    being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a knee costs more a token."""
+def alone(view: View, seq: SeqView) -> Iterator[float]:
+    """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
+    last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
+    knee costs more a token."""
     batches, least = -(-seq.pending // view.limits.max_tokens), inf
     while batches <= seq.pending:
         seconds = batches * view.latency.step_time(Shape().plus(seq.pending // batches, seq.cached))
         if seconds >= least:
-            break
+            return
+        yield seconds
         batches, least = batches + 1, seconds
-    return least
