@@ -94,8 +94,10 @@ def loads(stage: Stage, warm: demo.WarmUp, rate: float, seconds: float, seed: in
 
 
 def told(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| policy | attained of offered | promised, met | best effort ended | its tokens/s | all over after, s |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| policy | attained of offered | promised to the end, met | best effort ended | its tokens/s | ended, s |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in dict.fromkeys(r["policy"] for r in rows):
         own = [r for r in rows if r["policy"] == name]
         share = over_seeds([r["met"] / r["offered"] for r in own])
