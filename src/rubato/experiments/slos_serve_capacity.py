@@ -69,7 +69,7 @@ OPT = ("chatbot", "coder", "summarizer", "mixed")
 SYSTEMS = {
     OURS: System(
         _alone(OURS, *(f"{OURS}:longest={longest}{even}" for longest in (0.1, 0.018) for even in ("", ",even=true"))),
-        few={"reasoning": _alone(*(f"{OURS}:longest={longest}" for longest in (0.02, 0.022)), OURS)},
+        few={"reasoning": _alone(*(f"{OURS}:longest={longest}" for longest in (0.018, 0.02)), OURS)},
     ),
     "prefill_first": System(_alone(*(f"prefill_first:whole={w}" for w in WHOLE))),
     "vllm": System(_alone(*(f"vllm:budget={b},whole={w}" for b in (512, 2048, 8192) for w in WHOLE))),

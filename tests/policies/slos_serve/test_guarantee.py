@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rubato import profiles
 from rubato.interfaces import View
-from rubato.latency import affine
+from rubato.latency import affine, components
 from rubato.latency.roofline import Model
 from rubato.lengths import Oracle
 from rubato.policies.slos_serve import Scheduler
@@ -85,7 +86,9 @@ class Recording:
         return plan
 
 
-def played(load: Load, model: Model, noise: float = 0.0, **settings: Any) -> tuple[set[str], set[str]]:
+def played(
+    load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
+) -> tuple[set[str], set[str]]:
     """Ids of those who were promised to be in time, and of those who were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
     setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise)
@@ -132,6 +135,21 @@ def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:
     admitted, met = played(load, MODELS["fixed"], even=True)
     assert len(admitted) == 4
     assert admitted == met
+
+
+def test_nor_where_the_first_tokens_of_a_prompt_cost_more_than_the_others() -> None:
+    """On kernels, in batches that do not hold all who decode: prompts due after 28.5 ms, of which they take nine."""
+    profile = profiles.load("qwen2.5-1.5b-a100-40g")
+    decoding, short = SLO(20.0, 0.05), SLO(0.0285, 0.05)
+    requests = [Request(f"d{i}", (Stage(2000, decoding),), 0.0, sampling=Sampling(max_tokens=900)) for i in range(90)]
+    for i in range(60):
+        stage = Stage(40 + 37 * i % 160, short)
+        requests.append(Request(f"p{i}", (stage,), 8.0 + 0.23 * i, sampling=Sampling(max_tokens=200)))
+    truth = {r.id: (r.sampling.max_tokens,) for r in requests}
+    load = Load(tuple(requests), truth, Limits(256, 8192, 32768, 69_973, 16))
+    admitted, met = played(load, profile.model(), longest=0.018)
+    assert len(admitted) > 140
+    assert admitted <= met
 
 
 class Spell:

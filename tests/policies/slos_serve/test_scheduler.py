@@ -351,6 +351,25 @@ def test_decodes_that_are_ahead_wait_for_a_prompt_due_before_a_batch_of_theirs_w
     assert plan(deep([new], [decode(id, 500, tpot=0.4, due=0.06) for id in "abcd"])).demote == ("new",)
 
 
+class Launching(Linear):
+    """A prompt in the batch, however short, is 3.5 ms more."""
+
+    def step_time(self, shape: Shape) -> float:
+        return super().step_time(shape) + (0.0035 if shape.chunks else 0.0)
+
+
+def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_or_were_passed_over() -> None:
+    """Batches of 22 ms hold twelve decodes, so three are passed over in the first. The second holds eight tokens, for
+    the prompt's six are among them: it is due after 30 ms, one decode after 40, all others after 50 s."""
+    served = SpelledOut("slos_serve", {"longest": 0.01})
+    ahead = [decode(id, tpot=1.0, due=50.0) for id in "abcdefghijklmno"]
+    more = {"limits": replace(seen([], []).limits, max_seqs=20), "kv_total": 400, "latency": Launching()}
+    assert len(work(served.plan(replace(seen([], ahead), **more)))) == 12
+    new = prompt("new", 6, ttft=0.052, tpot=1.0)
+    shown = seen([new], [*ahead[:-1], replace(ahead[-1], due=0.062)], now=0.022)
+    assert work(served.plan(replace(shown, **more))) == {"new": 6, "o": 1, "m": 1}
+
+
 def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
     """10 ms and 1 ms a token: the prompt's 95 would hold up for 106 ms a decode that is to have a token every 50."""
     running = [replace(decode("d", tpot=0.05, due=1.0), output=11)]

@@ -3,6 +3,7 @@ whom it is cut short; decodes that were passed over; drafts beyond those planned
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -80,16 +81,19 @@ class Sparing:
 
     def steady(self) -> tuple[list[SeqView], dict[str, int]]:
         """In order of deadline, and of turn, but decodes that are ahead go on, before prefills due sooner, as far as
-        the tokens of a batch can be spared: none is then held up for as long as it was ahead. And how many drafted
-        tokens to verify for each: what was planned on, or all there are where they can be spared, counted as those of a
-        prompt: they share the context that is read for the entry. Plans count them as decodes, lest long batches are
-        taken too often."""
-        order, drafted = self._in_turn(), self.drafts.drafted
-        first = next((i for i, s in enumerate(order) if s.pending > 1), len(order))
+        the tokens of a batch can be spared: none is then held up for as long as it was ahead. But all after those that
+        cannot wait for the next batch: where the first tokens of a prompt cost more than the others, as kernels do,
+        fewer fit than were counted. And how many drafted tokens to verify for each: what was planned on, or all there
+        are where they can be spared, counted as those of a prompt: they share the context that is read for the entry.
+        Plans count them as decodes, lest long batches are taken too often."""
+        urgent = self._urgent()
+        order, drafted = [*self.order[:urgent], *self._in_turn(self.order[urgent:])], self.drafts.drafted
+        first = next((i for i, s in enumerate(order) if s.pending > 1 and i >= urgent), len(order))
         verified: dict[str, int] = {}
         for seq in order[:first] if drafted else ():
-            there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
-            verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
+            if seq.pending == 1:
+                there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
+                verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
         if not drafted:
             return [*order[:first], *self._ahead(order[first:])], {}
         early: list[SeqView] = []
@@ -102,6 +106,12 @@ class Sparing:
                 verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)
         return [*order[:first], *early, *late], {id: nodes for id, nodes in verified.items() if nodes}
 
+    def _urgent(self) -> int:
+        """How many, by deadline, are due before the next batch will have ended."""
+        phases = self.grid.phases
+        soon = phases[0].seconds + phases[0 if phases[0].count > 1 else 1].seconds
+        return bisect_left(self.order, soon, key=lambda s: self.entries[s.id].due)
+
     def _ahead(self, order: list[SeqView]) -> list[SeqView]:
         """Its decodes first, as many as can be spared."""
         decodes = [s for s in order if s.pending == 1]
@@ -113,13 +123,11 @@ class Sparing:
         ids = {s.id for s in early}
         return [*early, *(s for s in order if s.id not in ids)]
 
-    def _in_turn(self) -> list[SeqView]:
-        """In order of deadline, but decodes that were passed over come first, as far as their tokens can be spared:
-        where a batch does not hold all who are ahead they take turns, instead of those furthest ahead waiting for all
-        others to get as far."""
+    def _in_turn(self, order: list[SeqView]) -> list[SeqView]:
+        """Its decodes that were passed over come first, as far as their tokens can be spared: where a batch does not
+        hold all who are ahead they take turns, instead of those furthest ahead waiting for all others to get as far."""
         if not self.passed or self.grid.leads:
-            return self.order
-        soon = self.grid.phases[0].seconds
-        able = {s.id: s for s in self.order if s.pending == 1 and self.entries[s.id].due > soon}
+            return order
+        able = {s.id: s for s in order if s.pending == 1}
         turn = {id: able[id] for id in self.passed if id in able and self.takes(self.entries[id].tokens)}
-        return [*turn.values(), *(s for s in self.order if s.id not in turn)]
+        return [*turn.values(), *(s for s in order if s.id not in turn)]
