@@ -123,14 +123,8 @@ class Packing:
         count = len(seqs)
         if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
             return False
-        shape, block = self.shape, self.view.limits.block
         for seq in seqs:
-            self.work[seq.id] = 1
-        self.tokens_left -= count
-        self.seqs_left -= count
-        self.kv_left -= sum([max(0, blocks_for(s.cached + 1, block) - s.blocks) for s in seqs])
-        kv = sum([s.cached for s in seqs]) + count
-        self._base = shape._replace(tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + kv)
+            self.add(seq, 1)
         return True
 
     def remove(self, seq: SeqView) -> None:

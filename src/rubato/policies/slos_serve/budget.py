@@ -79,6 +79,11 @@ class Grid:
         """Whether the first batch is such a short one."""
         return len(self.phases) > 1 and self.phases[0].seconds < self.phases[1].seconds
 
+    @property
+    def second(self) -> Phase:
+        """What the batch after the first is like."""
+        return self.phases[0 if self.phases[0].count > 1 else 1]
+
     def step(self) -> Grid:
         """What remains after the first batch."""
         first, *rest = self.phases

@@ -88,7 +88,7 @@ class Sparing:
         Plans count them as decodes, lest long batches are taken too often."""
         urgent = self._urgent()
         order, drafted = [*self.order[:urgent], *self._in_turn(self.order[urgent:])], self.drafts.drafted
-        first = next((i for i, s in enumerate(order) if s.pending > 1 and i >= urgent), len(order))
+        first = next((i for i in range(urgent, len(order)) if order[i].pending > 1), len(order))
         verified: dict[str, int] = {}
         for seq in order[:first] if drafted else ():
             if seq.pending == 1:
@@ -108,8 +108,7 @@ class Sparing:
 
     def _urgent(self) -> int:
         """How many, by deadline, are due before the next batch will have ended."""
-        phases = self.grid.phases
-        soon = phases[0].seconds + phases[0 if phases[0].count > 1 else 1].seconds
+        soon = self.grid.phases[0].seconds + self.grid.second.seconds
         return bisect_left(self.order, soon, key=lambda s: self.entries[s.id].due)
 
     def _ahead(self, order: list[SeqView]) -> list[SeqView]:
