@@ -220,6 +220,7 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
     ("settings", "says"),
     [
         ({"threshold": 0}, "at least 1 request"),
+        ({"timeout": inf}, "timeout inf"),
         ({"margin": -0.1}, "0 or more"),
         ({"longest": 0.0}, "seconds, more than 0"),
         ({"reserve": 1.0}, "give a share"),

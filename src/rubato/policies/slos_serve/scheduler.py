@@ -72,6 +72,11 @@ class _Turn:
     def now(self) -> float:
         return self.promises.now
 
+    @property
+    def undecided(self) -> list[SeqView]:
+        """Those who run, with the KV of earlier prompts, while the next prompt is not decided yet."""
+        return [s for s in self.new if s.id in self.view.running_ids] if self.new else []
+
     def demote(self, seq: SeqView) -> None:
         self.rest.append(seq)
         if seq.id in self.promoted:
@@ -128,8 +133,10 @@ class Scheduler:
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.threshold < 1 or not self.timeout >= 0.0:
-            raise ValueError(f"threshold {self.threshold}, timeout {self.timeout}: give at least 1 request, 0 or more")
+        if self.threshold < 1 or not 0.0 <= self.timeout < inf:
+            raise ValueError(
+                f"threshold {self.threshold}, timeout {self.timeout}: give at least 1 request, and seconds, 0 or more"
+            )
         if self.margin is not None and not (_is_number(self.margin) and 0.0 <= self.margin < inf):
             raise ValueError(f"margin is {self.margin!r}: give a share like 0.1, 0 or more, or none")
         if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
@@ -306,8 +313,11 @@ class Scheduler:
         new = [turn.jobs[s.id] for s in asked]
         margin, light = self._margin(turn.view), turn.promises.light
         machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], margin, light)
-        fits = len(forced) == len(jobs) or sum(j.memory for j in forced) <= self._memory(turn.view)
-        chosen = self._choose(turn.view, machine, forced, new) if fits else None
+        ids = {s.id for s in asked}
+        others = [Job(s.id, inf, 0.0, inf, s.blocks) for s in turn.undecided if s.id not in ids]  # keep KV and place
+        held = sum(j.memory for j in [*forced, *others])
+        fits = len(forced) == len(jobs) or held <= self._memory(turn.view)
+        chosen = self._choose(turn.view, machine, [*forced, *others], new) if fits else None
         if chosen is None or (chosen.admitted is None and len(forced) > len(jobs)):
             self._elder = replace(self._elder, due=inf)  # it has to wait until others end; nobody is added meanwhile
             chosen = self._choose(turn.view, machine, jobs, [])
@@ -448,22 +458,23 @@ class Scheduler:
         rest = sorted(rest, key=_arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
+        undecided = turn.undecided
         margin, light = self._margin(view), turn.promises.light
         sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light, self._passed)
         bound, most = sparing.size()
         depths, late = self._drafts.depths(view, sparing.order, most, grid.phases[0].tokens, bound, light)
         order, verified = sparing.steady()
         steps = max(depths.values(), default=0)
-        filling = Filling(view, bound / (1.0 + margin) - late, holders, verified, steps)
+        filling = Filling(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, steps)
         if holders or turn.new or not filling.decodes(order):
             filling.fill(order)
         if rest:
             needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *turn.new]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filling.rest(rest, view.kv_total - held, block)
-        if filling.empty:  # for lack of memory: those who were promised first, the elder after them
+        if filling.empty:  # for lack of memory: those who were promised first, the elder after them, then the undecided
             first = sorted(sparing.order, key=lambda s: s is elder)
-            able = [s for s in [*first, *rest] if s not in filling.packing.preempted]
+            able = [s for s in [*first, *undecided, *rest] if s not in filling.packing.preempted]
             if able:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])

@@ -1,0 +1,102 @@
+"""Requests of several prompts: whoever has begun the next one keeps the KV of those before until that is decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rubato.kv import blocks_for
+from rubato.lengths import Oracle
+from rubato.policies.slos_serve.scheduler import ASKED
+from rubato.types import SLO, Event, Finished, Limits, Preempted, Request, Sampling, Stage
+from tests.doubles import Linear
+from tests.policies.test_properties import Load, run
+
+
+def two_prompts(id: str, prompt: int, output: int, tool: bool = False) -> Request:
+    second = Stage(2, SLO(10.0, 0.1), tool=tool)
+    return Request(id, (Stage(prompt, SLO(1.0, 0.1)), second), 0.0, sampling=Sampling(max_tokens=output + 3))
+
+
+def crowd(holders: int, others: int, ttft: float, at: float, blocks: int, tool: float = 0.0) -> Load:
+    """`holders`, two blocks of 16 each, begin their second prompt in one step; `others` of one prompt come at `at`."""
+    requests: list[Request] = []
+    truth: dict[str, tuple[int, ...]] = {}
+    for i in range(holders):
+        early = i < ASKED  # the first that are decided are a token ahead of the others
+        requests.append(two_prompts(f"t{i:02}", 20 if early else 21, 5 if early else 4, tool > 0.0))
+        truth[f"t{i:02}"] = (5 if early else 4, 3)
+    for i in range(others):
+        stage = Stage(40, SLO(ttft, 0.1))
+        requests.append(Request(f"f{i:02}", (stage,), at, sampling=Sampling(max_tokens=8)))
+        truth[f"f{i:02}"] = (8,)
+    limits = Limits(max_seqs=64, max_tokens=512, max_length=600, kv_blocks=blocks, block=16)
+    return Load(
+        tuple(requests), truth, limits, pauses={f"t{i:02}": (0.0, tool) for i in range(holders)} if tool else {}
+    )
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> Load:
+    """More requests than are decided at once, of up to three prompts, in KV that few of them fill."""
+    requests: list[Request] = []
+    truth: dict[str, tuple[int, ...]] = {}
+    pauses: dict[str, tuple[float, ...]] = {}
+    tool, outputs = draw(st.booleans()), st.sampled_from([1, 2, 5, 20])
+    slos = st.sampled_from([SLO(1.0, 0.1), SLO(0.2, 0.05), SLO(10.0, 0.1), SLO(10.0, 0.1)])
+    alike = [
+        tuple(
+            (draw(st.sampled_from([2, 7, 20, 40])), draw(slos), draw(outputs)) for _ in range(draw(st.integers(1, 3)))
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    for i in range(draw(st.integers(2, 3 * ASKED))):
+        kind = draw(st.sampled_from([*alike, ()]))
+        id, arrival = f"q{i:02}", draw(st.sampled_from([0.0, 0.0, 0.0, 0.03, 0.045, 0.1]))
+        stages = [Stage(prompt, slo, tool=tool and at > 0) for at, (prompt, slo, _) in enumerate(kind)]
+        truth[id] = tuple(output for *_, output in kind) or (20,)
+        sampling = Sampling(max_tokens=sum(truth[id]))
+        decline = draw(st.sampled_from(["best_effort", "best_effort", "refuse"]))
+        requests.append(Request(id, tuple(stages) or (Stage(20),), arrival, sampling=sampling, on_decline=decline))
+        if tool:
+            pauses[id] = (0.0, *[draw(st.sampled_from([0.0, 0.02, 0.4])) for _ in stages[1:]])
+    block = draw(st.sampled_from([1, 16]))
+    largest = max(blocks_for(sum(s.prompt for s in r.stages) + r.sampling.max_tokens, block) for r in requests)
+    limits = Limits(
+        max_seqs=draw(st.sampled_from([3, 64, 64])),
+        max_tokens=draw(st.sampled_from([16, 64, 512])),
+        max_length=600,
+        kv_blocks=largest * draw(st.sampled_from([1, 2, 5, 20])),
+        block=block,
+        max_running=draw(st.sampled_from([None, None, None, 3])),
+    )
+    return Load(tuple(requests), truth, limits, pauses=pauses)
+
+
+def ends(load: Load, **settings: object) -> tuple[list[Event], dict[str, Finished]]:
+    """Steps of 10 ms, and lengths that are known, so that many begin the next prompt at once."""
+    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
+    events = run(
+        load, "slos_serve", settings=settings, latency=lambda: Linear(0.01, 0.0), lengths=lengths, drafter=None
+    )
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+    return events, {e.id: e for e in events if isinstance(e, Finished)}
+
+
+@given(crowds(), st.sampled_from([1, 1, 2, 5]), st.sampled_from([0.0, 0.1, 5.0]))
+@example(crowd(24, 16, 0.5, 0.045, 48), 1, 0.1)
+@example(crowd(30, 16, 0.5, 0.045, 60), 1, 0.1)
+@example(crowd(4, 1, 0.5, 0.045, 8, tool=0.02), 2, 5.0)
+def test_whatever_is_undecided_every_request_ends_once_and_no_step_fails(
+    load: Load, threshold: int, timeout: float
+) -> None:
+    ends(load, threshold=threshold, timeout=timeout)
+
+
+def test_nobody_is_promised_memory_that_is_held_by_who_is_not_decided_yet() -> None:
+    """All KV is theirs whose second prompt has begun, and more who are due sooner came than are decided at once."""
+    events, finished = ends(crowd(20, ASKED, 0.5, 0.045, 40))
+    assert not [e for e in events if isinstance(e, Preempted)]
+    assert all(end.verdict.met for id, end in finished.items() if id.startswith("t"))
