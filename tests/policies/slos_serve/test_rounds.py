@@ -15,19 +15,16 @@ from tests.doubles import Linear
 from tests.policies.test_properties import Load, run
 
 
-def two_prompts(id: str, prompt: int, output: int, tool: bool = False) -> Request:
-    second = Stage(2, SLO(10.0, 0.1), tool=tool)
-    return Request(id, (Stage(prompt, SLO(1.0, 0.1)), second), 0.0, sampling=Sampling(max_tokens=output + 3))
-
-
 def crowd(holders: int, others: int, ttft: float, at: float, blocks: int, tool: float = 0.0) -> Load:
     """`holders`, two blocks of 16 each, begin their second prompt in one step; `others` of one prompt come at `at`."""
     requests: list[Request] = []
     truth: dict[str, tuple[int, ...]] = {}
+    second = Stage(2, SLO(10.0, 0.1), tool=tool > 0.0)
     for i in range(holders):
-        early = i < ASKED  # the first that are decided are a token ahead of the others
-        requests.append(two_prompts(f"t{i:02}", 20 if early else 21, 5 if early else 4, tool > 0.0))
-        truth[f"t{i:02}"] = (5 if early else 4, 3)
+        prompt, output = (20, 5) if i < ASKED else (21, 4)  # the first that are decided are a token ahead of the others
+        stages = (Stage(prompt, SLO(1.0, 0.1)), second)
+        requests.append(Request(f"t{i:02}", stages, 0.0, sampling=Sampling(max_tokens=output + 3)))
+        truth[f"t{i:02}"] = (output, 3)
     for i in range(others):
         stage = Stage(40, SLO(ttft, 0.1))
         requests.append(Request(f"f{i:02}", (stage,), at, sampling=Sampling(max_tokens=8)))
