@@ -120,11 +120,18 @@ class Packing:
     def add_decodes(self, seqs: Sequence[SeqView]) -> bool:
         """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
         is done."""
-        count = len(seqs)
+        count, block = len(seqs), self.view.limits.block
         if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
             return False
-        for seq in seqs:
-            self.add(seq, 1)
+        cached = [s.cached for s in seqs]
+        shape = self.shape
+        self.work.update((s.id, 1) for s in seqs)
+        self.tokens_left -= count
+        self.seqs_left -= count
+        self.kv_left -= sum([c >= s.blocks * block for s, c in zip(seqs, cached, strict=True)])
+        self._base = shape._replace(
+            tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + sum(cached) + count
+        )
         return True
 
     def remove(self, seq: SeqView) -> None:

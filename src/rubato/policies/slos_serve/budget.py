@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -99,7 +100,8 @@ def rows(jobs: Sequence[Job]) -> Floats:
     """What those with a deadline demand, (due, tokens, tpot, verified), in order of deadline: told once, held against
     many grids."""
     each = sorted(row for row in map(COLUMNS, jobs) if row[0] < inf)
-    return np.array(each, dtype=np.float64).reshape(len(each), 4)
+    flat = np.fromiter(chain.from_iterable(each), np.float64, 4 * len(each))  # `array` of rows takes twice as long
+    return flat.reshape(len(each), 4)
 
 
 def room(grid: Grid, jobs: Sequence[Job]) -> Floats:

@@ -75,7 +75,8 @@ class _Turn:
     @property
     def undecided(self) -> list[SeqView]:
         """Those who run, with the KV of earlier prompts, while the next prompt is not decided yet."""
-        return [s for s in self.new if s.id in self.view.running_ids] if self.new else []
+        running = self.view.running_ids if self.new else ()  # made anew whenever it is asked for
+        return [s for s in self.new if s.id in running]
 
     def demote(self, seq: SeqView) -> None:
         self.rest.append(seq)
@@ -440,7 +441,8 @@ class Scheduler:
         """Refuse the youngest without a promise that have not begun, beyond the backlog."""
         if self.backlog is None:
             return
-        fresh = [s for s in turn.rest if untold(s) and s.id not in turn.view.running_ids]
+        running = turn.view.running_ids
+        fresh = [s for s in turn.rest if untold(s) and s.id not in running]
         for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
             turn.rest.remove(seq)
             turn.drop[seq.id] = SATURATED
