@@ -112,9 +112,35 @@ def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refuse
     patient = prompt("patient", 95)
     begun = replace(prompt("begun", 95), length=99, output=4)  # preempted: it has had tokens
     made = plan(seen([*late, patient, begun], []), backlog=2)
-    assert made.demote == ("late0",)
-    assert made.drop == {"late1": "rejected-saturated", "late2": "rejected-saturated"}
-    assert not plan(seen([*late, patient, begun], []), backlog=4).drop
+    assert made.demote == ("late0", "late1")
+    assert made.drop == {"late2": "rejected-saturated"}
+    assert "late0" in work(made)  # and does not wait
+    assert not plan(seen([*late, patient, begun], []), backlog=3).drop
+
+
+def test_who_starts_at_once_needs_no_backlog() -> None:
+    made = plan(seen([prompt("a", 30), prompt("b", 30), prompt("c", 60)], []), backlog=0)
+    assert work(made) == {"a": 30, "b": 30, "c": 40}
+    assert not made.drop
+
+
+def test_one_token_has_no_pace() -> None:
+    """No batch is as short as 5 ms, but nobody waits for a second token."""
+    asked = prompt("a", 30, ttft=0.1, tpot=0.005, refuse=True)
+    one = replace(asked, request=replace(asked.request, sampling=Sampling(max_tokens=1)))
+    assert plan(seen([asked], [])).drop
+    assert work(plan(seen([one], []))) == {"a": 30}
+
+
+def test_who_is_declined_does_not_shorten_batches() -> None:
+    """5 ms a token, and a first token in 15 ms, are more than any batch can do: those of best effort stay as long."""
+    patient = prompt("patient", 200)
+    for hopeless in (prompt("a", 30, ttft=0.1, tpot=0.005), prompt("a", 30, ttft=0.015)):
+        scheduler = Scheduler()
+        assert work(scheduler.plan(seen([patient], [])))["patient"] == 100
+        made = scheduler.plan(seen([hopeless, patient], []))
+        assert made.demote == ("a",)
+        assert sum(work(made).values()) == 100
 
 
 def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:

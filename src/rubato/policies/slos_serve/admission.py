@@ -46,9 +46,21 @@ class Admitted:
 def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted | None:
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
-    Equal deadlines are decided in the order given.
+    Equal deadlines are decided in the order given. The grid is laid for those accepted alone wherever they all are in
+    time on it then too: who is declined has no say in how long batches are, which best effort lives on.
     """
-    served, asked = rows(forced), columns(new)
+    served = rows(forced)
+    found = _best(served, new, terms)
+    if found is None or len(found.accepted) == len(new):
+        return found
+    again = _best(served, [new[i] for i in found.accepted], terms)
+    whole = again is not None and len(again.accepted) == len(found.accepted)
+    return replace(found, grid=again.grid) if again is not None and whole else found
+
+
+def _best(served: Floats, new: Sequence[Job], terms: Terms) -> Admitted | None:
+    """As `admit`, on a grid that may be laid for some who are declined. served: rows of the forced."""
+    asked = columns(new)
     grids, sizes = laid(served, asked, terms)
     most = ceiling(new, terms.memory, terms.seats)
     at, value, accepted = programme.best_set(grids, sizes, served, asked, terms.memory, terms.seats, most)

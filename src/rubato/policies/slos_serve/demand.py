@@ -28,11 +28,11 @@ def round_of(seq: SeqView) -> int:
 
 
 def pace(seq: SeqView) -> float:
-    """The tightest TPOT of this stage and of the decode-only stages that follow it."""
+    """The tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
     stages = seq.request.stages
     tpot = stages[seq.stage].slo.tpot or inf
     if len(stages) == 1:
-        return tpot
+        return tpot if seq.request.sampling.max_tokens > 1 else inf
     for stage in stages[seq.stage + 1 :]:
         if stage.prompt:
             break

@@ -102,7 +102,8 @@ class Scheduler:
     drafts would allow longer ones, and fewer requests are admitted.
     values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
     that is kept for requests worth most. backlog: requests without a promise that may wait for their first batch, any
-    number if None; more are refused, so that they do not fill the queue that those who could be promised must pass.
+    number if None; more are refused, so that they do not fill the queue that those who could be promised must pass. Who
+    is in the next batch does not wait.
     draft: tokens drafted for an entry at most, where the engine drafts (0: none). caution: standard deviations of luck,
     over 20 tries, that plans allow for. prior: chance that a drafted token is right, as long as few were tried.
     """
@@ -198,7 +199,6 @@ class Scheduler:
             self._relent(turn)
         self._undecided = frozenset(s.id for s in turn.new)
         self._give_up(turn)
-        self._shed(turn)
         plan = self._filled(turn, grid)
         if plan.work or plan.decode:
             self._grid = grid.step()
@@ -437,14 +437,13 @@ class Scheduler:
             else:
                 turn.demote(seq)
 
-    def _shed(self, turn: _Turn) -> None:
-        """Refuse the youngest without a promise that have not begun, beyond the backlog."""
+    def _shed(self, turn: _Turn, work: Collection[str]) -> None:
+        """Refuse the youngest without a promise that neither have begun nor are in the batch, beyond the backlog."""
         if self.backlog is None:
             return
-        running = turn.view.running_ids
-        fresh = [s for s in turn.rest if untold(s) and s.id not in running]
+        begun = {*turn.view.running_ids, *work}
+        fresh = [s for s in turn.rest if untold(s) and s.id not in begun]
         for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
-            turn.rest.remove(seq)
             turn.drop[seq.id] = SATURATED
         turn.demoted = [id for id in turn.demoted if id not in turn.drop]
 
@@ -481,6 +480,7 @@ class Scheduler:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])
         self._passed = filling.without([s for s in order if s is not elder], self._passed)
+        self._shed(turn, filling.packing.work)
         plan = filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
         return self._drafts.written(plan, view, depths)
 
