@@ -147,7 +147,8 @@ def test_five_hundred_at_once(server: Server) -> None:
     already = server.metrics()("rubato_requests_offered_total")
 
     async def main() -> list[httpx2.Response]:
-        limits = httpx2.Limits(max_connections=500)
+        # one connection each: one kept until the server drops it, after 5 s, may be taken in that instant
+        limits = httpx2.Limits(max_connections=500, max_keepalive_connections=0)
         async with httpx2.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as http:
             posts = (
                 http.post(
