@@ -72,6 +72,18 @@ def test_grids_and_what_is_left_of_them_are_as_in_plain_python(instance: Instanc
         assert programme.holds(room, slope) == reference.holds(grid, forced)
 
 
+def test_batches_of_a_tpot_that_is_due_before_a_tighter_one_are_tried() -> None:
+    """A batch of 10 ends when `long` is due; one of 6 is over before 17.5, when `tight` wants its token, another of 10
+    would not be. Laid for those served anyway alone, 10 is followed by 4 at once."""
+    forced = [Job("loose", 10.0, 1, 15.0), Job("tight", 17.5, 5, 4.0)]
+    new = [Job("early", 4.5, 2, 4.0), Job("long", 10.0, 20, 6.0, value=2.5), Job("late", 20.0, 20, 4.0)]
+    instance = (forced, new, Terms(20.0, capacity, 3, 2))
+    check(instance)
+    found = admit(*instance)
+    assert found is not None
+    assert found.accepted == (1, 2)
+
+
 def test_the_first_batch_may_be_a_short_one() -> None:
     """Nothing of ten units ends by 3; beside the decode due by 13 five tokens end by then, the others wait."""
     running = [Job("soon", 12.0, 1, 10.0), *(Job(f"r{i}", 30.0, 1, 30.0) for i in range(30))]

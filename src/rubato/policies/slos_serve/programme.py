@@ -320,17 +320,20 @@ def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple
     dues = np.empty((len(tpots), len(new)))  # of each of them, distinct, ascending
     options = np.empty(len(tpots), dtype=np.int64)  # so many, and none
     digits = np.empty(len(tpots), dtype=np.int64)
-    plain = np.empty((width, 3))
+    first = np.empty((1, 3))  # the short batch
     for s in range(len(starts)):
         lead = int(starts[s, 2] > 0.0)
-        plain[0, COUNT], plain[0, SECONDS], plain[0, TOKENS] = 1.0, starts[s, 2], starts[s, 3]
-        size = lay(plain, lead, starts[s, 0], starts[s, 1], decodes)
+        first[0, COUNT], first[0, SECONDS], first[0, TOKENS] = 1.0, starts[s, 2], starts[s, 3]
         shorter, choices = 0, 1.0
         for tpot in tpots:
             able, count = False, 0
             for i in range(len(new)):
                 if new[i, TPOT] == tpot:
-                    able = able or bool(tpot < seconds_after(plain[:size], index(plain[:size], new[i, DUE])))
+                    seconds = starts[s, 0]  # of batches when it is due, as `lay` has them
+                    for d in range(known):
+                        if decodes[d, 0] <= new[i, DUE]:
+                            seconds = min(seconds, decodes[d, 1])
+                    able = able or bool(tpot < seconds)
                     count = put(dues[shorter], count, new[i, DUE])
             if able:
                 options[shorter] = count
@@ -359,7 +362,7 @@ def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple
                         copy(more[g], p, made[g], p)
                 made, sizes = more, more_sizes
             grid = made[total]
-            copy(grid, 0, plain, 0)
+            copy(grid, 0, first, 0)
             sizes[total] = lay(grid, lead, starts[s, 0], starts[s, 1], all_[: known + added])
             total += not _is_known(made, sizes, total)
             for d in range(shorter - 1, -1, -1):  # the last one first
