@@ -120,18 +120,15 @@ class Packing:
     def add_decodes(self, seqs: Sequence[SeqView]) -> bool:
         """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
         is done."""
-        count, block = len(seqs), self.view.limits.block
+        count = len(seqs)
         if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
             return False
-        cached = [s.cached for s in seqs]
-        shape = self.shape
+        shape, kv = self.shape, sum([s.cached for s in seqs]) + count
+        self._base = shape._replace(tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + kv)
         self.work.update((s.id, 1) for s in seqs)
         self.tokens_left -= count
         self.seqs_left -= count
-        self.kv_left -= sum([c >= s.blocks * block for s, c in zip(seqs, cached, strict=True)])
-        self._base = shape._replace(
-            tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + sum(cached) + count
-        )
+        self.kv_left -= sum([self._new_blocks(s, 1) for s in seqs])
         return True
 
     def remove(self, seq: SeqView) -> None:

@@ -54,8 +54,9 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
     if found is None or len(found.accepted) == len(new):
         return found
     again = _best(served, [new[i] for i in found.accepted], terms)
-    whole = again is not None and len(again.accepted) == len(found.accepted)
-    return replace(found, grid=again.grid) if again is not None and whole else found
+    if again is None or len(again.accepted) < len(found.accepted):
+        return found
+    return replace(found, grid=again.grid)
 
 
 def _best(served: Floats, new: Sequence[Job], terms: Terms) -> Admitted | None:
