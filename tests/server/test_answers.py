@@ -356,13 +356,14 @@ class Client:
     """A bare ASGI client that can go away, and be slow."""
 
     def __init__(self, at: Edge, **body: Any) -> None:
-        message = [{"role": "user", "content": "hi"}]
-        self.raw = json.dumps({"model": "simulated", "messages": message, "max_tokens": 50, **body}).encode()
+        if "prompt" not in body:
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        self.raw = json.dumps({"model": "simulated", "max_tokens": 50, **body}).encode()
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.slow: asyncio.Event | None = None
         self.given = False
-        path = "/v1/chat/completions"
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
                  "headers": [], "http_version": "1.1", "scheme": "http", "server": None, "client": None}  # fmt: skip
         self.task = asyncio.create_task(at.app(scope, self.receive, self.send))

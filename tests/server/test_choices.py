@@ -19,11 +19,11 @@ TEXT = "la ti do "
 
 
 class Uneven(Engine):
-    """Choice k has k + 1 tokens."""
+    """Choice k of an answer has k + 1 tokens."""
 
     def add(self, request: Request) -> None:
-        index = int(request.id.rpartition("-")[2]) if request.group else 0
-        self._lengths = {**self._lengths, request.id: (index + 1,)}
+        *_, index = request.id.split("-", 2) if request.id.count("-") == 2 else "0"
+        self._lengths = {**self._lengths, request.id: (int(index) + 1,)}
         super().add(request)
 
 

@@ -143,7 +143,10 @@ def bodies(text: bool) -> Any:
     slo = st.fixed_dictionaries({}, optional={"ttft_ms": ms, "tpot_ms": ms, "e2e_ms": ms})
     messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": prompt}), min_size=1, max_size=3)
     ids = st.lists(st.integers(0, 255) | st.integers(0, 2**70), min_size=1, max_size=40)
-    content: Any = {"prompt": prompt | ids} if text else {"messages": messages}
+    several = st.lists(prompt, min_size=1, max_size=4) | st.lists(
+        st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=4
+    )
+    content: Any = {"prompt": prompt | ids | several} if text else {"messages": messages}
     logprobs = {"logprobs": st.integers(0, 20)} if text else {"top_logprobs": st.integers(0, 20)}
     penalty = st.floats(-2, 2)
     optional = {
@@ -206,3 +209,6 @@ def test_the_document_says_what_a_client_must_know(url_and_document: tuple[str, 
     assert {p["name"] for p in chat["parameters"]} >= {"x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"}
     assert chat["security"] == [{"key": []}]
     assert "security" not in document["paths"]["/health"]["get"]
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    kinds = body["properties"]["prompt"]["anyOf"]
+    assert [kind.get("items", {}).get("type") for kind in kinds] == [None, "integer", "string", "array"]

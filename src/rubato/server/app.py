@@ -17,10 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rubato.cluster import Cluster
 from rubato.interfaces import View
-from rubato.server import debug, logs, openapi, schemas, slo_input
+from rubato.server import debug, logs, offers, openapi, schemas, slo_input
 from rubato.server.errors import ApiError
 from rubato.server.limits import Books, Door, Meter
-from rubato.server.offers import answer
 from rubato.server.prometheus import Metrics
 from rubato.server.slo_input import Tiers
 from rubato.server.tenants import Tenant, Tenants
@@ -44,9 +43,9 @@ class Text(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served. most_tokens: prompt + output that a request may have. most_choices: `n` at most. tenants: None =
-    keys are not asked for. rule: by which the cluster judges. fair: whether it shares itself out between tenants.
-    created_offset: Unix time - clock time."""
+    """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
+    answer may have. tenants: None = keys are not asked for. rule: by which the cluster judges. fair: whether it shares
+    itself out between tenants. created_offset: Unix time - clock time."""
 
     cluster: Cluster
     text: Text
@@ -116,22 +115,26 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
         tenant = edge.enter(http)
         body = schemas.parse(schemas.ChatCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
+        _check_choices(service, body.choices)
         dialogue = body.dialogue()
         long = sum(MESSAGE + len(message["content"]) for message in dialogue) > LONG_TEXT
         prompt = await _encode(service.text.chat, dialogue, long, "messages")
-        return _offer(edge, http, tenant, arrival, body, prompt)
+        return _offer(edge, http, tenant, arrival, body, [prompt])
 
     @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
     async def completion(http: Request) -> Response:
-        """OpenAI's text completion, of a string or of token ids."""
+        """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
         arrival = service.cluster.clock.now()
         tenant = edge.enter(http)
         body = schemas.parse(schemas.TextCompletion, await _read(http, service.max_body_bytes))
         _check_model(service, body.model)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = await _encode(service.text.encode, prompt, len(prompt) > LONG_TEXT, "prompt")
-        return _offer(edge, http, tenant, arrival, body, prompt)
+        _check_choices(service, body.choices, len(body.prompts), edge.meters.get(tenant.name))
+        long = sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str)) > LONG_TEXT
+        prompts = [
+            await _encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
+            for at, prompt in enumerate(body.prompts)
+        ]
+        return _offer(edge, http, tenant, arrival, body, prompts)
 
 
 def _add_models(app: FastAPI, edge: _Edge) -> None:
@@ -210,31 +213,43 @@ def _check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
+def _check_choices(service: Service, n: int, prompts: int = 1, meter: Meter | None = None) -> None:
+    """Raises ApiError 400 for more than one answer may ever have."""
+    most = service.most_choices
+    if n > most:
+        message = f"n: {n} choices asked for; this server gives at most {most}."
+        raise ApiError(400, message, param="n", code="invalid_value")
+    if prompts * n > most:
+        message = f"prompt: {prompts} prompts with n = {n} ask for {prompts * n} choices; at most {most} are given."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    if meter is not None and prompts > meter.max_in_flight:
+        message = f"prompt: {prompts} prompts given; this key may have at most {meter.max_in_flight} in flight."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+
+
 def _offer(
     edge: _Edge,
     http: Request,
     tenant: Tenant,
     arrival: float,
     body: schemas.ChatCompletion | schemas.TextCompletion,
-    prompt: tuple[int, ...],
+    prompts: Sequence[tuple[int, ...]],
 ) -> Response:
     service = edge.service
     tier = edge.tenants.tiers(tenant).resolve(body.service_tier)
-    meter = edge.meters.get(tenant.name)
-    door = service.cluster if meter is None else Door(edge.books, meter, body.choices)
-    reply = answer(
+    requests = offers.requests(
         body,
-        prompt,
+        prompts,
         http.headers,
         arrival=arrival,
         tenant=tenant.name,
         tier=tier,
-        cluster=door,
-        spell=service.text.spell,
         most_tokens=service.most_tokens,
-        most_choices=service.most_choices,
-        created_offset=service.created_offset,
     )
+    meter = edge.meters.get(tenant.name)
+    door = service.cluster if meter is None else Door(edge.books, meter, requests)
+    created = int(service.created_offset + arrival)
+    reply = offers.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
     less = slo_input.clamped(http.headers, body.slo, tier)
     if body.service_tier not in (None, "auto") and service.tiers.resolve(body.service_tier).name != tier.name:
         less.insert(0, "service_tier")

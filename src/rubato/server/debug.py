@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from rubato.interfaces import View
+from rubato.server.choices import answer_of, firsts
 from rubato.slo import deadlines
 from rubato.types import (
     Demoted,
@@ -89,7 +90,7 @@ class Recorder:
     def __init__(self, ended: Callable[[Record], None] | None = None) -> None:
         self._ended = ended
         self._open: dict[str, Record] = {}
-        self._groups: OrderedDict[str, list[Record]] = OrderedDict()  # by the id that the API gave
+        self._answers: OrderedDict[str, list[Record]] = OrderedDict()  # by the id that the API gave
         self._done: OrderedDict[str, None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
@@ -97,27 +98,27 @@ class Recorder:
             return
         if type(event) is Offered:
             record = self._open[event.id] = Record(event.request)
-            self._groups.setdefault(event.request.group or event.id, []).append(record)
+            self._answers.setdefault(answer_of(event.id), []).append(record)
         record = self._open[event.id]
         _fold(record, event)
         if type(event) is Finished:
             del self._open[event.id]
-            self._retire(record.request.group or event.id)
+            self._retire(answer_of(event.id))
             if self._ended is not None:
                 self._ended(record)
 
     def find(self, id: str) -> Sequence[Record]:
         """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
-        return self._groups.get(id, ())
+        return self._answers.get(id, ())
 
-    def _retire(self, group: str) -> None:
-        if all(record.end is not None for record in self._groups[group]):
-            self._done[group] = None
-            self._done.move_to_end(group)
+    def _retire(self, answer: str) -> None:
+        if all(record.end is not None for record in self._answers[answer]):
+            self._done[answer] = None
+            self._done.move_to_end(answer)
             while len(self._done) > KEEP:
                 oldest, _ = self._done.popitem(last=False)
-                if all(record.end is not None for record in self._groups[oldest]):
-                    del self._groups[oldest]
+                if all(record.end is not None for record in self._answers[oldest]):
+                    del self._answers[oldest]
 
 
 def _fold(record: Record, event: Event) -> None:
@@ -209,11 +210,12 @@ def _served_best_effort(record: Record, now: float) -> None:
 
 
 def shown(id: str, records: Sequence[Record], views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
-    """The page of one request, all its choices; times in milliseconds since its arrival.
+    """The page of one answer, all its choices; times in milliseconds since its arrival.
 
     fair: tenants share the replicas, so what is held before one waits for its tenant's share.
     """
-    request = records[0].request
+    requests = [record.request for record in records]
+    request = requests[0]
     return {
         "id": id,
         "tenant": request.tenant,
@@ -221,8 +223,8 @@ def shown(id: str, records: Sequence[Record], views: Sequence[View], now: float,
         "state": "finished" if all(record.end is not None for record in records) else "in flight",
         "slo": [_slo(stage.slo, stage.ends) for stage in request.stages],
         "on_decline": request.on_decline,
-        "prompt_tokens": records[0].prompt,
-        "max_tokens": request.sampling.max_tokens,
+        "prompt_tokens": sum(requests[at].prompt for at in firsts(requests)),
+        "max_tokens": max(request.sampling.max_tokens for request in requests),
         "age_ms": _ms(now - request.arrival),
         "choices": [_choice(record, views, now, fair=fair) for record in records],
     }
@@ -236,6 +238,8 @@ def _choice(record: Record, views: Sequence[View], now: float, *, fair: bool) ->
     return {
         "id": record.request.id,
         "state": _state(record),
+        "prompt_tokens": record.prompt,
+        "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _due(record),
         "now": None if record.end is not None else _now(record, views),

@@ -6,11 +6,14 @@ A request beyond that is refused at the door, with the seconds after which it wo
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
 from rubato.cluster import Cluster
 from rubato.listeners import Listener, Listeners
+from rubato.server.choices import firsts, prompt_of
 from rubato.server.tenants import Quota
 from rubato.slo import judge
 from rubato.types import Event, Finished, Offered, Request
@@ -56,14 +59,15 @@ class Meter:
         self.max_in_flight = quota.max_in_flight or inf
         self.in_flight = 0
 
-    def refusal(self, tokens: int, now: float) -> tuple[str, float] | None:
-        """Why a request of so many tokens may not pass now, and the seconds until it might (0: not known)."""
-        wait = 0.0 if self.requests is None else self.requests.wait(1, now)
+    def refusal(self, requests: int, tokens: int, now: float) -> tuple[str, float] | None:
+        """Why so many requests of so many tokens together may not pass now, and the seconds until they might (0: not
+        known)."""
+        wait = 0.0 if self.requests is None else self.requests.wait(requests, now)
         if self.tokens is not None:
             wait = max(wait, self.tokens.wait(tokens, now))
         if wait > 0:
             return RATE, wait
-        return (AT_ONCE, 0.0) if self.in_flight >= self.max_in_flight else None
+        return (AT_ONCE, 0.0) if self.in_flight + requests > self.max_in_flight else None
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""
@@ -107,41 +111,42 @@ class Books:
 
 
 class Door:
-    """What one API request sees of the cluster when its tenant is limited. All its choices pass, or none does.
+    """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
+    does.
 
-    Charged are the prompt, once, and the most that may come out of each choice; what did not come out is given back at
-    the end. choices: how many will be offered.
+    A prompt counts as a request, whatever its choices. Charged are each prompt, once, and the most that may come out of
+    each choice; what did not come out is given back at the end. requests: all that will be offered.
     """
 
-    def __init__(self, books: Books, meter: Meter, choices: int) -> None:
+    def __init__(self, books: Books, meter: Meter, requests: Sequence[Request]) -> None:
         self._books, self._cluster, self._meter = books, books.cluster, meter
-        self._choices = choices
+        prompts = [requests[at] for at in firsts(requests)]
+        self._prompts = {request.id: request.prompt for request in prompts}  # by whom they are paid
+        self._tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
         self._refusal: tuple[str, float] | None = None
         self._asked = False
-        self._open = 0
+        self._open: Counter[str] = Counter()  # choices in flight, by prompt
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
         """As `Cluster.offer`."""
         now = self._cluster.clock.now()
-        prompt, most = request.prompt, request.sampling.max_tokens
         if not self._asked:
             self._asked = True
-            self._refusal = self._meter.refusal(prompt + self._choices * most, now)
+            self._refusal = self._meter.refusal(len(self._prompts), self._tokens, now)
             if self._refusal is None and self._meter.requests is not None:
-                self._meter.requests.take(1, now)
-        else:
-            prompt = 0  # the choices of one request share its prompt
+                self._meter.requests.take(len(self._prompts), now)
         if self._refusal is not None:
             self._books.refuse(request, self._refusal[0], listener)
             return
+        prompt = self._prompts.get(request.id, 0)
         if self._meter.tokens is not None:
-            self._meter.tokens.take(prompt + most, now)
-        self._meter.in_flight += self._open == 0
-        self._open += 1
+            self._meter.tokens.take(prompt + request.sampling.max_tokens, now)
+        self._meter.in_flight += self._open[prompt_of(request)] == 0
+        self._open[prompt_of(request)] += 1
 
         def watch(event: Event) -> None:
             if type(event) is Finished:
-                self._settle(event, prompt, most)
+                self._settle(event, request, prompt)
             if listener is not None:
                 listener(event)
 
@@ -155,9 +160,9 @@ class Door:
         """As `Cluster.retry_after`; for a request refused here, when its tenant has enough left for it."""
         return self._refusal[1] if self._refusal is not None and self._refusal[1] else self._cluster.retry_after()
 
-    def _settle(self, end: Finished, prompt: int, most: int) -> None:
-        self._open -= 1
-        self._meter.in_flight -= self._open == 0
+    def _settle(self, end: Finished, request: Request, prompt: int) -> None:
+        self._open[prompt_of(request)] -= 1
+        self._meter.in_flight -= self._open[prompt_of(request)] == 0
         if self._meter.tokens is not None:
-            unused = most - end.output + (prompt if end.outcome == "refused" else 0)
+            unused = request.sampling.max_tokens - end.output + (prompt if end.outcome == "refused" else 0)
             self._meter.tokens.take(-unused, end.at)

@@ -1,4 +1,4 @@
-"""One request between cluster and client: its events on one side, the HTTP answer on the other."""
+"""One answer between cluster and client: its requests' events on one side, HTTP on the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.server import sse
+from rubato.server.choices import firsts
 from rubato.server.errors import ApiError, from_finished
 from rubato.server.verdict import served_tier
 from rubato.types import Event, Finished, Logprob, Request, Started, Tokens
@@ -52,19 +53,20 @@ class Part:
 
 
 class Live:
-    """Collects what the events of a request's choices bring until the handler takes it. Called on the event loop with
+    """Collects what the events of an answer's choices bring until the handler takes it. Called on the event loop with
     each event.
 
     every_token: wake the handler at each token and at each choice's end, not only at the end of all.
     """
 
-    __slots__ = ("_every_token", "_left", "_news", "_parts", "_waiter", "failed", "gone", "parts")
+    __slots__ = ("_every_token", "_firsts", "_left", "_news", "_parts", "_waiter", "failed", "gone", "parts")
 
     def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
         self.parts = [Part() for _ in requests]
         self.failed: Finished | None = None  # the first end that is no completion: there is no answer any more
         self.gone = False  # the client is: there is nobody to answer
         self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
+        self._firsts = firsts(requests)
         self._left = len(requests)
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -98,9 +100,9 @@ class Live:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens whose KV was there when the first choice began: the prefix cache's doing. That the others find
-        its prompt's KV is not."""
-        return self.parts[0].cached or 0
+        """Prompt tokens whose KV was there when each prompt's first choice began: the prefix cache's doing. That the
+        others find its prompt's KV is not."""
+        return sum(self.parts[at].cached or 0 for at in self._firsts)
 
     async def ready(self) -> None:
         """Return when there is something new since the last call, or it is over."""
@@ -116,10 +118,10 @@ class Live:
 
 
 class Answer(Response):
-    """Offers a request's choices when sent, and answers with what becomes of them.
+    """Offers its requests, one a choice, when sent, and answers with what becomes of them.
 
     The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: of one
-    choice it is of all. A client that goes away takes its request with it at once.
+    choice it is of all. A client that goes away takes its requests with it at once.
     """
 
     def __init__(self, cluster: Intake, form: sse.Format, chunks: sse.Chunks | None) -> None:

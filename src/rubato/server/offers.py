@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from uuid import uuid4
 
-from rubato.server import schemas, slo_input, sse
+from rubato.server import choices, schemas, slo_input, sse
 from rubato.server.errors import ApiError
 from rubato.server.live import Answer, Intake
 from rubato.server.slo_input import Tier
 from rubato.types import Request
 
 
-def answer(
+def requests(
     body: schemas.ChatCompletion | schemas.TextCompletion,
-    prompt: tuple[int, ...],
+    prompts: Sequence[tuple[int, ...]],
     headers: Mapping[str, str],
     *,
     arrival: float,
     tenant: str,
     tier: Tier,
-    cluster: Intake,
-    spell: Callable[[int], bytes],
     most_tokens: int,
-    most_choices: int,
-    created_offset: float,
-) -> Answer:
-    """What answers a body whose prompt is `prompt`; it offers the request when it is sent.
+) -> tuple[Request, ...]:
+    """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that it states.
 
-    spell: a token id's bytes. most_tokens: prompt + output of a request. most_choices: `n` at most. created_offset:
-    Unix time - clock time.
+    most_tokens: prompt + output of a request.
     Raises ApiError 400 that names what cannot be had.
     """
     chat = isinstance(body, schemas.ChatCompletion)
-    where = "messages" if chat else "prompt"
-    if body.choices > most_choices:
-        message = f"n: {body.choices} choices asked for; this server gives at most {most_choices}."
-        raise ApiError(400, message, param="n", code="invalid_value")
     id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-    offer = Request(
-        id=id,
-        stages=slo_input.stages(prompt, headers, body.slo, tier),
-        arrival=arrival,
-        tier=tier.name,
-        tenant=tenant,
-        sampling=body.sampling(_room(most_tokens, len(prompt), body, where)),
-        on_decline=(body.slo and body.slo.on_decline) or tier.on_decline,
-    )
-    kind: Literal["chat", "text"] = "chat" if chat else "text"
-    form = sse.Format(id, kind, _choices(offer, body.choices), body.model, int(created_offset + arrival), spell)
+    offers = [
+        Request(
+            id=id,
+            stages=slo_input.stages(prompt, headers, body.slo, tier),
+            arrival=arrival,
+            tier=tier.name,
+            tenant=tenant,
+            sampling=body.sampling(_room(most_tokens, len(prompt), body, body.where(at))),
+            on_decline=(body.slo and body.slo.on_decline) or tier.on_decline,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    return choices.spread(offers, body.choices)
+
+
+def answer(
+    body: schemas.ChatCompletion | schemas.TextCompletion,
+    requests: tuple[Request, ...],
+    *,
+    cluster: Intake,
+    spell: Callable[[int], bytes],
+    created: int,
+) -> Answer:
+    """What answers a body that asks for `requests`; it offers them when it is sent.
+
+    spell: a token id's bytes. created: Unix seconds.
+    """
+    id = choices.answer_of(requests[0].id)
+    kind: Literal["chat", "text"] = "chat" if isinstance(body, schemas.ChatCompletion) else "text"
+    form = sse.Format(id, kind, requests, body.model, created, spell)
     chunks = None
     if body.stream:
         options = body.stream_options or schemas.StreamOptions()
@@ -58,23 +67,6 @@ def answer(
             form, include_usage=bool(options.include_usage), every_usage=bool(options.continuous_usage_stats)
         )
     return Answer(cluster, form, chunks)
-
-
-def _choices(offer: Request, n: int) -> tuple[Request, ...]:
-    """One request a choice; together they are a group, which shares the prompt's KV. A seed counts up from the first
-    choice's, else they would all be the same."""
-    if n == 1:
-        return (offer,)
-    seed = offer.sampling.seed
-    return tuple(
-        replace(
-            offer,
-            id=f"{offer.id}-{index}",
-            group=offer.id,
-            sampling=offer.sampling if seed is None else replace(offer.sampling, seed=seed + index),
-        )
-        for index in range(n)
-    )
 
 
 def _room(most: int, prompt: int, body: schemas.ChatCompletion | schemas.TextCompletion, where: str) -> int:

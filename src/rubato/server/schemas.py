@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from rubato.server.errors import ApiError
 from rubato.types import Sampling
@@ -67,7 +77,18 @@ LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it 
 LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
 
 
-StopId = Annotated[int, Field(ge=0, lt=INT64)]
+TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+Words = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = Annotated[list[Words], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+# One prompt or several, as `_prompts` reads it: a union's own errors would name each of its kinds.
+PROMPT: dict[str, Any] = {
+    **TypeAdapter(Words | Ids | Prompts).json_schema(),
+    "title": "Prompt",
+    "description": "A string or a list of token ids, or a list of one of them: then each has `n` choices, all of the "
+    "first prompt's first, and how many choices a server gives bounds all of them together.",
+}
+KINDS: Mapping[type, str] = {int: "a token id", str: "a string", list: "a list of token ids"}
 
 
 class Body(BaseModel):
@@ -149,7 +170,7 @@ class Completion(Body):
     n: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Any = None
-    stop_token_ids: list[StopId] | None = Field(default=None, max_length=MOST_STOP_IDS, fail_fast=True)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MOST_STOP_IDS, fail_fast=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -171,6 +192,7 @@ class Completion(Body):
 
     @property
     def choices(self) -> int:
+        """Of each prompt."""
         return self.n or 1
 
     def _sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
@@ -214,13 +236,17 @@ class ChatCompletion(Completion):
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
+    def where(self, prompt: int) -> str:
+        """The field that a prompt comes from."""
+        return "messages"
+
     def dialogue(self) -> list[dict[str, str]]:
         """The messages as a chat template wants them; `developer` is OpenAI's newer name for `system`."""
         return [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in self.messages]
 
 
 class TextCompletion(Completion):
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
@@ -238,25 +264,65 @@ class TextCompletion(Completion):
 
     @field_validator("prompt")
     @classmethod
-    def _one(cls, value: Any) -> str | tuple[int, ...]:
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-            value = value[0]
-        if isinstance(value, str) and value:
-            return value
-        if isinstance(value, list) and value and all(type(t) is int for t in value):
-            if min(value) < 0:
-                raise ValueError(f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
-            if max(value) >= INT64:
-                raise ValueError("a token id is 2**63 or more: give the ids of the model's own vocabulary")
-            return tuple(value)
-        if isinstance(value, list) and len(value) > 1 and all(isinstance(t, str | list) for t in value):
-            raise ValueError(f"{len(value)} prompts given: send one prompt per request")
-        raise ValueError("give a string that is not empty, or a list of token ids")
+    def _prompts(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
+        if value == []:
+            raise ValueError("the list is empty: give at least one prompt, or one token id")
+        if not isinstance(value, list) or not isinstance(value[0], str | list):
+            return (_prompt(value),)
+        _check_alike(value)
+        found = []
+        for at, one in enumerate(value):
+            try:
+                found.append(_prompt(one))
+            except ValueError as error:
+                raise Within((at, *getattr(error, "at", ())), str(error)) from None
+        return tuple(found)
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """Each of them: text, or token ids."""
+        found: tuple[str | tuple[int, ...], ...] = self.prompt
+        return found
+
+    def where(self, prompt: int) -> str:
+        """The field that a prompt comes from."""
+        return "prompt" if len(self.prompts) == 1 else param(("prompt", prompt))
 
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
+
+
+class Within(ValueError):
+    """A part of a field's value is at fault, `at` these places in it."""
+
+    def __init__(self, at: tuple[int, ...], message: str) -> None:
+        super().__init__(message)
+        self.at = at
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    """One prompt."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("give a string that is not empty, or a list of one token id or more")
+    _check_alike(value)
+    if type(value[0]) is not int:
+        raise ValueError("give a string, or a list of token ids")
+    if min(value) < 0:
+        raise ValueError(f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
+    if max(value) >= INT64:
+        raise ValueError("a token id is 2**63 or more: give the ids of the model's own vocabulary")
+    return tuple(value)
+
+
+def _check_alike(values: list[Any]) -> None:
+    kind = type(values[0])
+    for at, value in enumerate(values):
+        if type(value) is not kind and kind in KINDS:
+            raise Within((at,), f"this must be {KINDS[kind]}, as the first one is")
 
 
 B = TypeVar("B", ChatCompletion, TextCompletion)
@@ -307,7 +373,7 @@ def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
         return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     if not first["loc"]:
         return ApiError(400, "The body must be a JSON object.")
-    path = param(first["loc"])
+    path = param(first["loc"] + getattr(first.get("ctx", {}).get("error"), "at", ()))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")

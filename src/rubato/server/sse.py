@@ -13,6 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from rubato.server import logprobs
+from rubato.server.choices import firsts
 from rubato.server.verdict import report, served_tier, usage
 from rubato.types import Finished, Logprob, Request
 
@@ -22,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 @dataclass(frozen=True, slots=True)
 class Format:
     """Everything about one answer that its tokens do not change. `created` in Unix seconds; requests: one a choice,
-    which differ in id and seed only."""
+    of as many prompts as it has; otherwise they differ in id, seed and room for output only."""
 
     id: str
     kind: Literal["chat", "text"]
@@ -37,7 +38,8 @@ class Format:
 
     @property
     def prompt(self) -> int:
-        return self.request.prompt
+        """Prompt tokens, a prompt counted once for all of its choices."""
+        return sum(self.requests[at].prompt for at in firsts(self.requests))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -111,7 +113,7 @@ class Chunks:
 
     def begin(self) -> bytes:
         """What comes before the first token: the roles, in a chat."""
-        return b"".join(role + self._tail(0) for role in self._role)
+        return b"".join(role + self._tail(index, 0) for index, role in enumerate(self._role))
 
     def tokens(self, index: int, new: Said, output: int) -> bytes:
         """A chunk of what is new in choice `index`, whose text may be empty (half a character); `output` of its
@@ -123,11 +125,11 @@ class Chunks:
                 self._offsets[index].add(found) if self._offsets else logprobs.chat(self._form.spell, found)
             )
         middle = self._before[index] + orjson.dumps(new.text) + self._after + likely
-        return middle + b',"finish_reason":null}]' + self._tail(output)
+        return middle + b',"finish_reason":null}]' + self._tail(index, output)
 
     def end_choice(self, index: int, end: Finished) -> bytes:
         """The finish reason of a choice while others go on."""
-        return self._finish(index, end) + self._tail(end.output)
+        return self._finish(index, end) + self._tail(index, end.output)
 
     def end(self, index: int, ends: Sequence[Finished], cached: int) -> bytes:
         """The finish reason of the last choice to end, the usage if asked for, and on whichever of the two is last
@@ -137,19 +139,19 @@ class Chunks:
         about = b"," + orjson.dumps(verdict)[1:-1]
         finish = self._finish(index, ends[index])
         if not self._include_usage:
-            return finish + about + self._tail(output) + DONE
+            return finish + about + self._tail(index, output) + DONE
         counts = orjson.dumps(usage(self._form.prompt, sum(end.output for end in ends), cached))
         last = self._head + b',"choices":[]' + about + b',"usage":' + counts + b"}\n\n"
-        return finish + self._tail(output) + last + DONE
+        return finish + self._tail(index, output) + last + DONE
 
     def _finish(self, index: int, end: Finished) -> bytes:
         empty = b'"delta":{}' if self._form.kind == "chat" else b'"text":""'
         choice = b',"choices":[{"index":%d,' % index + empty + b',"logprobs":null,"finish_reason":%b}]'
         return self._head + choice % orjson.dumps(end.reason)
 
-    def _tail(self, output: int) -> bytes:
+    def _tail(self, index: int, output: int) -> bytes:
         if self._every_usage:
-            prompt = self._form.prompt
+            prompt = self._form.requests[index].prompt
             counts = (prompt, output, prompt + output)
             return b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % counts
         return b',"usage":null}\n\n' if self._include_usage else b"}\n\n"

@@ -29,7 +29,8 @@ def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
     """The `rubato` field: what was promised (`targets`), what was measured, and whether the promise was kept.
 
     Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO. Of
-    several choices: the report of the one that fared worst, `met` when all met, and each by itself under `choices`.
+    several choices, of one prompt or of several: the report of the one that fared worst, `met` when all met, and each
+    by itself under `choices`.
     """
     reports = [_report(request, end) for end in ends]
     if len(reports) == 1:
