@@ -70,13 +70,14 @@ CASES = {
 # --------------------------------------------------------------------------- Rubato's side (its own process)
 
 
-def rubato_engine(model: str, threads: int) -> Any:
-    """The torch engine as it serves, with the limits that vLLM gets."""
-    from rubato.engines.torch import Engine
+def rubato_engine(model: str, threads: int | str, dtype: str = "auto", form: str = "") -> Any:
+    """The torch engine as it serves, with the limits that vLLM gets. form: of the weights (a class of `products`)."""
+    from rubato.engines.torch import Engine, products, weights
 
-    return Engine(
-        model, threads=threads, kv_gib=KV_GIB, max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, max_length=MAX_LENGTH
-    )
+    if form:
+        weights.choose = lambda weight: products.Choice(getattr(products, form), f"{form}, by the benchmark")
+    limits = {"max_seqs": MAX_SEQS, "max_tokens": MAX_TOKENS, "max_length": MAX_LENGTH}
+    return Engine(model, dtype=dtype, threads=threads, kv_gib=KV_GIB, **limits)
 
 
 class RubatoSide:
@@ -87,7 +88,7 @@ class RubatoSide:
         from rubato.policies import load
         from rubato.replica import Replica
 
-        self.engine = rubato_engine(settings["model"], settings["threads"])
+        self.engine = rubato_engine(**settings)
         self.latency = affine.Model()
         self.loop = asyncio.new_event_loop()
         self.loop.run_until_complete(self.engine.start())
@@ -104,6 +105,8 @@ class RubatoSide:
             "engine": f"rubato {version('rubato-llm')}",
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "products": self.engine._model.weights.products.why,
+            "memory_mib": _own_memory(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "policy": POLICY,
             "latency": type(self.latency).__module__,
@@ -159,6 +162,14 @@ class RubatoSide:
         self.prefilling.clear()
 
 
+def _own_memory() -> int:
+    """MiB of memory that belong to this process alone: no file's pages, which the system may drop and read again."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) // 1024
+    return 0
+
+
 # --------------------------------------------------------------------------- the parent's view of a side
 
 
@@ -208,22 +219,36 @@ class Child:
         self._err.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How to start a side: its program, the environment's variables it gets, and what it is told first."""
+
+    command: list[str]
+    variables: dict[str, str]
+    settings: dict[str, Any]
+
+
+def ours(cores: list[int], variables: dict[str, str] | None = None, **settings: Any) -> Start:
+    """The torch engine on so many threads, unless `settings` say how many."""
+    given = {"OMP_NUM_THREADS": str(len(cores)), **(variables or {})}
+    return Start([sys.executable, str(Path(__file__)), "--as-side"], given, {"threads": len(cores), **settings})
+
+
+def vllm(tuning: str, cores: list[int], variables: dict[str, str] | None = None) -> Start:
+    settings = {**vllm_settings(MAX_TOKENS, MAX_SEQS, MAX_LENGTH), **TUNINGS[tuning]}
+    given = {**vllm_variables(settings.pop("omp"), cores, KV_GIB), **(variables or {})}
+    return Start([str(ensure_env()), str(Path(__file__).with_name("_vllm_side.py"))], given, settings)
+
+
 @contextmanager
-def children(names: list[str], model: str, cores: list[int], logs: Path) -> Iterator[dict[str, Child]]:
+def children(starts: dict[str, Start], model: str, logs: Path) -> Iterator[dict[str, Child]]:
     """The sides of these names, loaded one after the other, and asleep."""
     logs.mkdir(parents=True, exist_ok=True)
     sides: dict[str, Child] = {}
     try:
-        for name in names:
-            settings: dict[str, Any] = {"threads": len(cores)}
-            variables = {"OMP_NUM_THREADS": str(len(cores))}
-            command = [sys.executable, __file__, "--as-side"]
-            if name != OURS:
-                settings = {**vllm_settings(MAX_TOKENS, MAX_SEQS, MAX_LENGTH), **TUNINGS[name]}
-                variables = vllm_variables(settings.pop("omp"), cores, KV_GIB)
-                command = [str(ensure_env()), str(Path(__file__).with_name("_vllm_side.py"))]
-            sides[name] = Child(name, command, variables, logs / f"{name}.log")
-            sides[name].description = sides[name].ask("start", model=model, **settings)
+        for name, start in starts.items():
+            sides[name] = Child(name, start.command, start.variables, logs / f"{name}.log")
+            sides[name].description = sides[name].ask("start", model=model, **start.settings)
             print(f"{name} is ready:", json.dumps(sides[name].description), file=sys.stderr)
         yield sides
     finally:
@@ -337,7 +362,8 @@ def _machine_cpu() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One case, ours against one vLLM. Seconds; ratio = ours / theirs with its 95 % interval."""
+    """One case, one side (ours, unless said otherwise) against another. Seconds; ratio = ours / theirs with its 95 %
+    interval."""
 
     case: str
     side: str
@@ -348,20 +374,20 @@ class Comparison:
     high: float
 
 
-def compare(measured: Measured, side: str, resamples: int = 4000, seed: int = 0) -> Comparison:
+def compare(measured: Measured, side: str, own: str = OURS, resamples: int = 4000, seed: int = 0) -> Comparison:
     """Ratio of medians over all steps; percentile bootstrap over rounds, a round being a pair of blocks."""
     rounds = measured.rounds
-    ours = [np.array(measured.values(OURS, rounds=[r])) for r in rounds]
+    mine = [np.array(measured.values(own, rounds=[r])) for r in rounds]
     theirs = [np.array(measured.values(side, rounds=[r])) for r in rounds]
     rng = np.random.default_rng(seed)
     ratios = []
     for _ in range(resamples):
         drawn = rng.integers(0, len(rounds), len(rounds))
         ratios.append(
-            float(np.median(np.concatenate([ours[i] for i in drawn])))
+            float(np.median(np.concatenate([mine[i] for i in drawn])))
             / float(np.median(np.concatenate([theirs[i] for i in drawn])))
         )
-    a, b = float(np.median(np.concatenate(ours))), float(np.median(np.concatenate(theirs)))
+    a, b = float(np.median(np.concatenate(mine))), float(np.median(np.concatenate(theirs)))
     low, high = np.percentile(ratios, (2.5, 97.5))
     return Comparison(measured.case.name, side, a, b, a / b, float(low), float(high))
 
@@ -465,8 +491,11 @@ def main() -> None:
     if options.rounds < 2:
         parser.error(f"--rounds is {options.rounds}: give at least 2, an interval over rounds needs them")
     model = options.model or _bundled_model()
-    names = tunings if options.tune else [OURS, *tunings]
-    with children(names, model, sorted(os.sched_getaffinity(0)), ROOT / "results" / "engine_vs_vllm") as sides:
+    cores = sorted(os.sched_getaffinity(0))
+    starts = {} if options.tune else {OURS: ours(cores)}
+    starts |= {name: vllm(name, cores) for name in tunings}
+    names = list(starts)
+    with children(starts, model, ROOT / "results" / "engine_vs_vllm") as sides:
         described = {name: child.description for name, child in sides.items()}
         results = []
         for case in cases:

@@ -11,7 +11,7 @@ SRC = Path(__file__).parents[2] / "src" / "rubato"
 # A module may import from its own line and those above.
 LAYERS = [
     ["types", "stoptext"],
-    ["interfaces", "clock"],
+    ["interfaces", "clock", "cores"],
     ["kv", "slo", "lengths", "fairness", "listeners"],
     ["check", "seq", "latency", "speculation", "packing"],
     ["blame"],

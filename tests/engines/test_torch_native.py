@@ -172,14 +172,32 @@ def test_attention_with_normed_queries_and_keys(bundled_config: Config, heads: i
     assert_close(*attention.run({"a": 1, "b": 1, "c": 1}))
 
 
-def test_processors_without_bfloat16_products(bundled_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mask", "instructions"), [("avx512", "AVX-512"), ("avx2", "AVX2")])
+def test_processors_with_fewer_instructions(
+    bundled_config: Config, monkeypatch: pytest.MonkeyPatch, mask: str, instructions: str
+) -> None:
     """The same kernels from ordinary instructions."""
     features = jit.llvm.get_host_cpu_features()
-    features["avx512bf16"] = False
-    monkeypatch.setattr(jit.llvm, "get_host_cpu_features", lambda: features)
+    if not features["avx512f" if mask == "avx512" else "avx2"]:
+        pytest.skip(f"this CPU has no {instructions} to begin with")
+    monkeypatch.setenv("RUBATO_CPU", mask)
     attention = Attention(bundled_config, 2)
+    assert attention.kernels.instructions == instructions
     assert_close(*attention.run({"a": 1, "b": 75, "c": 300}))
     assert_close(*attention.run({"a": 1, "b": 1, "c": 1}))
+
+
+def test_an_unknown_mask_is_refused(bundled_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUBATO_CPU", "sse")
+    with pytest.raises(ValueError, match="RUBATO_CPU is 'sse': give one of avx512, avx2, or leave it unset"):
+        Attention(bundled_config, 2)
+
+
+def test_fewer_threads_give_the_same(bundled_config: Config) -> None:
+    attention = Attention(bundled_config, 2)
+    for threads in (1, 2, 1):
+        attention.kernels.threads = threads
+        assert_close(*attention.run({"a": 1, "b": 75, "c": 300}))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])

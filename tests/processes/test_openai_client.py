@@ -72,6 +72,10 @@ def test_choices(client: openai.OpenAI) -> None:
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (20, 12)
     text = client.completions.create(model="little", prompt="abc", n=2, best_of=2, max_tokens=3)
     assert [(c.index, c.text) for c in text.choices] == [(0, "la ti do "), (1, "la ti do ")]
+    several = client.completions.create(model="little", prompt=["abc", "a longer one"], n=2, max_tokens=3)
+    assert [c.index for c in several.choices] == [0, 1, 2, 3]
+    assert several.usage is not None
+    assert several.usage.completion_tokens == 12
 
 
 def test_streamed_choices(client: openai.OpenAI) -> None:

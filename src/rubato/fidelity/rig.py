@@ -229,7 +229,7 @@ def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
 
 
 def torch_rig(out: Path, threads: int | None = None) -> Rig:
-    """The embedded engine with the bundled model. threads: of the engine (None: all cores). Raises ImportError without
+    """The embedded engine with the bundled model. threads: of the engine (None: auto). Raises ImportError without
     the torch extra."""
     if importlib.util.find_spec("torch") is None:
         raise ImportError("simulated against live runs needs the embedded engine: pip install 'rubato-llm[torch]'")
@@ -238,7 +238,7 @@ def torch_rig(out: Path, threads: int | None = None) -> Rig:
 
     model = str(bundled.ensure())
     text = Text(Path(model))
-    engine = {**ENGINE, "threads": threads}
+    engine = {**ENGINE, "threads": threads or "auto"}
 
     def count(content: str) -> int:
         return len(text.chat([{"role": "user", "content": content}]))

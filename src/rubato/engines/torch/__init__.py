@@ -7,15 +7,19 @@ sampling state and text; which tokens run, and where their KV lies, comes with e
 from __future__ import annotations
 
 import asyncio
+import logging
+import platform
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from rubato.clock import WallClock
-from rubato.engines.torch import bundled, gguf
+from rubato.cores import FreeCores, TakenCores, usable
+from rubato.engines.torch import bundled, gguf, products
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.sampling import choose, logprobs
@@ -27,6 +31,8 @@ from rubato.types import Batch, Emitted, Limits, Request, StepResult
 
 __all__ = ["Engine"]
 
+log = logging.getLogger(__name__)
+
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -35,11 +41,13 @@ class Engine:
     """Runs batches of one model (an `interfaces.Engine`).
 
     model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
-    (SmolLM2-135M-Instruct, fetched on first use). device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1"...
-    kv_gib: KV memory, preallocated. max_seqs and max_tokens
-    bound one batch; max_length one sequence (None: what model and KV memory allow). block: tokens per KV block.
-    threads: of the forward pass on CPU (None: PyTorch's default). Raises ValueError or FileNotFoundError for a model
-    or a setting that cannot be served.
+    (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `products` may keep in
+    another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older GPUs) or
+    float32 (other CPUs than x86-64). device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1"... kv_gib: KV
+    memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None: what model and KV
+    memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is PyTorch's default, less
+    the cores that other programs take at the time (`cores.FreeCores`). Raises ValueError or FileNotFoundError for a
+    model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -48,20 +56,22 @@ class Engine:
         self,
         model: str | Path,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "auto",
         kv_gib: float = 1.0,
         max_seqs: int = 64,
         max_tokens: int = 2048,
         max_length: int | None = None,
         block: int = 16,
-        threads: int | None = None,
+        threads: int | Literal["auto"] = "auto",
     ) -> None:
-        self._dtype = _dtype(dtype)
         self._device = _device(device)
-        for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block, "threads": threads}.items():
-            if value is not None and value < 1:
+        self._dtype = _dtype(dtype, self._device)
+        for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block}.items():
+            if value < 1:
                 raise ValueError(f"{name} is {value}: give a whole number, 1 or more")
+        if threads != "auto" and (isinstance(threads, str) or threads < 1):
+            raise ValueError(f"threads is {threads!r}: give a whole number, 1 or more, or auto")
         self._folder, self.model_name = _model(model)
         config = load_config(self._folder)
         self._limits = _limits(config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
@@ -69,6 +79,7 @@ class Engine:
         self.text = Text(self._folder)
         self._eos = _eos(self._folder, self._config, self.text)
         self._threads = threads
+        self._free: FreeCores | None = None
         self._clock = WallClock()
         self._worker: ThreadPoolExecutor | None = None
         self._model: Model | None = None
@@ -181,14 +192,26 @@ class Engine:
     # ----------------------------------------------------------------- on the engine's own thread
 
     def _set_threads(self) -> None:
-        if self._threads is not None:
+        if self._threads != "auto":
             torch.set_num_threads(self._threads)
+        elif self._device.type == "cpu":
+            cores = len(usable())
+            self._free = FreeCores(torch.get_num_threads(), self._clock, TakenCores(self._clock).now, cores)
 
     @torch.inference_mode()
     def _prepare(self) -> None:
         if self._model is None:
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
             self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block)
+            log.info(
+                "%s: %s. Products: %s. Attention: %s. Threads: %d%s",
+                self.model_name,
+                self._device,
+                weights.products.why,
+                "PyTorch" if self._model.native is None else f"compiled for {self._model.native.instructions}",
+                self._model.threads,
+                "" if self._free is None else ", fewer while other programs use the cores",
+            )
         self._model.kv.zero_()  # touches every page now, not in the first steps; and nothing of a failed step remains
         self._model.warm_up()
 
@@ -209,6 +232,8 @@ class Engine:
     def _step(self, batch: Batch) -> StepResult:
         began = self._clock.now()
         assert self._model is not None
+        if self._free is not None:
+            self._model.use_threads(self._free.threads())
         seqs = self._seqs
         tokens = {entry.seq: seqs[entry.seq].tokens for entry in batch.entries}
         packed = self._model.pack(batch, tokens)
@@ -236,9 +261,14 @@ def _model(model: str | Path) -> tuple[Path, str]:
     return path, path.resolve().name
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        fast = platform.machine() in ("x86_64", "AMD64") or products.onednn_takes_bfloat16()
+        return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not supported by the torch engine: choose from {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {name!r} is not supported by the torch engine: choose from auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -8,6 +8,7 @@ the libgomp that PyTorch brings.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,16 @@ except ImportError:  # the plain PyTorch path serves then
     llvm = ir = None
 
 LANES = 16
+# What RUBATO_CPU=... hides from the compiler: a machine with more stands for one with less.
+MASKS = {"avx512": ("avx512bf16", "avx512fp16", "amx"), "avx2": ("avx512", "amx", "avxvnni", "avxneconvert", "avx10")}
+
+
+def masked() -> tuple[str, ...]:
+    """Prefixes of the instruction sets that the environment variable RUBATO_CPU hides. Raises ValueError."""
+    asked = os.environ.get("RUBATO_CPU", "")
+    if asked and asked not in MASKS:
+        raise ValueError(f"RUBATO_CPU is {asked!r}: give one of {', '.join(MASKS)}, or leave it unset")
+    return MASKS.get(asked, ())
 
 
 def available() -> bool:
@@ -140,8 +151,10 @@ class Variable:
 class Code:
     """Writes one kernel, `void(int64 *arguments)`."""
 
-    def __init__(self, module: Any, name: str, dot: bool) -> None:
-        self.module, self.dot = module, dot
+    def __init__(self, module: Any, name: str, dot: bool, wide: int) -> None:
+        """dot: there are instructions for products of bfloat16. wide: vectors of sums that one row of a tile keeps in
+        registers beside those of the other rows."""
+        self.module, self.dot, self.wide = module, dot, wide
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), name)
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
 
@@ -240,14 +253,30 @@ class Code:
         bits = self.cast(x, VI)
         return Value(self, self.b.trunc(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).ir, VH))
 
-    def dots(self, total: Value, x: Value, y: Value) -> Value:
-        """total[i] + x[2i] * y[2i] + x[2i+1] * y[2i+1]: x and y 16 pairs of bfloat16 (as 32-bit integers)."""
+    def dots(self, total: Value, pair: tuple[Value, ...], y: Value) -> Value:
+        """total[i] + x[0] * y[2i] + x[1] * y[2i+1]: x a `pair`, y 16 pairs of bfloat16 (as 32-bit integers)."""
         if self.dot:
-            a, b = self.cast(x, _VB2), self.cast(y, _VB2)
+            a, b = self.cast(pair[0], _VB2), self.cast(y, _VB2)
             return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VF, total, a, b)
-        low = self.fma(self.cast(x << 16, VF), self.cast(y << 16, VF), total)
+        low = self.fma(pair[0], self.cast(y << 16, VF), total)
         high = -0x10000 & 0xFFFFFFFF
-        return self.fma(self.cast(x & high, VF), self.cast(y & high, VF), low)
+        return self.fma(pair[1], self.cast(y & high, VF), low)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Of a number that `store_factors` stored."""
+        return 2 if self.dot else 4
+
+    def store_factors(self, x: Value, address: Value) -> None:
+        """16 float32, to be read by `pair`: as bfloat16 where there are instructions for its products, else as they
+        are, since every reader would have to widen them."""
+        self.store(self.narrow(x) if self.dot else x, address)
+
+    def pair(self, address: Value) -> tuple[Value, ...]:
+        """Two numbers that `store_factors` stored, each in every lane, for `dots`."""
+        if self.dot:
+            return (self.splat(self.load(address, I32)),)
+        return self.splat(self.load(address, F32)), self.splat(self.load(address + 4, F32))
 
     # ------------------------------------------------------------- memory and flow
 
@@ -328,11 +357,17 @@ class Kernels:
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
         features = llvm.get_host_cpu_features()
+        hidden = masked()
+        for name in features:
+            features[name] = features[name] and not name.startswith(hidden)
+        known = {"avx512bf16": "AVX-512 with BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+        self.instructions = next((what for name, what in known.items() if features.get(name)), "plain x86-64")
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
+        wide = 4 if features.get("avx512bf16") else 2 if features.get("avx512f") else 1
         module = ir.Module("rubato")
         for name, write in writers.items():
-            code = Code(module, name, bool(features.get("avx512bf16")))
+            code = Code(module, name, bool(features.get("avx512bf16")), wide)
             write(code)
             code.b.ret_void()
         machine = llvm.Target.from_default_triple().create_target_machine(

@@ -55,16 +55,17 @@ def gate(code: Code, width: int) -> None:
 
 
 class Scratch:
-    """Byte offsets in a thread's scratch memory: for `rows` queries at most."""
+    """Byte offsets in a thread's scratch memory: for `rows` queries at most. Factors (`Code.store_factors`) have room
+    for float32."""
 
     def __init__(self, dim: int, rows: int) -> None:
         self.query = 0
-        self.mixed = self.query + rows * dim * 2  # float32 (rows, dim)
+        self.mixed = self.query + rows * dim * 4  # float32 (rows, dim)
         self.top = self.mixed + rows * dim * 4  # float32 (rows, 16): the largest score so far, in every lane
         self.sum = self.top + rows * 64  # float32 (rows, 16): sums of weights, one in each lane
         self.scores = self.sum + rows * 64  # float32 (ROWS, SPAN)
-        self.weights = self.scores + ROWS * SPAN * 4  # bfloat16 (ROWS, SPAN)
-        self.size = -(-(self.weights + ROWS * SPAN * 2) // 4096) * 4096 + 256
+        self.weights = self.scores + ROWS * SPAN * 4  # factors (ROWS, SPAN)
+        self.size = -(-(self.weights + ROWS * SPAN * 4) // 4096) * 4096 + 256
 
 
 def attention(code: Code, c: Config, layout: Scratch, few: int) -> None:
@@ -211,9 +212,9 @@ class _Tile:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.tokens) as token:
             at = qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
-            to = self.scratch + self.layout.query + token * (self.group * dim * 2)
+            to = self.scratch + self.layout.query + token * (self.group * dim * code.factor_bytes)
             for d in range(0, self.group * dim, jit.LANES):
-                code.store(code.load(at + 2 * d, jit.VH), to + 2 * d)
+                code.store_factors(code.widen(code.load(at + 2 * d, jit.VH)), to + code.factor_bytes * d)
         with code.loop(0, self.rounded) as query:
             code.store(code.floats(LOWEST), self.scratch + self.layout.top + query * 64)
             code.store(code.floats(0.0), self.scratch + self.layout.sum + query * 64)
@@ -258,20 +259,22 @@ class _Tile:
     def score(self, query: Value, key: Value, to: Value) -> None:
         """Scores of `size` queries and STEP keys, in units of the softmax to base 2."""
         code, dim = self.code, self.c.head_dim
-        keys = [self.unit(key + i * UNIT) for i in range(STEP // UNIT)]
-        at = self.scratch + self.layout.query + query * (dim * 2)
-        sums = [[Variable(code, code.floats(0.0)) for _ in keys] for _ in range(self.size)]
-        with code.loop(0, dim // 2) as pair:
-            columns = [code.load(k + pair * (4 * UNIT), jit.VI) for k in keys]
-            for r in range(self.size):
-                q = code.splat(code.load(at + pair * 4 + r * dim * 2, jit.I32))
-                for total, column in zip(sums[r], columns, strict=True):
-                    total.set(code.dots(total.get(), q, column))
+        row = dim * code.factor_bytes
+        at = self.scratch + self.layout.query + query * row
         scale = LOG2E / dim**0.5
-        for r in range(self.size):
-            for i, total in enumerate(sums[r]):
-                place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + i * UNIT) * 4
-                code.store(total.get() * scale, place)
+        for unit in range(0, STEP // UNIT, code.wide):
+            keys = [self.unit(key + (unit + i) * UNIT) for i in range(code.wide)]
+            sums = [[Variable(code, code.floats(0.0)) for _ in keys] for _ in range(self.size)]
+            with code.loop(0, dim // 2) as pair:
+                columns = [code.load(k + pair * (4 * UNIT), jit.VI) for k in keys]
+                for r in range(self.size):
+                    q = code.pair(at + pair * (2 * code.factor_bytes) + r * row)
+                    for total, column in zip(sums[r], columns, strict=True):
+                        total.set(code.dots(total.get(), q, column))
+            for r in range(self.size):
+                for i, total in enumerate(sums[r]):
+                    place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + (unit + i) * UNIT) * 4
+                    code.store(total.get() * scale, place)
 
     def mask(self, query: Value, key: Value, to: Value) -> None:
         code = self.code
@@ -295,7 +298,7 @@ class _Tile:
         found = []
         for r in range(self.size):
             scores = self.scratch + self.layout.scores + r * SPAN * 4
-            weights = self.scratch + self.layout.weights + r * SPAN * 2
+            weights = self.scratch + self.layout.weights + r * SPAN * code.factor_bytes
             top_at = self.scratch + self.layout.top + (query + r) * 64
             sum_at = self.scratch + self.layout.sum + (query + r) * 64
             before = code.load(top_at, jit.VF)
@@ -313,7 +316,7 @@ class _Tile:
                 for i, total in enumerate(sums):
                     weight = code.exp2(code.load(scores + key * 4 + i * UNIT * 4, jit.VF) - most)
                     total.set(total.get() + weight)
-                    code.store(code.narrow(weight), weights + key * 2 + i * UNIT * 2)
+                    code.store_factors(weight, weights + (key + i * UNIT) * code.factor_bytes)
             code.store(most, top_at)
             code.store(sums[0].get() + sums[1].get() + (sums[2].get() + sums[3].get()), sum_at)
             found.append(shrink)
@@ -322,8 +325,9 @@ class _Tile:
     def mix(self, query: Value, first: Value, count: Value, shrink: list[Value]) -> None:
         """Add the weighted values of `count` keys from `first`."""
         code, dim = self.code, self.c.head_dim
-        for part in range(0, dim, 64):
-            places = range(part, min(part + 64, dim), jit.LANES)
+        lanes = code.wide * jit.LANES
+        for part in range(0, dim, lanes):
+            places = range(part, min(part + lanes, dim), jit.LANES)
             at = self.scratch + self.layout.mixed + query * (dim * 4)
             sums = [
                 [Variable(code, code.load(at + (r * dim + d) * 4, jit.VF) * shrink[r]) for d in places]
@@ -331,11 +335,11 @@ class _Tile:
             ]
             with code.loop(0, count, UNIT) as key:
                 values = self.unit(first + key) + 2 * UNIT * dim
-                weights = self.scratch + self.layout.weights + key * 2
+                weights = self.scratch + self.layout.weights + key * code.factor_bytes
                 with code.loop(0, UNIT // 2) as pair:
                     rows = [code.load(values + pair * (4 * dim) + 4 * d, jit.VI) for d in places]
                     for r in range(self.size):
-                        weight = code.splat(code.load(weights + pair * 4 + r * SPAN * 2, jit.I32))
+                        weight = code.pair(weights + (pair * 2 + r * SPAN) * code.factor_bytes)
                         for total, row in zip(sums[r], rows, strict=True):
                             total.set(code.dots(total.get(), weight, row))
             for r in range(self.size):

@@ -37,7 +37,17 @@ class Model:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
             self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.block = block
+        self.threads = torch.get_num_threads()
         self.windows = frozenset(config.windows)
+
+    def use_threads(self, count: int) -> None:
+        """Run further steps on so many threads, at most those there were at first; to be called on the thread that
+        runs them."""
+        if count != self.threads:
+            self.threads = count
+            torch.set_num_threads(count)
+            if self.native is not None:
+                self.native.threads = count
 
     def pack(self, batch: Batch, tokens: Mapping[str, Sequence[int]]) -> Packed:
         """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it."""

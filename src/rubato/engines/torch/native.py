@@ -97,6 +97,11 @@ class Native:
             }
         )
 
+    @property
+    def instructions(self) -> str:
+        """Which the kernels are compiled for."""
+        return self.kernels.instructions
+
     def kv(self, blocks: int, block: int) -> Tensor:
         """(layers, blocks, units, kv_heads, keys and values, 16 * head_dim), zeros."""
         c = self.config

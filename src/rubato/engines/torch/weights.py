@@ -1,7 +1,6 @@
 """From a Hugging Face folder to the tensors the forward pass reads: fused, in one dtype, on one device.
 
-On CPU in bfloat16 each matrix is kept in oneDNN's blocked layout: the same product then runs up to three times as
-fast at small batches, where it is bound by reading the weights (measured; docs/design.md).
+The matrices are kept in whichever form `products` finds the fastest on this machine, and in no other.
 """
 
 from __future__ import annotations
@@ -11,43 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
 from rubato.engines.torch.config import Config, amplitude, frequencies, read_json
-
-# The row count that oneDNN's layout is chosen for. One layout serves all batch sizes (measured from 1 to 1,400 rows).
-LAYOUT_ROWS = 256
-
-
-class Linear:
-    """x @ weight.T + bias, the weight (out, in) in the fastest layout that the device has for it."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.bias = bias
-        self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_bf16()
-        if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
-        else:
-            self.weight = weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return y
-        return F.linear(x, self.weight, self.bias)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + the product, in one pass where the device can."""
-        if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-            return y
-        return residual + F.linear(x, self.weight, self.bias)
-
-
-def _onednn_bf16() -> bool:
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+from rubato.engines.torch.products import Choice, Form, Linear, Plain, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +34,8 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Weights:
     """embed (vocab, hidden). cos, sin (context, 1, 2, head_dim/2), in the model's dtype: the two halves of a head;
-    the sine's first half is negative, so that rotating is x * cos + swapped_halves(x) * sin."""
+    the sine's first half is negative, so that rotating is x * cos + swapped_halves(x) * sin. products: the form that
+    the matrices are in."""
 
     embed: Tensor
     layers: tuple[Layer, ...]
@@ -75,11 +43,14 @@ class Weights:
     head: Linear
     cos: Tensor
     sin: Tensor
+    products: Choice
 
 
 def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch.device) -> Weights:
     """Raises FileNotFoundError without safetensors, ValueError (with the tensor's name) where one is missing."""
     tensors = _Tensors(folder, dtype, device)
+    products = choose(tensors.get("model.layers.0.mlp.down_proj.weight"))
+    tensors.form = products.form
     layers = []
     for i in range(config.layers):
         at = f"model.layers.{i}"
@@ -95,9 +66,9 @@ def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch
             )
         )
     embed = tensors.get("model.embed_tokens.weight")
-    head = Linear(embed) if config.tied else tensors.linear("lm_head")
+    head = products.form(embed) if config.tied else tensors.linear("lm_head")
     cos, sin = _rotation(config, dtype, device)
-    return Weights(embed, tuple(layers), tensors.get("model.norm.weight"), head, cos, sin)
+    return Weights(embed, tuple(layers), tensors.get("model.norm.weight"), head, cos, sin, products)
 
 
 def _qk_norm(tensors: _Tensors, at: str, config: Config) -> Tensor:
@@ -114,7 +85,9 @@ def _rotation(config: Config, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 class _Tensors:
-    """The folder's tensors by name, each read from whichever safetensors file holds it."""
+    """The folder's tensors by name, each read from whichever safetensors file holds it; matrices in `form`."""
+
+    form: Form = Plain
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -138,4 +111,4 @@ class _Tensors:
         """Several projections of the same input as one, their rows (and biases) in order."""
         weight = torch.cat([self.get(f"{name}.weight") for name in names])
         bias = torch.cat([self.get(f"{name}.bias") for name in names]) if biased else None
-        return Linear(weight, bias)
+        return self.form(weight, bias)

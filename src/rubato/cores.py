@@ -1,0 +1,104 @@
+"""The cores that this process may run on, and how much of them other programs take (known on Linux only)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from rubato.clock import Clock, process_cpu_time
+
+STAT = Path("/proc/stat")
+
+
+def usable() -> frozenset[int]:
+    """The numbers of the cores that the operating system lets this process run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def busy_seconds(cores: Collection[int]) -> float | None:
+    """CPU seconds that all programs together, the kernel and other virtual machines have taken of these cores since the
+    machine started; None where the operating system does not say."""
+    try:
+        lines = STAT.read_text().splitlines()
+    except OSError:
+        return None
+    ticks = 0
+    for line in lines[1:]:  # the first line is the sum of all cores
+        name, *fields = line.split()
+        if not name.startswith("cpu"):
+            break
+        if int(name[3:]) in cores:
+            user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """CPU seconds that a process has used, all its threads. Raises OSError where it is not to be found in /proc."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class TakenCores:
+    """How many of `cores` other programs take: 0.0 to len(cores), 0.0 where the operating system does not say.
+
+    clock: seconds. own: CPU seconds used so far by what does not count as another program (default: this process).
+    Nothing is read more often than every `window` seconds. The kernel counts in ticks of 10 ms.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        cores: Collection[int] | None = None,
+        own: Callable[[], float] = process_cpu_time,
+        window: float = 0.25,
+    ) -> None:
+        self._clock, self._own, self.window = clock, own, window
+        self._cores = usable() if cores is None else frozenset(cores)
+        self._value = 0.0
+        self._before = self._read()
+
+    def _read(self) -> tuple[float, float, float] | None:
+        busy = busy_seconds(self._cores)
+        return None if busy is None else (self._clock.now(), busy, self._own())
+
+    def now(self) -> float:
+        """Over the last `window` seconds or more."""
+        if self._before is None or self._clock.now() - self._before[0] < self.window:
+            return self._value
+        found = self._read()
+        if found is None:
+            return 0.0
+        passed, busy, own = (new - old for new, old in zip(found, self._before, strict=True))
+        self._before = found
+        self._value = min(max(0.0, (busy - own) / passed), float(len(self._cores)))
+        return self._value
+
+
+class FreeCores:
+    """How many threads to compute with on cores that other programs use too.
+
+    Threads that wait for each other are as slow as the one that shares its core: it runs only every other scheduler
+    slice of some milliseconds, and each parallel region waits for it. So there are as many threads as cores are left,
+    rounded: one is given up as soon as other programs take more than half a core, and comes back once they have taken
+    less for `patience` seconds.
+    """
+
+    def __init__(self, most: int, clock: Clock, taken: Callable[[], float], cores: int, patience: float = 1.0) -> None:
+        """most: threads on a quiet machine. taken: how many of the `cores` other programs take now."""
+        self._most, self._clock, self._taken, self._cores, self._patience = most, clock, taken, cores, patience
+        self._threads = most
+        self._needed_until = clock.now()  # when so few were last called for
+
+    def threads(self) -> int:
+        free = int(self._cores - self._taken() + 0.5)
+        wanted = max(1, min(self._most, free))
+        now = self._clock.now()
+        if wanted <= self._threads:
+            self._threads, self._needed_until = wanted, now
+        elif now - self._needed_until >= self._patience:
+            self._threads = wanted
+        return self._threads

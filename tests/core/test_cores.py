@@ -1,0 +1,102 @@
+"""How much of the cores other programs take, and how many threads are left for a step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rubato import cores
+from rubato.clock import WallClock
+from rubato.cores import FreeCores, TakenCores
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Clock(WallClock):
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
+    return tmp_path / "stat"
+
+
+def write(stat: Path, busy: dict[int, float]) -> None:
+    """So many seconds of use of each core, in thirds as user, irq and steal; always much idle and waiting."""
+    rows = ["cpu  9 9 9 9 9 9 9 9 9 9"]
+    for core, seconds in busy.items():
+        third = int(seconds * TICKS / 3)
+        rows.append(f"cpu{core} {third} 0 0 99999 777 {third} 0 {third} 0 0")
+    stat.write_text("\n".join([*rows, "intr 1 2 3", "ctxt 5"]))
+
+
+def test_what_others_take_is_what_is_used_less_what_we_use(stat: Path) -> None:
+    clock, own = Clock(), [0.0]
+    write(stat, {0: 30.0, 1: 30.0, 2: 30.0})
+    taken = TakenCores(clock, {0, 2}, lambda: own[0], window=0.5)
+    assert taken.now() == 0.0
+    clock.time, own[0] = 1.0, 0.6
+    write(stat, {0: 31.2, 1: 90.0, 2: 30.3})
+    assert taken.now() == pytest.approx(0.9)
+    clock.time = 1.4  # within the window nothing is read
+    write(stat, {0: 60.0, 1: 90.0, 2: 30.3})
+    assert taken.now() == pytest.approx(0.9)
+    clock.time = 3.0
+    assert taken.now() == 2.0  # ticks are coarse: never more than there are cores
+    clock.time, own[0] = 4.0, 9.0
+    assert taken.now() == 0.0
+
+
+def test_without_proc_nothing_is_known(stat: Path) -> None:
+    clock = Clock()
+    taken = TakenCores(clock, {0, 1})
+    clock.time = 5.0
+    assert taken.now() == 0.0
+    assert cores.busy_seconds({0}) is None
+
+
+def test_this_machine_says_what_this_process_uses() -> None:
+    if not cores.STAT.exists():
+        pytest.skip("no /proc here")
+    found = cores.busy_seconds(cores.usable())
+    assert found is not None
+    assert found > 0.0
+    assert cores.cpu_seconds_of(os.getpid()) > 0.0
+    with pytest.raises(OSError, match="999999999"):
+        cores.cpu_seconds_of(999999999)
+
+
+@pytest.mark.parametrize(
+    ("most", "cores", "taken", "threads"),
+    [
+        (2, 2, 0.0, 2),
+        (2, 2, 0.5, 2),
+        (2, 2, 0.51, 1),  # what a busy program gets beside two threads of ours is 0.67
+        (2, 2, 1.3, 1),
+        (2, 2, 2.0, 1),  # never none
+        (8, 8, 1.0, 7),
+        (8, 8, 3.4, 5),
+        (4, 8, 3.0, 4),  # more cores than threads: the others' are not ours
+        (4, 8, 5.2, 3),
+        (1, 1, 1.0, 1),
+    ],
+)
+def test_as_many_threads_as_cores_are_left(most: int, cores: int, taken: float, threads: int) -> None:
+    assert FreeCores(most, Clock(), lambda: taken, cores).threads() == threads
+
+
+def test_a_thread_goes_at_once_and_comes_back_after_a_second() -> None:
+    clock, taken = Clock(), [0.0]
+    free = FreeCores(4, clock, lambda: taken[0], 4, patience=1.0)
+    found = []
+    for at, others in [(0.0, 0.0), (0.1, 2.0), (0.2, 0.0), (0.9, 1.0), (1.0, 2.0), (1.9, 0.0), (2.0, 0.0), (2.1, 3.0)]:
+        clock.time, taken[0] = at, others
+        found.append(free.threads())
+    assert found == [4, 2, 2, 2, 2, 2, 4, 1]

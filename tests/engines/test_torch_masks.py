@@ -1,0 +1,50 @@
+"""The engine's equality tests on the CPUs that others have: this one with some of its instructions hidden.
+
+Libraries read their masks once, so each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("llvmlite")
+
+from rubato.engines.torch import jit
+
+pytestmark = pytest.mark.skipif(not jit.available(), reason="no x86-64 Linux")
+
+ROOT = Path(__file__).parents[2]
+# As docs/serving.md tells them: what PyTorch's libraries read, and what the engine's own kernels do.
+MASKS: dict[str, dict[str, str]] = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        "RUBATO_CPU": "avx2",
+    },
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "RUBATO_CPU": "avx512"},
+}
+QUICK = (
+    "tests/engines/test_torch_native.py::test_without_llvm_the_plain_path_gives_the_same_logits",
+    "tests/engines/test_torch_native.py::test_nothing_depends_on_kv_of_others",
+    "tests/engines/test_torch_products.py",
+)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_engine_computes_the_same(mask: str) -> None:
+    _passes(mask, *QUICK)
+
+
+def _passes(mask: str, *tests: str) -> None:
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *tests]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **MASKS[mask]}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout.splitlines()[-1]
