@@ -118,9 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "measure this machine, then serve three classes of requests, policy against policy")
     demo.add_argument("--out", default="results/demo", help="folder for JSON, PNG and logs")
     demo.add_argument("--policy", default="edf", help="the policy to set against the baselines")
-    demo.add_argument("--seconds", type=float, help="seconds of load per policy")
+    demo.add_argument("--seconds", type=float, help="seconds of load per policy (default: by the machine's speed)")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--no-progress", action="store_true")
 
     profile.arguments(command("profile", profile.run, "make a hardware profile: measure a model, or ask kernel tables"))
     command("policies", _policies, "list policies, their settings and sources")
@@ -350,7 +349,7 @@ def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from rubato.demo import demo
 
-    return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed, progress=not args.no_progress)
+    return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed)
 
 
 def _policies(args: argparse.Namespace) -> int:

@@ -1,43 +1,55 @@
-"""`rubato demo`: one model, this machine, three classes of requests, policy against policy, in under five minutes.
+"""`rubato demo`: one model, this machine, three classes of requests, policy against policy, in some three minutes.
 
 What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
-the latency model on steps of every kind; find the rate that `vllm` holds; offer 1.3 times that rate, the same requests
-at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of ours, each in a server of its
-own.
+the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3
+times the rate, the same requests at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of
+ours, each in a server of its own. A slow machine gets shorter requests and, at last, fewer a second: not a longer
+evening, and never fewer requests than an interval needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rubato import bench, plot, results, trace
+from rubato import bench, cores, plot, results, trace
 from rubato.capacity import narrowed
 from rubato.fit import coefficients
 from rubato.latency import affine
-from rubato.latency.report import error_report
+from rubato.latency.report import Report, error_report
 from rubato.metrics import steps
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO, Limits, Sample
+from rubato.types import SLO, Limits, Sample, Shape
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.kinds import Kind, chat, code, summary
 from rubato.workloads.making import make
 from rubato.workloads.texts import Count
 
 OVERLOAD = 1.3  # times the rate that vllm holds
-TRIES = 6  # rates tried on the real server, at most
-HOLD_SECONDS = 20.0  # each of them
 HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
-HALF = 0.5  # below it a rate is far too high: the machine has become slower since it was measured
+SECONDS = 24.0  # of load for each policy,
+LONGEST = 60.0  # at most, where even short requests are served slowly
+LEAST = 40  # requests for each policy
+SCALES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of all lengths: the first at which LEAST requests come in SECONDS
+CHECK_SECONDS = 14.0  # of each rate tried on the real server
+BURST_SECONDS = 7.0  # what the largest burst of the measurement should take
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
 # Sarathi's, tried in simulation; 0 = by the tightest TPOT, which is as good as the model: last of equally good ones
 BUDGETS = (256, 512, 128, 64, 32, 0)
+
+DISTURBED = 0.25  # cores that other programs used: beyond it the result is to be read with care
+POOR_P50, POOR_P95 = 0.15, 0.6  # relative errors of the latency model, beyond which the simulator's rate is rough
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,15 @@ class Multiples:
 
 PROMPT = 256
 TIERS: Mapping[str, Multiples] = {"chat": Multiples(7, 4), "code": Multiples(8, 4.5), "summary": Multiples(9, 5)}
+SHARES = {"chat": 0.6, "code": 0.3, "summary": 0.1}  # mostly chat that is read along, and a few long documents
+# tokens, the least and the most, of a prompt and of an answer
+LENGTHS = {
+    "chat": ((30, 200), (60, 180)),
+    "code": ((100, 400), (40, 120)),
+    "summary": ((400, 900), (80, 160)),
+}
+MEAN_PROMPT = sum(share * sum(LENGTHS[tier][0]) / 2 for tier, share in SHARES.items())
+MEAN_OUTPUT = sum(share * sum(LENGTHS[tier][1]) / 2 for tier, share in SHARES.items())
 
 
 @dataclass(frozen=True)
@@ -62,98 +83,194 @@ class Unloaded:
     def slos(self) -> dict[str, SLO]:
         return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
 
-
-def found_live(attained_at: Callable[[float], float], rate: float, policy: str = "vllm") -> float:
-    """The rate at which 90 % is attained, from `rate` on, by what a server attains at some. Raises as `held`."""
-    tries: list[tuple[float, float]] = []
-    for _ in range(TRIES):
-        attained = attained_at(rate)
-        tries.append((rate, attained))
-        if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
-            break
-        rate *= 1.15 if attained >= HOLDS else 0.85 if attained >= HALF else 0.7
-    return held(tries, policy)
+    def scaled(self, scale: float, model: affine.Model) -> Unloaded:
+        """With prompts `scale` times as long, by the model."""
+        whole, part = (model.step_time(Shape().plus(max(1, round(PROMPT * s)), 0)) for s in (1.0, scale))
+        return dataclasses.replace(self, ttft=self.ttft * part / whole)
 
 
-def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
-    """The rate at which 90 % is attained, from (rate, attainment) tried: on the line between the highest that held and
-    the lowest above it that did not. Raises BenchError when none held."""
-    holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
-    if not holding:
-        lowest = min(rate for rate, _ in tries)
-        raise bench.BenchError(
-            f"{policy} held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
-        )
-    low, at_low = max(holding)
-    beyond = [(rate, attained) for rate, attained in tries if rate > low]
-    if not beyond:
-        return low
-    high, at_high = min(beyond)
-    return low + (high - low) * (at_low - HOLDS) / (at_low - at_high)
+def kinds(slos: Mapping[str, SLO], scale: float = 1.0, outputs: float = 1.0) -> list[Kind]:
+    """The demo's mix. scale: of all lengths; outputs: of the answers' besides."""
 
+    def tokens(span: tuple[int, int], by: float) -> tuple[int, int]:
+        return max(8, round(span[0] * by)), max(16, round(span[1] * by))
 
-def kinds(slos: Mapping[str, SLO]) -> list[Kind]:
-    """The demo's mix: mostly chat that is read along, code completions, and a few long documents to summarise."""
+    made = {"chat": chat, "code": code, "summary": summary}
     return [
-        chat(slos["chat"], share=0.6, output=(60, 180)),
-        code(slos["code"], share=0.3),
-        summary(slos["summary"], share=0.1, output=(80, 160)),
+        made[tier](slos[tier], share=SHARES[tier], prompt=tokens(prompt, scale), output=tokens(output, scale * outputs))
+        for tier, (prompt, output) in LENGTHS.items()
     ]
 
 
-def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0, progress: bool = True) -> int:
-    """Run the demo and write everything into `out`. Returns 0 when it ran to its end, whatever the verdict; 1 when a
-    run could not be trusted (the load generator was late). Raises ServerError, BenchError, ImportError."""
+def checked_rate(attained_at: Callable[[float], float], rate: float) -> tuple[float, str]:
+    """The rate at which 90 % is attained, from the simulator's and two tries on the real server; and what to say where
+    these do not enclose it."""
+    tries = [(rate, attained_at(rate))]
+    second = rate * (1.25 if tries[0][1] >= HOLDS else 0.75)
+    tries = sorted([*tries, (second, attained_at(second))])
+    (low, at_low), (high, at_high) = tries
+    if at_low >= HOLDS > at_high:
+        return low + (high - low) * (at_low - HOLDS) / (at_low - at_high), ""
+    if at_low >= HOLDS:
+        return high, "vllm held both rates that were tried: it may hold more, and the load be less than it says"
+    return 0.8 * low, "vllm held neither rate that was tried: the load may be more than it says"
+
+
+def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0) -> int:
+    """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
+    speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
+    generator was late). Raises ServerError, BenchError, ImportError."""
     from rubato.engines.torch import bundled  # the only part that needs the torch extra in this process
 
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    stage = Stage(out, str(bundled.ensure()), seed, progress)
-    warm = stage.warm_up()
-    load = stage.load(OVERLOAD * warm.rate, 32.0 if seconds is None else seconds, warm.unloaded.slos())
+    stage = Stage(out, str(bundled.ensure()), seed, Progress(policy))
+    warm = stage.warm_up(seconds)
+    load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
     write(load, out / "workload.jsonl")
-    budget = stage.tuned_budget(warm, load)
-    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
-    say(f"\n{len(load.arrivals)} requests in {load.duration:.0f} s at {load.rate:.2f}/s, the same for each policy")
+    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": 0}), (policy, {})]
+    contestants[1][1]["budget"] = stage.tuned_budget(warm, load)
+    say(f"      {len(load.arrivals)} requests in {load.duration:.0f} s ({load.rate:.2f}/s), the same for each policy")
     runs = [stage.contest(name, settings, warm, load) for name, settings in contestants]
-    ours = runs[-1]
-    comparisons = [results.compare([ours], [run]) for run in runs[:-1]]
-    print("\n" + results.table(runs))
-    for comparison in comparisons:
-        print("\n" + results.comparison_text(comparison))
-    print("\n" + verdict(runs, comparisons))
+    comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
     results.write_json(out / "demo.json", runs, comparisons)
     plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
-    print(f"\n{out}/demo.json, {out}/demo.png   ({time.monotonic() - began:.0f} s)")
+    print("\n" + results.table(runs) + "\n")
+    print(sentence(runs) + "\n")
+    for comparison in comparisons:
+        print(interval(comparison))
+    for warning in filter(None, [*warm.warnings, held_after_all(runs), stage.progress.disturbance()]):
+        print(f"READ WITH CARE: {warning}.")
+    print(f"\nPicture: {out}/demo.png. Every request: {out}/*.records.jsonl. {time.monotonic() - began:.0f} s in all.")
+    print("\nTry next:\n" + "\n".join(f"    {line}" for line in next_commands(out)))
     return 0 if all(run.valid for run in runs) else 1
 
 
-def verdict(runs: Sequence[results.Run], comparisons: Sequence[results.Comparison]) -> str:
-    """One line against the better of the two baselines."""
-    ours, baselines = runs[-1], runs[:-1]
-    met = [sum(r.verdict.met for r in run.records) for run in baselines]
-    best = max(range(len(met)), key=lambda i: met[i])
-    against = comparisons[best].differences["all"]
-    mine, offered = sum(r.verdict.met for r in ours.records), len(ours.records)
-    times = "all of them" if against.ratio is None else f"{against.ratio:.2f} times as many"
-    low, high = 100 * against.difference_low, 100 * against.difference_high
+def sentence(runs: Sequence[results.Run]) -> str:
+    """What came out, for anyone."""
+    *baselines, ours = runs
+    met = {run.label: sum(r.verdict.met for r in run.records) for run in runs}
+    others = " and ".join(f"{run.label}'s to {met[run.label]}" for run in baselines)
     return (
-        f"VERDICT: {ours.label} met {mine} of {offered}, {baselines[best].label} (the better baseline) {met[best]}: "
-        f"{times}, {100 * against.difference:+.0f} points of attainment [{low:+.0f}, {high:+.0f}]"
+        f"Under {OVERLOAD} x the load that vLLM's scheduling holds, {ours.label} kept its promise to "
+        f"{met[ours.label]} of {len(ours.records)} requests, {others}."
     )
+
+
+def held_after_all(runs: Sequence[results.Run]) -> str:
+    """What to say where the load was no overload; "" where it was."""
+    vllm = runs[0]
+    attained = sum(r.verdict.met for r in vllm.records) / len(vllm.records)
+    if attained < HOLDS:
+        return ""
+    return (
+        f"{vllm.label} attained {attained:.0%} of a load that was to be {OVERLOAD} x what it holds, so this machine is "
+        "faster now than when that rate was tried: run the demo again"
+    )
+
+
+def interval(comparison: results.Comparison) -> str:
+    """The difference to one baseline, of all requests, in points."""
+    d = comparison.differences["all"]
+    value, low, high = (100 * v for v in (d.difference, d.difference_low, d.difference_high))
+    told = "" if low > 0 or high < 0 else ": too few requests to tell which is better"
+    return (
+        f"{comparison.a} against {comparison.b}: {value:+.0f} points of attainment, "
+        f"95 % interval {low:+.0f} to {high:+.0f}{told}"
+    )
+
+
+def next_commands(out: Path) -> list[str]:
+    """What to do after it, as typed from here."""
+    program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
+    return [
+        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as README.md shows",
+        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.trace.jsonl --policy slos_serve",
+        f"{program} demo --policy slos_serve         # the same contest for another policy; see `{program} policies`",
+    ]
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
+# --------------------------------------------------------------------------- telling
+
+
+START = 6.0  # seconds that a server takes to load
+TAIL = 10.0  # that a policy takes to warm up, and to serve what is left when the last request has come
+
+
+@dataclass
+class Progress:
+    """One line for each phase, with the time left; and what other programs did meanwhile."""
+
+    policy: str
+    left: dict[str, float] = field(init=False)  # phases to come, in order, with about how many seconds each takes
+    disturbances: list[str] = field(default_factory=list)
+    phases: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = {
+            "measuring TTFT and decode step, unloaded": START + 6.0,
+            "measuring steps of every kind, for the latency model": 2 * BURST_SECONDS,
+            "simulating which rate vllm holds": 5.0,
+            "trying that rate on the real server": START + 2 * (CHECK_SECONDS + 4.0),
+        } | dict.fromkeys(("serving under vllm", "serving under sarathi", f"serving under {self.policy}"), 0.0)
+        self.phases = len(self.left)
+        self.contest_takes(SECONDS)
+
+    def contest_takes(self, seconds: float) -> None:
+        for name in [name for name in self.left if name.startswith("serving")]:
+            self.left[name] = START + seconds + TAIL
+
+    def begin(self) -> None:
+        """The next phase begins."""
+        name = next(iter(self.left))
+        minutes, seconds = divmod(round(sum(self.left.values())), 60)
+        number = self.phases - len(self.left) + 1
+        del self.left[name]
+        say(f"[{number}/{self.phases}] {name} ...".ljust(66) + f"about {minutes}:{seconds:02} left")
+
+    @contextmanager
+    def watched(self, what: str, pid: int) -> Iterator[None]:
+        """Note it when programs other than this one and the server `pid` use the cores."""
+        usable = cores.usable()
+
+        def read() -> tuple[float, float, float] | None:
+            busy = cores.busy_seconds(usable)
+            own = sum(os.times()[:2])
+            return None if busy is None else (time.monotonic(), busy, own + cores.cpu_seconds_of(pid))
+
+        before = read()
+        yield
+        after = read()
+        if before is not None and after is not None:
+            passed, busy, own = (b - a for a, b in zip(before, after, strict=True))
+            if (taken := (busy - own) / passed) > DISTURBED:
+                self.disturbances.append(f"{taken:.1f} while {what}")
+
+    def disturbance(self) -> str:
+        """How to read a result that other programs had a part in; "" where they had none."""
+        if not self.disturbances:
+            return ""
+        return (
+            f"other programs used some of this machine's {len(cores.usable())} cores ({', '.join(self.disturbances)}), "
+            "and a policy that had more of that beside it than another looks worse than it is"
+        )
+
+
 @dataclass(frozen=True)
 class WarmUp:
-    """What the warm-up found. rate: requests/s that vllm holds; model: fitted on the warm-up's steps."""
+    """What the warm-up found. model: fitted on its steps. scale: of all lengths. slos: of these lengths. rate:
+    requests/s that vllm holds. seconds: of load for each policy. warnings: how to read the result, as clauses."""
 
-    unloaded: Unloaded
     model: affine.Model
+    scale: float
+    slos: Mapping[str, SLO]
     rate: float
+    seconds: float
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -163,80 +280,105 @@ class Stage:
     out: Path
     model: str
     seed: int
-    progress: bool
+    progress: Progress
 
-    def load(self, rate: float, seconds: float, slos: Mapping[str, SLO], name: str = "demo") -> Workload:
+    def load(
+        self, rate: float, seconds: float, slos: Mapping[str, SLO], scale: float, name: str = "demo", texts: bool = True
+    ) -> Workload:
         """Poisson arrivals given their number: in some thirty seconds a plain draw is off its rate by a tenth or more,
-        and 1.3 times a rate would mean anything between 1.1 and 1.5."""
-        count = max(1, round(rate * seconds))
-        made = make(name, self.kinds(slos), rate, count=count, seed=self.seed, count_tokens=self._count())
+        and 1.3 times a rate would mean anything between 1.1 and 1.5. Every class is there: of draws that lack one, or
+        have less than half of its share, the next is taken."""
+        mix, count = kinds(slos, scale), max(1, round(rate * seconds))
+        least = {tier: max(1.0, 0.5 * share * count) for tier, share in SHARES.items()} if count >= LEAST else {}
+        for seed in itertools.count(self.seed):
+            drawn = Counter(a.tier for a in make(name, mix, rate, count=count, seed=seed, texts=False).arrivals)
+            if all(drawn[tier] >= few for tier, few in least.items()):
+                break
+        counting = self._count() if texts else None
+        made = make(name, mix, rate, count=count, seed=seed, count_tokens=counting, texts=texts)
         factor = seconds * count / (count + 1) / made.arrivals[-1].at
         arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in made.arrivals)
         return dataclasses.replace(made, rate=count / seconds, duration=seconds, arrivals=arrivals)
 
-    def kinds(self, slos: Mapping[str, SLO]) -> list[Kind]:
-        return kinds(slos)
-
     # ----------------------------------------------------------------- warm-up
 
-    def warm_up(self) -> WarmUp:
+    def warm_up(self, seconds: float | None) -> WarmUp:
         """Two servers: one that chunks prompts finely, for steps of every kind; then vllm's, for the rate it holds."""
-        say("measuring this machine, unloaded ...")
         logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
-        with self._server("sarathi", {"budget": 256}, {}, None, "measure", logs[0]) as server:
-            for requests in (36, 6, 12):  # many sequences at once, few, and in between
+        self.progress.begin()
+        with (
+            self._server("sarathi", {"budget": PROMPT}, {}, None, "measure", logs[0]) as server,
+            self.progress.watched("this machine was measured", server.pid),
+        ):
+            unloaded = self._unloaded(server.url)
+            say(f"      TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
+            self.progress.begin()
+            most = burst_of(unloaded)
+            for requests in (most, max(2, most // 6), max(3, most // 3)):
                 self._burst(server.url, requests)
         samples = steps(trace.read(logs[0]))
-        with self._server("vllm", {}, {}, None, "hold", logs[1]) as server:
-            unloaded = self._unloaded(server.url)
-            slos = unloaded.slos()
-            say(f"  TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
-            for tier, slo in slos.items():
-                say(f"  {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
-            rate = self._rate(server.url, self._fit(samples), slos)
-        return WarmUp(unloaded, self._fit(samples + steps(trace.read(logs[1]))), rate)
+        model, _ = self._fit(samples)
+        self.progress.begin()
+        scale, simulated = self._sized(unloaded, model)
+        slos = unloaded.scaled(scale, model).slos()
+        shorter = "" if scale == 1.0 else f"; this machine is slow, so all lengths are {scale:g} times the usual"
+        say(f"      {simulated:.2f} requests/s{shorter}")
+        for tier, slo in slos.items():
+            say(f"      {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+        self.progress.begin()
+        with (
+            self._server("vllm", {}, {}, None, "hold", logs[1]) as server,
+            self.progress.watched("vllm's rate was tried", server.pid),
+        ):
+            # the simulated server has its cores to itself, the real one shares them with its clients
+            rate, doubt = checked_rate(lambda r: self._attained(server.url, r, slos, scale), 0.9 * simulated)
+        model, report = self._fit(samples + steps(trace.read(logs[1])))
+        if seconds is None:
+            seconds = min(LONGEST, max(SECONDS, LEAST / (OVERLOAD * rate)))
+        self.progress.contest_takes(seconds)
+        return WarmUp(model, scale, slos, rate, seconds, tuple(filter(None, (doubt, poor_fit(report)))))
 
     def _unloaded(self, url: str) -> Unloaded:
-        """One request at a time, seven of them, and medians."""
+        """One request at a time, six of them of which the first does not count, and medians."""
         kind = code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
-        alone = make("unloaded", [kind], 1.0, count=7, seed=self.seed, count_tokens=self._count())
+        alone = make("unloaded", [kind], 1.0, count=6, seed=self.seed, count_tokens=self._count())
         records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
-        ttft, tpot = ([v for r in records if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
-        if len(ttft) + len(tpot) < 14:
+        ttft, tpot = ([v for r in records[1:] if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
+        if len(ttft) + len(tpot) < 10:
             raise bench.BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
         return Unloaded(median(ttft), median(tpot))
 
     def _burst(self, url: str, requests: int) -> None:
         """Steps for the latency model: so many requests at once, until the last has ended."""
-        slos = {tier: SLO() for tier in TIERS}
-        load = make("burst", kinds(slos), 1.0, count=requests, seed=requests, count_tokens=self._count())
-        at_once = tuple(dataclasses.replace(a, at=0.0, output_tokens=a.output_tokens // 2) for a in load.arrivals)
+        mix = kinds(dict.fromkeys(TIERS, SLO()), outputs=0.5)
+        load = make("burst", mix, 1.0, count=requests, seed=requests, count_tokens=self._count())
+        at_once = tuple(dataclasses.replace(a, at=0.0) for a in load.arrivals)
         self._bench(url, dataclasses.replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
 
-    def _fit(self, samples: Sequence[Sample]) -> affine.Model:
+    def _fit(self, samples: Sequence[Sample]) -> tuple[affine.Model, Report]:
         model = affine.Model()
         model.fit(samples)
-        say(f"  latency model on {len(samples)} steps: {error_report(model, samples).format()}")
-        return model
+        return model, error_report(model, samples)
 
-    def _rate(self, url: str, model: affine.Model, slos: Mapping[str, SLO]) -> float:
-        """The rate at which vllm attains 90 %: bracketed in simulation, then tried on the real server."""
-        pattern = self.load(1.0, 60.0, slos, "hold")
-        low, _ = narrowed(lambda r: self._attained_in_simulation(pattern.rescaled(r), model), 0.05, 50.0, 0.02)
-        say(f"finding the rate that vllm holds (simulated: {low:.2f}/s) ...")
+    def _sized(self, unloaded: Unloaded, model: affine.Model) -> tuple[float, float]:
+        """The scale of all lengths at which LEAST requests come in SECONDS (or the smallest), and the rate at which
+        vllm attains 90 % of these, simulated."""
+        for scale in SCALES:
+            pattern = self.load(1.0, 120.0, unloaded.scaled(scale, model).slos(), scale, "hold", texts=False)
+            rate, _ = narrowed(lambda r, p=pattern: self._holds(p.rescaled(r), model), 0.02, 50.0, 0.03)  # type: ignore[misc]
+            if OVERLOAD * rate * SECONDS >= LEAST:
+                break
+        return scale, rate
 
-        def attained_at(rate: float) -> float:
-            run = self._bench(url, self.load(rate, HOLD_SECONDS, slos, "hold"), f"{rate:.2f}/s")
-            attained = sum(r.verdict.met for r in run.records) / len(run.records)
-            say(f"  {rate:.2f}/s: attainment {100 * attained:.0f} % of {len(run.records)}")
-            return attained
-
-        # the simulated server has its cores to itself, the real one shares them with its clients
-        return found_live(attained_at, 0.9 * low)
-
-    def _attained_in_simulation(self, load: Workload, model: affine.Model) -> bool:
+    def _holds(self, load: Workload, model: affine.Model) -> bool:
         records = simulated_run(load, self._setup("vllm", {}, model)).records
         return sum(r.verdict.met for r in records) >= HOLDS * len(records)
+
+    def _attained(self, url: str, rate: float, slos: Mapping[str, SLO], scale: float) -> float:
+        run = self._bench(url, self.load(rate, CHECK_SECONDS, slos, scale, "hold"), f"{rate:.2f}/s")
+        attained = sum(r.verdict.met for r in run.records) / len(run.records)
+        say(f"      {rate:.2f} requests/s: {100 * attained:.0f} % of {len(run.records)} attained")
+        return attained
 
     # ----------------------------------------------------------------- the contest
 
@@ -250,21 +392,29 @@ class Stage:
             for budget in BUDGETS
         }
         best = max(met, key=lambda budget: met[budget])
-        say(f"sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'} (met by budget: {met})")
+        say(f"      sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'}")
         return best
 
     def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> results.Run:
-        with self._server(policy, settings, load.tiers, warm.model, policy) as server:
+        self.progress.begin()
+        with (
+            self._server(policy, settings, load.tiers, warm.model, policy) as server,
+            self.progress.watched(f"{policy} served", server.pid),
+        ):
             run = self._bench(server.url, load, policy, "slo", warmup=6)
         results.write_records(self.out / f"{policy}.records.jsonl", run)
+        say(f"      kept its promise to {sum(r.verdict.met for r in run.records)} of {len(run.records)}")
         for problem in run.problems:
-            say(f"  {policy}: {problem}")
+            say(f"      {policy}: {problem}")
         return run
 
     # ----------------------------------------------------------------- parts
 
     def _setup(self, policy: str, settings: Mapping[str, object], model: affine.Model) -> Setup:
-        return Setup(lambda: dataclasses.replace(model), LIMITS, policy, settings=settings, noise=0.05, seed=self.seed)
+        return Setup(
+            lambda: dataclasses.replace(model), LIMITS, policy, settings=settings, noise=0.05, seed=self.seed,
+            learns=False,
+        )  # fmt: skip
 
     def _server(
         self,
@@ -296,9 +446,8 @@ class Stage:
     def _bench(
         self, url: str, load: Workload, label: str, slo: bench.TierField = "body", warmup: int = 0
     ) -> results.Run:
-        return asyncio.run(
-            bench.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=self.progress)
-        )
+        how = bench.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=False)
+        return asyncio.run(how)
 
     def _one(self, load: Workload, arrival: Arrival) -> Workload:
         alone = dataclasses.replace(arrival, at=0.0)
@@ -309,6 +458,24 @@ class Stage:
 
         text = Text(Path(self.model))
         return lambda content: len(text.encode(content))
+
+
+def burst_of(unloaded: Unloaded) -> int:
+    """Requests at once that take about BURST_SECONDS: prefills one after the other, decodes of many together, which are
+    some five times as cheap as alone."""
+    each = MEAN_PROMPT * unloaded.ttft / PROMPT + MEAN_OUTPUT / 2 * unloaded.step / 5
+    return min(36, max(8, round(BURST_SECONDS / each)))
+
+
+def poor_fit(report: Report) -> str:
+    """How to read a result whose rates come from a model with such errors; "" where it fits."""
+    if report.p50 <= POOR_P50 and report.p95 <= POOR_P95:
+        return ""
+    return (
+        f"step times vary more than batches explain (half of them by over {report.p50:.0%}, one in twenty by over "
+        f"{report.p95:.0%}), so rates from the simulator are rough, and a second run may differ by more than the "
+        "intervals say"
+    )
 
 
 def ms(seconds: float | None) -> str:

@@ -1,27 +1,146 @@
-"""The demo's arithmetic; that it runs is shown by running it."""
+"""The demo's arithmetic and words; `make test-full` runs it (tests/processes/test_demo.py)."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
-from rubato.bench import BenchError
-from rubato.demo import held
+from rubato import demo
+from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate
+from rubato.latency import affine
+from rubato.latency.report import Report
+from rubato.records import Record, Run
+from rubato.results import compare
+from rubato.types import SLO, Shape, Verdict
+from rubato.workloads import Workload
+
+FAST = affine.Model(k=(0.0, 1e-4), b=(0.01, 0.0), a=1e-7)
+SLOW = affine.Model(k=(0.0, 6e-3), b=(0.2, 0.0), a=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("tries", "rate"),
+    ("attained", "rate", "doubt"),
     [
-        ([(5.0, 0.7), (4.0, 1.0)], 4.0 + 1.0 / 3.0),  # on the line between the two
-        ([(5.0, 0.7), (4.0, 0.9)], 4.0),
-        ([(4.0, 1.0), (4.6, 0.95), (5.3, 0.85)], 4.95),
-        ([(6.0, 0.2), (5.0, 0.6), (4.0, 1.0)], 4.25),  # the nearest above, not the first tried
-        ([(4.0, 1.0), (4.6, 1.0)], 4.6),  # no end found: the highest that held
+        ({4.0: 1.0, 5.0: 0.7}, 4.0 + 1.0 / 3.0, ""),  # on the line between the two
+        ({4.0: 0.9, 5.0: 0.7}, 4.0, ""),
+        ({4.0: 0.7, 3.0: 1.0}, 3.0 + 1.0 / 3.0, ""),
+        ({4.0: 1.0, 5.0: 0.95}, 5.0, "held both"),
+        ({4.0: 0.5, 3.0: 0.8}, 2.4, "held neither"),
     ],
 )
-def test_the_rate_that_is_held(tries: list[tuple[float, float]], rate: float) -> None:
-    assert held(tries) == pytest.approx(rate)
+def test_two_tries_correct_the_simulated_rate(attained: dict[float, float], rate: float, doubt: str) -> None:
+    tried: list[float] = []
+
+    def attained_at(rate: float) -> float:
+        tried.append(rate)
+        return attained[rate]
+
+    found, said = checked_rate(attained_at, 4.0)
+    assert found == pytest.approx(rate)
+    assert doubt in said
+    assert bool(said) is bool(doubt)
+    assert tried == list(attained)
 
 
-def test_none_held() -> None:
-    with pytest.raises(BenchError, match=r"none of 2 rates down to 4.00/s"):
-        held([(5.0, 0.5), (4.0, 0.8)])
+def stage(tmp_path: Path, seed: int = 0) -> Stage:
+    return Stage(tmp_path, "no model", seed, Progress("edf"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_class_is_in_the_load_and_the_rate_is_exact(tmp_path: Path, seed: int) -> None:
+    load = stage(tmp_path, seed).load(LEAST / SECONDS, SECONDS, dict.fromkeys(TIERS, SLO(1.0, 0.1)), 1.0, texts=False)
+    tiers = Counter(a.tier for a in load.arrivals)
+    assert len(load.arrivals) == LEAST
+    assert min(tiers[tier] / (share * LEAST) for tier, share in demo.SHARES.items()) >= 0.5
+    assert load.arrivals[-1].at == pytest.approx(SECONDS * LEAST / (LEAST + 1))
+
+
+@pytest.mark.parametrize(("model", "unloaded", "scaled"), [
+    (FAST, Unloaded(0.03, 0.01), False), (SLOW, Unloaded(1.6, 0.2), True)
+])  # fmt: skip
+def test_a_slow_machine_gets_shorter_requests(
+    tmp_path: Path, model: affine.Model, unloaded: Unloaded, scaled: bool
+) -> None:
+    scale, rate = stage(tmp_path)._sized(unloaded, model)
+    assert (scale < 1.0) is scaled
+    assert scale in SCALES
+    assert OVERLOAD * rate * SECONDS >= LEAST or scale == SCALES[-1]
+
+
+def test_shorter_prompts_have_a_ttft_slo_of_their_own() -> None:
+    whole = Unloaded(2.0, 0.2)
+    half = whole.scaled(0.5, SLOW)
+    assert half.step == whole.step
+    part, all = (SLOW.step_time(Shape().plus(tokens, 0)) for tokens in (128, 256))
+    assert half.ttft == pytest.approx(2.0 * part / all)
+    assert half.slos()["chat"].ttft == pytest.approx(7 * half.ttft)
+
+
+def test_bursts_take_seconds_on_any_machine() -> None:
+    assert burst_of(Unloaded(0.05, 0.01)) == 36  # more would tell nothing new
+    assert burst_of(Unloaded(0.3, 0.03)) == 12  # 7 s / (209 x 0.3 / 256 + 54 x 0.03 / 5)
+    assert burst_of(Unloaded(9.0, 1.0)) == 8
+
+
+def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("edf")
+    for _ in range(5):
+        progress.begin()
+    progress.contest_takes(60.0)
+    progress.begin()
+    lines = capsys.readouterr().out.splitlines()
+    left = [60 * int(m) + int(s) for m, s in (line.split()[-2].split(":") for line in lines)]
+    assert lines[0].startswith("[1/7] measuring TTFT")
+    assert left[:5] == sorted(left[:5], reverse=True)
+    assert left[0] < 240
+    assert left[5] > left[4]  # more seconds of load than thought
+
+
+def run(label: str, met: list[bool]) -> Run:
+    load = Workload("demo", 0, 1.0, float(len(met)), {"chat": SLO(1.0)}, ())
+    records = tuple(
+        Record(f"r{i}", "chat", "chat", float(i), "completed", Verdict(ok, "deadline"), 5, 5)
+        for i, ok in enumerate(met)
+    )
+    return Run(label, load, records, "deadline")
+
+
+def test_the_sentence_and_the_intervals() -> None:
+    runs = [run("vllm", [False] * 20), run("sarathi", [i % 2 == 0 for i in range(20)]), run("edf", [True] * 20)]
+    assert demo.sentence(runs) == (
+        "Under 1.3 x the load that vLLM's scheduling holds, edf kept its promise to 20 of 20 requests, vllm's to 0 and "
+        "sarathi's to 10."
+    )
+    assert demo.interval(compare(runs[2:], runs[1:2])).startswith("edf against sarathi: +50 points of attainment")
+    assert "too few requests to tell" in demo.interval(compare(runs[2:], runs[2:]))
+    assert demo.held_after_all(runs) == ""
+    assert "attained 100% of a load that was to be 1.3 x" in demo.held_after_all(runs[2:])
+
+
+def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo.poor_fit(Report(0.99, 0.05, 0.3, 100)) == ""
+    assert "half of them by over 20%" in demo.poor_fit(Report(0.5, 0.2, 0.4, 100))
+    assert demo.poor_fit(Report(0.5, 0.05, 0.7, 100))
+    progress = Progress("edf")
+    assert progress.disturbance() == ""
+    busy = iter([10.0, 10.0, 20.0, 21e9])
+    monkeypatch.setattr(demo.cores, "busy_seconds", lambda cores: next(busy))
+    monkeypatch.setattr(demo.cores, "cpu_seconds_of", lambda pid: 5.0)
+    with progress.watched("vllm served", 1):
+        pass
+    assert progress.disturbance() == ""
+    with progress.watched("edf served", 1):
+        pass
+    assert "while edf served" in progress.disturbance()
+    assert "vllm served" not in progress.disturbance()
+
+
+def test_what_to_try_next_are_commands_that_exist(tmp_path: Path) -> None:
+    from rubato.cli import _parser
+
+    for line in demo.next_commands(tmp_path):
+        words = line.split("#")[0].split()
+        assert words[0].endswith("rubato")
+        _parser().parse_args(words[1:])

@@ -19,7 +19,7 @@ import torch
 
 from rubato.clock import WallClock
 from rubato.cores import FreeCores, TakenCores, usable
-from rubato.engines.torch import bundled, gguf, products
+from rubato.engines.torch import gguf, products
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.sampling import choose, logprobs
@@ -254,6 +254,8 @@ class Engine:
 def _model(model: str | Path) -> tuple[Path, str]:
     """The Hugging Face folder to read, and the model's name."""
     if str(model) == "bundled":
+        from rubato.engines.torch import bundled  # not above: `python -m rubato.engines.torch.bundled` would warn
+
         return bundled.ensure(), bundled.NAME
     path = Path(model)
     if path.is_file():
