@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -123,31 +124,36 @@ def named(batches: list[dict[str, int]]) -> list[list[tuple[str, int]]]:
     return [[(id.split("-")[0], n) for id, n in batch.items()] for batch in batches if batch]
 
 
+@cache
+def stock(model: Path, dtype: str) -> Result:
+    """What stock vLLM does, once."""
+    with engine(model, Stock, dtype) as made:
+        return serve(made)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_batches_give_equal_tokens(model: Path, dtype: str) -> None:
     """The `vllm` policy is vLLM's own rule: the same batches in the same order, and so the same tokens."""
-    with engine(model, Stock, dtype) as made:
-        stock = serve(made)
+    theirs = stock(model, dtype)
     with engine(model, Ours, dtype, policy="vllm", settings={"budget": BUDGET}) as made:
         ours = serve(made)
-    assert stock.preempted > 0
-    assert ours.preempted == stock.preempted
-    assert named(ours.batches) == named(stock.batches)
-    assert ours.tokens == stock.tokens
-    assert len(stock.tokens) == 12
+    assert theirs.preempted > 0
+    assert ours.preempted == theirs.preempted
+    assert named(ours.batches) == named(theirs.batches)
+    assert ours.tokens == theirs.tokens
+    assert len(theirs.tokens) == 12
 
 
 @pytest.mark.parametrize("policy", ["edf", CHANCE])
 def test_tokens_do_not_depend_on_the_policy(model: Path, policy: str) -> None:
     """In float32, where the order of additions does not decide between two tokens of this model."""
-    with engine(model, Stock, "float32") as made:
-        stock = serve(made)
+    theirs = stock(model, "float32")
     with engine(model, Ours, "float32", policy=policy) as made:
         ours = serve(made, {"slo_ttft_ms": 400, "slo_tpot_ms": 30, "slo_tier": "chat"})
-    assert policy != CHANCE or named(ours.batches) != named(stock.batches)
-    assert ours.tokens == stock.tokens
+    assert policy != CHANCE or named(ours.batches) != named(theirs.batches)
+    assert ours.tokens == theirs.tokens
     assert set(ours.reasons.values()) == {"length"}
-    assert sorted(e.id.split("-")[0] for e in ours.finished) == sorted(stock.tokens)
+    assert sorted(e.id.split("-")[0] for e in ours.finished) == sorted(theirs.tokens)
     assert all(e.outcome == "completed" and e.verdict.ttft is not None for e in ours.finished)
 
 
