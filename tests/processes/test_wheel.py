@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+def run(*words: str | Path, cwd: Path, **more: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    command = [str(word) for word in words]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, f"{words} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -43,7 +46,11 @@ def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     assert {Path(name).name for name in info} >= {"LICENSE", "NOTICE", "entry_points.txt", "METADATA"}
 
 
-def test_the_command_runs_from_it(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{"NUMBA_DISABLE_JIT": "1"}, pytest.param({}, marks=pytest.mark.full)], ids=["plain", "compiled"]
+)
+def test_the_command_runs_from_it(wheel: Path, tmp_path: Path, more: dict[str, str]) -> None:
+    """Where `slos_serve` is compiled for the first time it takes many seconds."""
     env = tmp_path / "env"
     venv.create(env)
     python = env / "bin" / "python"
@@ -54,7 +61,7 @@ def test_the_command_runs_from_it(wheel: Path, tmp_path: Path) -> None:
     )
     where = run(python, "-c", "import rubato; print(rubato.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(env)
-    assert "edf" in run(env / "bin" / "rubato", "policies", cwd=tmp_path)
+    assert "edf" in run(env / "bin" / "rubato", "policies", cwd=tmp_path, **more)
     workload = tmp_path / "load.jsonl"
-    run(env / "bin" / "rubato", "workload", workload, "--rate", "2", "--duration", "3", cwd=tmp_path)
-    assert "attained" in run(env / "bin" / "rubato", "simulate", "--workload", workload, cwd=tmp_path)
+    run(env / "bin" / "rubato", "workload", workload, "--rate", "2", "--duration", "3", cwd=tmp_path, **more)
+    assert "attained" in run(env / "bin" / "rubato", "simulate", "--workload", workload, cwd=tmp_path, **more)
