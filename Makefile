@@ -5,16 +5,22 @@ PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two workers; tests with processes take turns on one of them (tests/conftest.py). One thread of PyTorch for each, which
+# does not spin while it waits.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --durations=10
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-vllm setup serve docs check format bench clean
+.PHONY: demo test test-full test-vllm setup serve docs check format bench clean
 
 demo: setup  ## measure this machine, then three classes of requests, policy against policy
 	$(BIN)/rubato demo
 
-test: setup  ## the whole suite
-	$(BIN)/python -m pytest
+test: setup  ## the tests, but for those that take long
+	$(PYTEST) -m "not full"
+
+test-full: setup  ## all tests, with more random examples
+	HYPOTHESIS_PROFILE=more $(PYTEST)
 
 test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
 	$(BIN)/python benchmarks/vllm_env.py

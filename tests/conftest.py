@@ -1,10 +1,51 @@
-"""Hypothesis profiles: `ci` for the suite, `full` (HYPOTHESIS_PROFILE=full) for the numbers that are reported."""
+"""Hypothesis profiles, and which tests take turns where others run beside each other.
 
+Profiles, chosen by HYPOTHESIS_PROFILE: `ci` for `make test`, `more` for `make test-full`, `full` for the numbers that
+are reported. A test marked `full` runs in `make test-full` only.
+"""
+
+import gc
 import os
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow)
+settings.register_profile("more", settings.get_profile("ci"), max_examples=240)
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=slow)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+
+
+FIGURE = "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold"
+PROCESSES = ("bench/", "docs/test_runs.py", "fleet/test_ray.py", "processes/", "server/test_openapi.py")
+TIMED = tuple(f"{FIGURE}[{name}]" for name in ("simulator-fidelity", "simulator-speed", "slos-serve-planning"))
+# Tests that one worker of pytest-xdist runs one after another: those with processes, sockets and real time; PyTorch's;
+# those of a file whose fixture takes long.
+GROUPS = (
+    PROCESSES + TIMED,
+    ("engines/",),
+    ("docs/test_site.py",),
+    ("experiments/test_sizing.py",),
+)
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What is in no group goes to whoever is free. (pytest-xdist's own groups, 3.8, get lost in pytest 9.2's ids.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            own = nodeid.removeprefix("tests/")
+            return next((group[0] for group in GROUPS if own.startswith(group)), nodeid)
+
+    return Grouped(config, log)

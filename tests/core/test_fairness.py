@@ -23,6 +23,7 @@ SCHEDULERS = sorted(
 )
 LIMITS = Limits(max_seqs=32, max_tokens=512, max_length=2048, kv_blocks=4000, block=16)
 SECONDS = 12.0
+FULL = pytest.mark.full
 
 
 def stream(tenant: str, rate: float, seed: int, scale: int = 1, tiers: Sequence[str] = ("chat",)) -> list[Request]:
@@ -67,7 +68,13 @@ def attained(
     return met / offered
 
 
-@pytest.mark.parametrize("policy", SCHEDULERS)
+# the others run in `make test-full`
+EACH = [
+    policy if policy in ("edf", "slos_serve", "vllm") else pytest.param(policy, marks=FULL) for policy in SCHEDULERS
+]
+
+
+@pytest.mark.parametrize("policy", EACH)
 def test_a_flood_leaves_another_tenant_its_fair_share_value(policy: str) -> None:
     own = attained(policy, {"victim": 1.2}, None, 2.0)
     flooded = attained(policy, {"victim": 1.2, "flood": 20.0}, FairShare)
@@ -91,9 +98,9 @@ def shaped(prompt: int, output: int, rate: float, seed: int) -> list[Request]:
 @pytest.mark.parametrize(
     ("policy", "prompt", "output", "rate", "share"),
     [
-        ("edf", 4, 1, 60.0, 1.0), ("edf", 10, 400, 20.0, 1.0), ("edf", 1500, 100, 6.0, 1.0), ("edf", 1500, 1, 8.0, 1.0),
-        ("vllm", 4, 1, 60.0, 1.0), ("vllm", 10, 400, 20.0, 1.0), ("vllm", 1500, 100, 6.0, 0.9),
-        ("vllm", 1500, 1, 8.0, 0.6),
+        ("edf", 4, 1, 60.0, 1.0), pytest.param("edf", 10, 400, 20.0, 1.0, marks=FULL), ("edf", 1500, 100, 6.0, 1.0),
+        ("edf", 1500, 1, 8.0, 1.0), ("vllm", 4, 1, 60.0, 1.0), pytest.param("vllm", 10, 400, 20.0, 1.0, marks=FULL),
+        ("vllm", 1500, 100, 6.0, 0.9), ("vllm", 1500, 1, 8.0, 0.6),
     ],
 )  # fmt: skip
 def test_whatever_the_flood_is_made_of(policy: str, prompt: int, output: int, rate: float, share: float) -> None:

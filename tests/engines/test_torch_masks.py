@@ -38,6 +38,7 @@ QUICK = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_engine_computes_the_same(mask: str) -> None:
     _passes(mask, *QUICK)

@@ -114,7 +114,7 @@ def assert_close(found: Any, expected: Any, within: float = CLOSE) -> None:
     assert (found - expected).abs().max() < within  # false also for NaN
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
 def test_attention_of_mixed_batches(bundled_config: Config, threads: int) -> None:
     """KV begins as NaN, and blocks are handed out in random order."""
     attention = Attention(bundled_config, threads)
@@ -140,9 +140,12 @@ def test_scores_of_any_size(bundled_config: Config) -> None:
     assert_close(*attention.run({"a": 1, "b": 1}, scale=30.0), within=1.0)
 
 
+MORE = ((8, 1, 64, 32), (7, 1, 32, 16), (8, 2, 128, 16))
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block"),
-    [(4, 4, 32, 16), (8, 1, 64, 32), (7, 1, 32, 16), (4, 2, 96, 48), (8, 2, 128, 16)],
+    [(4, 4, 32, 16), (4, 2, 96, 48), *(pytest.param(*shape, marks=pytest.mark.full) for shape in MORE)],
 )
 def test_attention_of_other_shapes(bundled_config: Config, heads: int, kv_heads: int, dim: int, block: int) -> None:
     config = replace(bundled_config, heads=heads, kv_heads=kv_heads, head_dim=dim)
@@ -152,7 +155,10 @@ def test_attention_of_other_shapes(bundled_config: Config, heads: int, kv_heads:
     assert_close(*attention.run({"a": 1, "b": 200, "c": 1}))
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 63, 64, 100, 256, 300, 700])
+OTHERS = (pytest.param(window, marks=pytest.mark.full) for window in (2, 63, 100, 256, 700))
+
+
+@pytest.mark.parametrize("window", [1, 16, 64, 300, *OTHERS])
 def test_attention_within_a_window(bundled_config: Config, window: int) -> None:
     """Spans, steps and units that are hidden in whole or in part, for some queries of a tile or all."""
     attention = Attention(replace(bundled_config, windows=(window,)), 2)
@@ -200,7 +206,7 @@ def test_fewer_threads_give_the_same(bundled_config: Config) -> None:
         assert_close(*attention.run({"a": 1, "b": 75, "c": 300}))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 100])
+@pytest.mark.parametrize("rows", [1, 100, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 7))])
 def test_norm_and_gate(bundled_config: Config, rows: int) -> None:
     kernels = native.Native(bundled_config, *_rotation(bundled_config, torch.bfloat16, CPU), 2)
     x, weight = torch.randn(rows, 576).bfloat16(), torch.rand(576).bfloat16()

@@ -20,7 +20,13 @@ ROOT = Path(__file__).parents[2]
 FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 
-@pytest.mark.parametrize("name", names())
+# whose parts other tests of this folder try
+LONG = ("simulator-fidelity", "slos-serve-capacity", "slos-serve-margin")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in names()]
+)
 def test_a_figure_gives_its_claims_and_its_checks_hold(name: str) -> None:
     data = experiments.run(name, small=True, workers=1)
     assert [claim["name"] for claim in data["claims"]] == list(claims()[name])

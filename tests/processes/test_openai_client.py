@@ -120,6 +120,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert [len(top) for top in old.top_logprobs] == [2, 2, 2]
 
 
+@pytest.mark.full  # tests/server asks in one process
 def test_cached_tokens(start: Start) -> None:
     def told(client: openai.OpenAI, prompt: str, **fields: Any) -> int | None:
         usage = client.completions.create(model="simulated", prompt=prompt, max_tokens=2, **fields).usage
@@ -195,6 +196,7 @@ def test_typed_errors(client: openai.OpenAI) -> None:
         assert int(refused.response.headers["retry-after"]) >= 1
 
 
+@pytest.mark.full  # test_serving.py has one, without this client
 def test_an_engine_failure_is_an_internal_error_and_ends_a_stream(start: Start) -> None:
     server = start(engine={"kind": "tests.processes.failing", "first": 3, "times": 1})
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:

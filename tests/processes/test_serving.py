@@ -115,6 +115,7 @@ def test_a_client_that_leaves_mid_stream_stops_its_request_within_a_step(start: 
         assert end.output < 1000
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_before_the_answer_takes_its_request_with_it(start: Start) -> None:
     server = start()
     connection = raw_request(server, chat(max_tokens=5000), read=0)
@@ -223,8 +224,8 @@ def test_an_engine_beyond_recovery_ends_the_process_with_an_error(start: Start) 
     ("config", "says"),
     [
         ({"policy": "eddf"}, "did you mean 'edf'"),
-        ({"max_inflight": 3}, "did you mean 'max_in_flight'"),
-        ({"latency": "afine"}, "did you mean 'affine'"),
+        pytest.param({"max_inflight": 3}, "did you mean 'max_in_flight'", marks=pytest.mark.full),
+        pytest.param({"latency": "afine"}, "did you mean 'affine'", marks=pytest.mark.full),
         ({"host": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
     ],
 )

@@ -54,6 +54,7 @@ def test_the_official_client_over_tls(start: Start, certificate: dict[str, str])
     assert "hush" not in server.log
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_is_cut_off_over_tls_too(start: Start, certificate: dict[str, str]) -> None:
     fast = {"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]}
     engine = {"kind": "simulated", "max_length": 20_000, "kv_blocks": 8192}
@@ -83,8 +84,8 @@ def test_a_client_that_does_not_read_is_cut_off_over_tls_too(start: Start, certi
     ("change", "says"),
     [
         ({"key_password": "wrong"}, "cannot be used"),
-        ({"key_password": None}, "cannot be used"),
-        ({"cert": "no/such/file.pem"}, "No such file"),
+        pytest.param({"key_password": None}, "cannot be used", marks=pytest.mark.full),
+        pytest.param({"cert": "no/such/file.pem"}, "No such file", marks=pytest.mark.full),
     ],
 )
 def test_a_certificate_that_cannot_be_used(
