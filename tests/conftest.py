@@ -18,6 +18,7 @@ settings.register_profile("full", max_examples=2000, deadline=None, suppress_hea
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
+few = settings(max_examples=10 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
 
 FIGURE = "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold"
 PROCESSES = ("bench/", "docs/test_runs.py", "fleet/test_ray.py", "processes/", "server/test_openapi.py")

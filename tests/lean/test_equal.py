@@ -22,6 +22,7 @@ from rubato.policies import describe, load, load_router
 from rubato.simulate import Setup, simulate
 from rubato.slo import StageTimes
 from rubato.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
+from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
 
@@ -96,6 +97,7 @@ def same(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup:
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]))
 def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float) -> None:
     limits = load.limits
@@ -107,6 +109,7 @@ LINES = profiles.load("llama-3.1-8b-h200").model()
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "vllm"])
+@few
 @given(load=loads())
 def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
     """Decodes in a row are then worked out without a shape for each."""
@@ -115,6 +118,7 @@ def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("policy", ["vllm", "sarathi", "edf"])
+@few
 @given(load=loads(), replicas=st.integers(2, 3))
 def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int) -> None:
     setup = Setup(Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False)
@@ -122,6 +126,7 @@ def test_with_several_replicas(router: str, policy: str, load: Load, replicas: i
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "co_chunk"])
+@few
 @given(load=loads(), budget=st.sampled_from([4, 16, 64]))
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
     setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
@@ -153,6 +158,7 @@ def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limit
     return asking.asked
 
 
+@few
 @given(load=loads(), budget=st.sampled_from([4, 64]), late=st.booleans())
 def test_what_is_due_at_once(load: Load, budget: int, late: bool) -> None:
     requests = alone(load)

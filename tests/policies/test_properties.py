@@ -23,6 +23,7 @@ from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
 from rubato.speculation.acceptance import Acceptance
 from rubato.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
+from tests.conftest import few
 from tests.doubles import Linear
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
@@ -128,6 +129,7 @@ def run(load: Load, policy: str, **changes: object) -> list[Event]:
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads())
 def test_every_request_ends_once_and_is_served_or_refused(policy: str, load: Load) -> None:
     events = run(load, policy)
@@ -144,6 +146,7 @@ def test_every_request_ends_once_and_is_served_or_refused(policy: str, load: Loa
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads())
 def test_work_is_bounded(policy: str, load: Load) -> None:
     """No livelock: preemption may repeat work, but not without end."""
@@ -154,18 +157,21 @@ def test_work_is_bounded(policy: str, load: Load) -> None:
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads())
 def test_same_seed_same_events(policy: str, load: Load) -> None:
     assert run(load, policy, noise=0.2, seed=7) == run(load, policy, noise=0.2, seed=7)
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads())
 def test_a_policy_does_not_change_what_it_sees(policy: str, load: Load) -> None:
     check_untouched(Watching(policy), load, policy)
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
+@few
 @given(load=loads(), every=st.integers(1, 9))
 def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
     """A policy replaced by a new one of its kind, now and again, still serves everybody."""
@@ -177,6 +183,7 @@ def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
+@few
 @given(load=loads(), replicas=st.integers(1, 3))
 def test_routers_place_everything(router: str, load: Load, replicas: int) -> None:
     policy = router if isinstance(load_router(router), Assigner) else "vllm"

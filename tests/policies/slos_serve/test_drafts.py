@@ -20,6 +20,7 @@ from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Ac
 from rubato.simulate import Setup, simulate
 from rubato.speculation.acceptance import Acceptance
 from rubato.types import SLO, Event, Finished, Plan, Request, Sampling, Stage, Tokens, Tree, Verdict, Work
+from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_properties import Load
@@ -210,6 +211,7 @@ def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[
     return scheduler, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
 
 
+@few
 @given(promised(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.001]))
 def test_no_draft_is_verified_beyond_an_end(case: tuple[Load, Model], alpha: float, per_step: float) -> None:
     load, model = case
@@ -217,6 +219,7 @@ def test_no_draft_is_verified_beyond_an_end(case: tuple[Load, Model], alpha: flo
     assert scheduler.beyond <= 0
 
 
+@few
 @given(promised(), st.sampled_from([0.0, 0.001]))
 def test_where_all_drafts_are_right_no_admitted_request_misses(case: tuple[Load, Model], per_step: float) -> None:
     load, model = case

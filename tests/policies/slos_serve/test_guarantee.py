@@ -17,6 +17,7 @@ from rubato.lengths import Oracle
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulate import Setup, simulate
 from rubato.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
+from tests.conftest import few
 from tests.policies.test_properties import Load
 
 SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms
@@ -100,13 +101,14 @@ def played(
     return scheduler.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=2 * few.max_examples)
 @given(promised())
 def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
     admitted, met = played(*case)
     assert admitted <= met
 
 
+@few
 @given(
     promised(),
     st.sampled_from([0.009, 0.011, 0.014, 0.02, 0.2]),

@@ -11,6 +11,7 @@ from rubato.kv import blocks_for
 from rubato.lengths import Oracle
 from rubato.policies.slos_serve.scheduler import ASKED
 from rubato.types import SLO, Event, Finished, Limits, Preempted, Request, Sampling, Stage
+from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, run
 
@@ -82,6 +83,7 @@ def ends(load: Load, **settings: object) -> tuple[list[Event], dict[str, Finishe
     return events, {e.id: e for e in events if isinstance(e, Finished)}
 
 
+@few
 @given(crowds(), st.sampled_from([1, 1, 2, 5]), st.sampled_from([0.0, 0.1, 5.0]))
 @example(crowd(24, 16, 0.5, 0.045, 48), 1, 0.1)
 @example(crowd(30, 16, 0.5, 0.045, 60), 1, 0.1)
