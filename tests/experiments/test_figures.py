@@ -20,8 +20,11 @@ ROOT = Path(__file__).parents[2]
 FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 
-# whose parts other tests of this folder try
-LONG = ("simulator-fidelity", "slos-serve-capacity", "slos-serve-margin")
+# whose parts other tests of this folder try, or which run as another figure does
+LONG = (
+    "simulator-fidelity", "simulator-speed", "slos-serve-ablation", "slos-serve-capacity", "slos-serve-margin",
+    "slos-serve-overload",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def test_clients_that_do_not_read_are_cut_off_and_hold_up_nobody(server: Server)
             connection.close()
 
 
+@pytest.mark.full
 def test_a_slow_but_steady_reader_gets_all_of_its_answer(server: Server) -> None:
     connection = slow_reader(server, chat(max_tokens=6000, stream=True), buffer=32_768)
     got = bytearray()
