@@ -29,6 +29,7 @@ from engine_vs_vllm import ROOT, Block, Case, Child, _block, _bundled_model, _cp
 CASES = (Case("decode1", 1, 1, 12, 3), Case("decode8", 8, 1, 9, 3), Case("decode32", 32, 1, 6, 3),
          Case("prefill256", 1, 256, 4, 0))  # fmt: skip
 CONTEXT = 200  # tokens of a decode's prompt
+SETTLE = 1.6  # seconds of steps before those that count
 Key = tuple[str, str, int]  # case, side, busy programs
 
 
@@ -46,11 +47,16 @@ def busy(count: int) -> Iterator[None]:
 
 
 def run(case: Case, number: int, side: str, sides: dict[str, Child], rng: random.Random) -> Block:
+    """A block of steps, after others for as long as `auto` takes to know that its neighbour of the last block is done:
+    between two blocks of its own it reads nothing, and counts the other engine's as another program's."""
+    child = sides[side]
+    child.ask("fresh", prompts=_prompts(rng, case.seqs, CONTEXT), max_tokens=2000, prefill=True)
+    until = time.monotonic() + SETTLE
+    while time.monotonic() < until:
+        child.ask("steps", count=3)
     fresh: list[list[list[int]]] = []
     if case.tokens > 1:
         fresh = [_prompts(rng, case.seqs, case.tokens) for _ in range(case.steps)]
-    else:
-        sides[side].ask("fresh", prompts=_prompts(rng, case.seqs, CONTEXT), max_tokens=400, prefill=True)
     return _block(case, number, side, sides, fresh)
 
 

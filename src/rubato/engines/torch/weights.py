@@ -5,6 +5,8 @@ The matrices are kept in whichever form `products` finds the fastest on this mac
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,14 @@ def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch
     embed = tensors.get("model.embed_tokens.weight")
     head = products.form(embed) if config.tied else tensors.linear("lm_head")
     cos, sin = _rotation(config, dtype, device)
+    _give_back()
     return Weights(embed, tuple(layers), tensors.get("model.norm.weight"), head, cos, sin, products)
+
+
+def _give_back() -> None:
+    """Return to the system what loading and packing took and freed, where the C library keeps it (glibc)."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _qk_norm(tensors: _Tensors, at: str, config: Config) -> Tensor:
