@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@echo "[2/3] packages: about 2.2 GB when unpacked, more with CUDA; 2 to 5 minutes"
 	@( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
-	trap "kill $$beat" EXIT; \
+	trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
 	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,ray,dev]'
 	@echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
 	$(BIN)/python -m rubato.engines.torch.bundled

@@ -3,8 +3,7 @@
 What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
 the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3
 times the rate, the same requests at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of
-ours, each in a server of its own. A slow machine gets shorter requests and, at last, fewer a second: not a longer
-evening, and never fewer requests than an interval needs.
+ours, each in a server of its own. A slow machine gets shorter requests, and only then more seconds, LONGEST at most.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import Report, error_report
 from rubato.metrics import steps
+from rubato.policies import PolicyError, router_for
+from rubato.policies import load as load_policy
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.types import SLO, Limits, Sample, Shape
@@ -106,22 +107,25 @@ def checked_rate(attained_at: Callable[[float], float], rate: float) -> tuple[fl
     """The rate at which 90 % is attained, from the simulator's and two tries on the real server; and what to say where
     these do not enclose it."""
     tries = [(rate, attained_at(rate))]
-    second = rate * (1.25 if tries[0][1] >= HOLDS else 0.75)
+    second = rate * (1.4 if tries[0][1] >= HOLDS else 0.75)
     tries = sorted([*tries, (second, attained_at(second))])
     (low, at_low), (high, at_high) = tries
     if at_low >= HOLDS > at_high:
         return low + (high - low) * (at_low - HOLDS) / (at_low - at_high), ""
     if at_low >= HOLDS:
-        return high, "vllm held both rates that were tried: it may hold more, and the load be less than it says"
-    return 0.8 * low, "vllm held neither rate that was tried: the load may be more than it says"
+        return high, f"vllm held both rates that were tried; it may hold more than {high:.2f}/s"
+    return 0.8 * low, f"vllm held neither rate that was tried; {0.8 * low:.2f}/s, four fifths of the lower, is a guess"
 
 
 def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0) -> int:
     """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
     speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
-    generator was late). Raises ServerError, BenchError, ImportError."""
-    from rubato.engines.torch import bundled  # the only part that needs the torch extra in this process
+    generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""
+    from rubato.engines.torch import bundled
 
+    _check_able(policy)
+    if seconds is not None and not 1.0 <= seconds <= 3600.0:
+        raise bench.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     stage = Stage(out, str(bundled.ensure()), seed, Progress(policy))
@@ -136,23 +140,34 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     results.write_json(out / "demo.json", runs, comparisons)
     plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
     print("\n" + results.table(runs) + "\n")
-    print(sentence(runs) + "\n")
+    print(sentence(runs, bool(warm.doubt)) + "\n")
     for comparison in comparisons:
         print(interval(comparison))
-    for warning in filter(None, [*warm.warnings, held_after_all(runs), stage.progress.disturbance()]):
+    for warning in filter(None, [warm.doubt, warm.poor_fit, held_after_all(runs), stage.progress.disturbance()]):
         print(f"READ WITH CARE: {warning}.")
     print(f"\nPicture: {out}/demo.png. Every request: {out}/*.records.jsonl. {time.monotonic() - began:.0f} s in all.")
     print("\nTry next:\n" + "\n".join(f"    {line}" for line in next_commands(out)))
     return 0 if all(run.valid for run in runs) else 1
 
 
-def sentence(runs: Sequence[results.Run]) -> str:
-    """What came out, for anyone."""
+def _check_able(policy: str) -> None:
+    """Raises PolicyError for one that is not there, or that one replica of the embedded engine cannot run."""
+    from rubato.engines.torch import Engine  # needs the torch extra, as `bundled` does
+
+    if lacking := load_policy(policy).needs - Engine.supports:
+        raise PolicyError(f"policy {policy!r} needs an engine that can {', '.join(sorted(lacking))}; the demo's cannot")
+    if hasattr(router_for(policy, "auto", {}, {}), "roles"):
+        raise PolicyError(f"policy {policy!r} runs on several replicas; the demo has one: try `rubato simulate`")
+
+
+def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
+    """What came out, for anyone. doubtful: the rate that vllm holds was not enclosed by those tried."""
     *baselines, ours = runs
     met = {run.label: sum(r.verdict.met for r in run.records) for run in runs}
     others = " and ".join(f"{run.label}'s to {met[run.label]}" for run in baselines)
+    holds = "may hold (see below)" if doubtful else "holds"
     return (
-        f"Under {OVERLOAD} x the load that vLLM's scheduling holds, {ours.label} kept its promise to "
+        f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} kept its promise to "
         f"{met[ours.label]} of {len(ours.records)} requests, {others}."
     )
 
@@ -185,8 +200,9 @@ def next_commands(out: Path) -> list[str]:
     program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
     return [
         f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as README.md shows",
-        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.trace.jsonl --policy slos_serve",
-        f"{program} demo --policy slos_serve         # the same contest for another policy; see `{program} policies`",
+        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.trace.jsonl --policy slos_serve"
+        "  # simulated, which is optimistic about a real machine",
+        f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",
     ]
 
 
@@ -197,6 +213,7 @@ def say(text: str) -> None:
 # --------------------------------------------------------------------------- telling
 
 
+SERVING = "serving under"
 START = 6.0  # seconds that a server takes to load
 TAIL = 10.0  # that a policy takes to warm up, and to serve what is left when the last request has come
 
@@ -206,30 +223,30 @@ class Progress:
     """One line for each phase, with the time left; and what other programs did meanwhile."""
 
     policy: str
-    left: dict[str, float] = field(init=False)  # phases to come, in order, with about how many seconds each takes
+    left: list[tuple[str, float]] = field(init=False)  # phases to come, with about how many seconds each takes
     disturbances: list[str] = field(default_factory=list)
     phases: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = {
-            "measuring TTFT and decode step, unloaded": START + 6.0,
-            "measuring steps of every kind, for the latency model": 2 * BURST_SECONDS,
-            "simulating which rate vllm holds": 5.0,
-            "trying that rate on the real server": START + 2 * (CHECK_SECONDS + 4.0),
-        } | dict.fromkeys(("serving under vllm", "serving under sarathi", f"serving under {self.policy}"), 0.0)
+        self.left = [
+            ("measuring TTFT and decode step, unloaded", START + 6.0),
+            ("measuring steps of every kind, for the latency model", 2 * BURST_SECONDS),
+            ("simulating which rate vllm holds", 5.0),
+            ("trying that rate on the real server", START + 2 * (CHECK_SECONDS + 4.0)),
+            *((f"{SERVING} {policy}", 0.0) for policy in ("vllm", "sarathi", self.policy)),
+        ]
         self.phases = len(self.left)
         self.contest_takes(SECONDS)
 
     def contest_takes(self, seconds: float) -> None:
-        for name in [name for name in self.left if name.startswith("serving")]:
-            self.left[name] = START + seconds + TAIL
+        each = START + seconds + TAIL
+        self.left = [(name, each if name.startswith(SERVING) else old) for name, old in self.left]
 
     def begin(self) -> None:
         """The next phase begins."""
-        name = next(iter(self.left))
-        minutes, seconds = divmod(round(sum(self.left.values())), 60)
+        minutes, seconds = divmod(round(sum(seconds for _, seconds in self.left)), 60)
         number = self.phases - len(self.left) + 1
-        del self.left[name]
+        name, _ = self.left.pop(0)
         say(f"[{number}/{self.phases}] {name} ...".ljust(66) + f"about {minutes}:{seconds:02} left")
 
     @contextmanager
@@ -263,14 +280,16 @@ class Progress:
 @dataclass(frozen=True)
 class WarmUp:
     """What the warm-up found. model: fitted on its steps. scale: of all lengths. slos: of these lengths. rate:
-    requests/s that vllm holds. seconds: of load for each policy. warnings: how to read the result, as clauses."""
+    requests/s that vllm holds. seconds: of load for each policy. doubt, poor_fit: how to read the
+    result, or ""."""
 
     model: affine.Model
     scale: float
     slos: Mapping[str, SLO]
     rate: float
     seconds: float
-    warnings: tuple[str, ...]
+    doubt: str
+    poor_fit: str
 
 
 @dataclass(frozen=True)
@@ -289,7 +308,7 @@ class Stage:
         and 1.3 times a rate would mean anything between 1.1 and 1.5. Every class is there: of draws that lack one, or
         have less than half of its share, the next is taken."""
         mix, count = kinds(slos, scale), max(1, round(rate * seconds))
-        least = {tier: max(1.0, 0.5 * share * count) for tier, share in SHARES.items()} if count >= LEAST else {}
+        least = {tier: max(1.0, 0.5 * share * count) for tier, share in SHARES.items()} if count >= 10 else {}
         for seed in itertools.count(self.seed):
             drawn = Counter(a.tier for a in make(name, mix, rate, count=count, seed=seed, texts=False).arrivals)
             if all(drawn[tier] >= few for tier, few in least.items()):
@@ -336,7 +355,7 @@ class Stage:
         if seconds is None:
             seconds = min(LONGEST, max(SECONDS, LEAST / (OVERLOAD * rate)))
         self.progress.contest_takes(seconds)
-        return WarmUp(model, scale, slos, rate, seconds, tuple(filter(None, (doubt, poor_fit(report)))))
+        return WarmUp(model, scale, slos, rate, seconds, doubt, poor_fit(report))
 
     def _unloaded(self, url: str) -> Unloaded:
         """One request at a time, six of them of which the first does not count, and medians."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rubato import demo
+from rubato.bench import BenchError
 from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate
 from rubato.latency import affine
 from rubato.latency.report import Report
+from rubato.policies import PolicyError
 from rubato.records import Record, Run
 from rubato.results import compare
 from rubato.types import SLO, Shape, Verdict
@@ -23,10 +27,10 @@ SLOW = affine.Model(k=(0.0, 6e-3), b=(0.2, 0.0), a=1e-6)
 @pytest.mark.parametrize(
     ("attained", "rate", "doubt"),
     [
-        ({4.0: 1.0, 5.0: 0.7}, 4.0 + 1.0 / 3.0, ""),  # on the line between the two
-        ({4.0: 0.9, 5.0: 0.7}, 4.0, ""),
+        ({4.0: 1.0, 5.6: 0.7}, 4.0 + 1.6 / 3.0, ""),  # on the line between the two
+        ({4.0: 0.9, 5.6: 0.7}, 4.0, ""),
         ({4.0: 0.7, 3.0: 1.0}, 3.0 + 1.0 / 3.0, ""),
-        ({4.0: 1.0, 5.0: 0.95}, 5.0, "held both"),
+        ({4.0: 1.0, 5.6: 0.95}, 5.6, "held both"),
         ({4.0: 0.5, 3.0: 0.8}, 2.4, "held neither"),
     ],
 )
@@ -35,13 +39,13 @@ def test_two_tries_correct_the_simulated_rate(attained: dict[float, float], rate
 
     def attained_at(rate: float) -> float:
         tried.append(rate)
-        return attained[rate]
+        return attained[round(rate, 9)]
 
     found, said = checked_rate(attained_at, 4.0)
     assert found == pytest.approx(rate)
     assert doubt in said
     assert bool(said) is bool(doubt)
-    assert tried == list(attained)
+    assert tried == pytest.approx(list(attained))
 
 
 def stage(tmp_path: Path, seed: int = 0) -> Stage:
@@ -98,6 +102,31 @@ def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -
     assert left[5] > left[4]  # more seconds of load than thought
 
 
+@pytest.mark.parametrize("policy", ["vllm", "sarathi", "slos_serve"])
+def test_a_baseline_may_be_set_against_the_baselines(policy: str) -> None:
+    progress = Progress(policy)
+    for _ in range(7):
+        progress.begin()
+    assert progress.left == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"policy": "eddf"}, "did you mean 'edf'"),
+        ({"policy": "distserve"}, "needs"),
+        ({"seconds": 0.0}, "--seconds is 0: give 1 to 3600"),
+        ({"seconds": -5.0}, "--seconds is -5"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_measured(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((BenchError, PolicyError), match=re.escape(said)):
+        demo.demo(tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
 def run(label: str, met: list[bool]) -> Run:
     load = Workload("demo", 0, 1.0, float(len(met)), {"chat": SLO(1.0)}, ())
     records = tuple(
@@ -113,6 +142,7 @@ def test_the_sentence_and_the_intervals() -> None:
         "Under 1.3 x the load that vLLM's scheduling holds, edf kept its promise to 20 of 20 requests, vllm's to 0 and "
         "sarathi's to 10."
     )
+    assert "that vLLM's scheduling may hold (see below), edf" in demo.sentence(runs, doubtful=True)
     assert demo.interval(compare(runs[2:], runs[1:2])).startswith("edf against sarathi: +50 points of attainment")
     assert "too few requests to tell" in demo.interval(compare(runs[2:], runs[2:]))
     assert demo.held_after_all(runs) == ""

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from rubato.cores import FreeCores  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.types import Batch, Entry, Request, Sampling, Stage  # noqa: E402
@@ -231,3 +234,48 @@ def test_a_folder_that_lacks_a_tensor_is_an_error_that_names_it(tiny_folder: Pat
     engine = Engine(folder, dtype="float32", device="cpu", kv_gib=0.01, block=4)
     with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.weight'"):
         asyncio.run(engine.start())
+
+
+def test_steps_use_as_many_threads_as_cores_are_free(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer while other programs use them, and all again; the tokens are the same."""
+    before, taken, used = torch.get_num_threads(), [0.0], []
+    monkeypatch.setattr("rubato.engines.torch.THREADS", 2)
+    monkeypatch.setattr("rubato.engines.torch.usable", lambda: frozenset({0, 1}))
+    monkeypatch.setattr("rubato.engines.torch.TakenCores.now", lambda self: taken[0])
+    monkeypatch.setattr("rubato.engines.torch.FreeCores", partial(FreeCores, patience=0.0))
+    try:
+        with Driver(Engine(tiny_folder, device="cpu", kv_gib=0.01)) as drive:
+            drive.add("a", [5, 6, 7], Sampling(max_tokens=4, ignore_eos=True))
+            for taken[0] in (0.0, 1.0, 0.0):
+                drive.step({"a": drive.pending("a")})
+                assert drive.engine._model is not None  # type: ignore[attr-defined]
+                used.append(drive.engine._model.threads)  # type: ignore[attr-defined]
+    finally:
+        torch.set_num_threads(before)
+    assert used == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"threads": 0}, "threads is 0: give a whole number, 1 or more, or auto"),
+        ({"threads": True}, "threads is True"),
+        ({"threads": 2.5}, "threads is 2.5"),
+        ({"threads": None}, "threads is None"),
+        ({"threads": "2"}, "threads is '2'"),
+        ({"block": 2.5}, "block is 2.5: give a whole number"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"dtype": ["a"]}, "is not supported by the torch engine: choose from auto, bfloat16"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tiny_folder: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Engine(tiny_folder, device="cpu", **settings)
+
+
+def test_a_wrong_mask_is_refused_before_the_weights_are_loaded(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUBATO_CPU", "avx3")
+    with pytest.raises(ValueError, match="RUBATO_CPU is 'avx3'"):
+        Engine(tiny_folder, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,22 +15,26 @@ from rubato.engines.torch.products import FBGEMM, Form, OneDNN, Plain, choose  #
 FORMS: dict[str, tuple[Form, bool]] = {
     "plain": (Plain, True),
     "onednn": (OneDNN, products.onednn_takes_bfloat16()),
-    "fbgemm": (FBGEMM, products._has_fbgemm()),
+    "fbgemm": (FBGEMM, products.has_fbgemm()),
 }
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded() -> Iterator[None]:
     torch.manual_seed(11)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 64, 200])
-@pytest.mark.parametrize("biased", [False, True])
-def test_products(name: str, rows: int, biased: bool) -> None:
+@pytest.mark.parametrize(("biased", "threads"), [(False, 1), (True, 2)])
+def test_products(name: str, rows: int, biased: bool, threads: int) -> None:
     form, able = FORMS[name]
     if not able:
         pytest.skip(f"{name} does not run on this CPU")
+    torch.set_num_threads(threads)
     x, weight = torch.randn(rows, 96).bfloat16(), (torch.randn(160, 96) / 8).bfloat16()
     bias = torch.randn(160).bfloat16() if biased else None
     residual = torch.randn(rows, 160).bfloat16()
@@ -43,7 +48,7 @@ def test_products(name: str, rows: int, biased: bool) -> None:
 
 
 def test_small_weights_are_not_lost_in_float16() -> None:
-    if not products._has_fbgemm():
+    if not products.has_fbgemm():
         pytest.skip("no FBGEMM here")
     weight = torch.full((16, 16), 3e-6).bfloat16()
     found = FBGEMM(weight)(torch.ones(2, 16).bfloat16()).float()
@@ -52,7 +57,7 @@ def test_small_weights_are_not_lost_in_float16() -> None:
 
 def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, and the only one where there is one."""
-    if not (products._has_fbgemm() and products.onednn_takes_bfloat16()):
+    if not (products.has_fbgemm() and products.onednn_takes_bfloat16()):
         pytest.skip("one of the two does not run here")
     weight = torch.zeros(64, 64).bfloat16()
     for seconds, form in (([0.002, 0.001], FBGEMM), ([0.001, 0.002], OneDNN)):
@@ -61,7 +66,7 @@ def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "1.00 ms for 64 rows" in choose(weight).why
     monkeypatch.setattr(products, "onednn_takes_bfloat16", lambda: False)
     assert choose(weight).form is FBGEMM
-    monkeypatch.setattr(products, "_has_fbgemm", lambda: False)
+    monkeypatch.setattr(products, "has_fbgemm", lambda: False)
     assert choose(weight).form is Plain
 
 
@@ -71,16 +76,17 @@ def test_other_dtypes_keep_pytorchs_product() -> None:
 
 
 def test_choosing_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    seen: list[int] = []
 
     def timed(works: Any, runs: int) -> list[float]:
         seen.append(torch.get_num_threads())
         return [1.0] * len(works)
 
     monkeypatch.setattr(products, "least_seconds", timed)
-    monkeypatch.setattr(products, "_has_fbgemm", lambda: True)
+    monkeypatch.setattr(products, "has_fbgemm", lambda: True)
     monkeypatch.setattr(products, "onednn_takes_bfloat16", lambda: True)
     monkeypatch.setattr(products, "OneDNN", Plain)
     monkeypatch.setattr(products, "FBGEMM", Plain)
     choose(torch.zeros(8, 8).bfloat16())
-    assert (seen, torch.get_num_threads()) == ([1], before)
+    assert (seen, torch.get_num_threads()) == ([1], 2)

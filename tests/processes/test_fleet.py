@@ -9,7 +9,6 @@ import subprocess
 import time
 
 import httpx2
-import pytest
 
 from rubato.types import Finished, Lost, Tokens
 from tests.processes.conftest import Server, Start
@@ -44,7 +43,6 @@ async def ask(server: Server) -> list[httpx2.Response]:
         return await asyncio.gather(*answers)
 
 
-@pytest.mark.full  # tests/fleet/test_ray.py kills one too
 def test_a_killed_replica_costs_no_request(start: Start) -> None:
     server = start(fleet={"kind": "ray"}, replicas=2)
     deadline = time.monotonic() + 30

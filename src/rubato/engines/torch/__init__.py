@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import platform
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import torch
 
 from rubato.clock import WallClock
 from rubato.cores import FreeCores, TakenCores, usable
-from rubato.engines.torch import gguf, products
+from rubato.engines.torch import gguf, jit, products
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.sampling import choose, logprobs
@@ -34,6 +33,7 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+THREADS = torch.get_num_threads()  # on a quiet machine; read before any engine changes it for the whole process
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,11 +43,11 @@ class Engine:
     model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
     (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `products` may keep in
     another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older GPUs) or
-    float32 (other CPUs than x86-64). device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1"... kv_gib: KV
-    memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None: what model and KV
-    memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is PyTorch's default, less
-    the cores that other programs take at the time (`cores.FreeCores`). Raises ValueError or FileNotFoundError for a
-    model or a setting that cannot be served.
+    float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one), "cpu", "cuda",
+    "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None:
+    what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is
+    PyTorch's default, less the cores that other programs take at the time (`cores.FreeCores`). Raises ValueError or
+    FileNotFoundError for a model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -68,10 +68,11 @@ class Engine:
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
         for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block}.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give a whole number, 1 or more")
-        if threads != "auto" and (isinstance(threads, str) or threads < 1):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}: give a whole number, 1 or more")
+        if threads != "auto" and (type(threads) is not int or threads < 1):
             raise ValueError(f"threads is {threads!r}: give a whole number, 1 or more, or auto")
+        jit.masked()  # raises for an unknown mask, before the weights are loaded
         self._folder, self.model_name = _model(model)
         config = load_config(self._folder)
         self._limits = _limits(config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
@@ -195,8 +196,8 @@ class Engine:
         if self._threads != "auto":
             torch.set_num_threads(self._threads)
         elif self._device.type == "cpu":
-            cores = len(usable())
-            self._free = FreeCores(torch.get_num_threads(), self._clock, TakenCores(self._clock).now, cores)
+            torch.set_num_threads(THREADS)
+            self._free = FreeCores(THREADS, self._clock, TakenCores(self._clock).now, len(usable()))
 
     @torch.inference_mode()
     def _prepare(self) -> None:
@@ -267,9 +268,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        fast = platform.machine() in ("x86_64", "AMD64") or products.onednn_takes_bfloat16()
+        fast = products.onednn_takes_bfloat16() or products.has_fbgemm()
         return torch.bfloat16 if fast else torch.float32
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported by the torch engine: choose from auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 

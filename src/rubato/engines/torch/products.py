@@ -105,7 +105,7 @@ def choose(weight: Tensor) -> Choice:
     able: dict[str, Form] = {}
     if onednn_takes_bfloat16():
         able["oneDNN, bfloat16"] = OneDNN
-    if _has_fbgemm():
+    if has_fbgemm():
         able["FBGEMM, float16"] = FBGEMM
     if not able:
         return Choice(Plain, "PyTorch, bfloat16: no faster library runs on this CPU")
@@ -139,7 +139,8 @@ def onednn_takes_bfloat16() -> bool:
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _has_fbgemm() -> bool:
+def has_fbgemm() -> bool:
+    """Whether FBGEMM runs on this CPU: x86-64 with AVX2."""
     return "fbgemm" in torch.backends.quantized.supported_engines and torch.cpu._is_avx2_supported()
 
 
