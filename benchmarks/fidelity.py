@@ -29,7 +29,7 @@ def told(what: Learned, rate: float, scale: Scale, threads: int | None) -> str:
     assert what.held_out is not None
     return (
         f"`benchmarks/fidelity.py`. Load 1 is {rate:.2f} requests/s, at which `vllm` attains {100 * HOLDS:.0f} % in "
-        f"simulation. Engine threads: {threads or 'one a core'}. Each workload ran twice live, each time on a fresh "
+        f"simulation. Engine threads: {threads or 'auto'}. Each workload ran twice live, each time on a fresh "
         f"server, and "
         f"{scale.seeds} times in simulation for each live run (seeds of the noise, pooled), with the fitted model at "
         "the speed of the machine in the other of the two.\n\n"
@@ -49,14 +49,14 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="a few requests: does it run?")
     which.add_argument("--loads", action="store_true", help="60, 90 and 120 %% of what vllm holds, stricter")
-    parser.add_argument("--threads", type=int, help="of the engine (default: all cores)")
+    parser.add_argument("--threads", type=int, help="of the engine (default: auto)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server is stopped on the way out
     scale = QUICK if options.quick else LOADS if options.loads else FULL
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        rig = torch_rig(out, options.threads)
+        rig = torch_rig(out, options.threads or "auto")
         ground = rig.ground(scale)
         what, rate = ground.what, ground.rate
         say(f"{len(ground.load.arrivals)} requests; vllm holds {rate:.2f}/s in simulation; SLOs {ground.slos}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from rubato import prompts
 from rubato.answer import Answer, ask
+from rubato.clock import process_cpu_time
 from rubato.goodput import Bounds
 from rubato.records import Client, Record, Run, verdict, versions
 from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
@@ -81,10 +81,10 @@ async def run(
     async with aiohttp.ClientSession(connector=connector, timeout=never, headers=target.http_headers()) as session:
         await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()
-        before, start = _cpu(), loop.time()
+        before, start = process_cpu_time(), loop.time()
         with tqdm(total=len(bodies), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
             answers, lags = await _offer(session, target.url, workload, bodies, timeout, bar)
-        wall, cpu = loop.time() - start, _cpu() - before
+        wall, cpu = loop.time() - start, process_cpu_time() - before
     requests = {request.id: request for request in workload.requests()}
     records = tuple(
         _record(arrival, answer, requests[arrival.id], rule)
@@ -121,11 +121,6 @@ def _settings(target: Target, patience: float, warmup: int) -> dict[str, Any]:
         "headers": sorted(target.headers),
         "extra": dict(target.extra),
     }
-
-
-def _cpu() -> float:
-    spent = os.times()
-    return spent.user + spent.system
 
 
 # --------------------------------------------------------------------------- before the clock starts

@@ -21,8 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rubato import bench, cores, plot, results, trace
+from rubato import bench, plot, results, trace
 from rubato.capacity import narrowed
+from rubato.clock import WallClock, process_cpu_time
+from rubato.cores import TakenCores, cpu_seconds_of, usable
 from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import Report, error_report
@@ -33,7 +35,7 @@ from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.types import SLO, Limits, Sample, Shape
 from rubato.workloads import Arrival, Workload, write
-from rubato.workloads.kinds import Kind, chat, code, summary
+from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make
 from rubato.workloads.texts import Count
 
@@ -96,9 +98,8 @@ def kinds(slos: Mapping[str, SLO], scale: float = 1.0, outputs: float = 1.0) -> 
     def tokens(span: tuple[int, int], by: float) -> tuple[int, int]:
         return max(8, round(span[0] * by)), max(16, round(span[1] * by))
 
-    made = {"chat": chat, "code": code, "summary": summary}
     return [
-        made[tier](slos[tier], share=SHARES[tier], prompt=tokens(prompt, scale), output=tokens(output, scale * outputs))
+        Kind(tier, slos[tier], tokens(prompt, scale), tokens(output, scale * outputs), share=SHARES[tier])
         for tier, (prompt, output) in LENGTHS.items()
     ]
 
@@ -132,8 +133,8 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     warm = stage.warm_up(seconds)
     load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
     write(load, out / "workload.jsonl")
-    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": 0}), (policy, {})]
-    contestants[1][1]["budget"] = stage.tuned_budget(warm, load)
+    budget = stage.tuned_budget(warm, load)
+    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
     say(f"      {len(load.arrivals)} requests in {load.duration:.0f} s ({load.rate:.2f}/s), the same for each policy")
     runs = [stage.contest(name, settings, warm, load) for name, settings in contestants]
     comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
@@ -163,7 +164,7 @@ def _check_able(policy: str) -> None:
 def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
     """What came out, for anyone. doubtful: the rate that vllm holds was not enclosed by those tried."""
     *baselines, ours = runs
-    met = {run.label: sum(r.verdict.met for r in run.records) for run in runs}
+    met = {run.label: kept(run) for run in runs}
     others = " and ".join(f"{run.label}'s to {met[run.label]}" for run in baselines)
     holds = "may hold (see below)" if doubtful else "holds"
     return (
@@ -175,12 +176,11 @@ def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
 def held_after_all(runs: Sequence[results.Run]) -> str:
     """What to say where the load was no overload; "" where it was."""
     vllm = runs[0]
-    attained = sum(r.verdict.met for r in vllm.records) / len(vllm.records)
-    if attained < HOLDS:
+    if attained(vllm) < HOLDS:
         return ""
     return (
-        f"{vllm.label} attained {attained:.0%} of a load that was to be {OVERLOAD} x what it holds, so this machine is "
-        "faster now than when that rate was tried: run the demo again"
+        f"{vllm.label} attained {attained(vllm):.0%} of a load that was to be {OVERLOAD} x what it holds, so this "
+        "machine is faster now than when that rate was tried: run the demo again"
     )
 
 
@@ -204,6 +204,16 @@ def next_commands(out: Path) -> list[str]:
         "  # simulated, which is optimistic about a real machine",
         f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",
     ]
+
+
+def kept(run: results.Run) -> int:
+    """Requests whose promise was kept."""
+    return sum(record.verdict.met for record in run.records)
+
+
+def attained(run: results.Run) -> float:
+    """The share of the offered requests."""
+    return kept(run) / len(run.records)
 
 
 def say(text: str) -> None:
@@ -252,27 +262,17 @@ class Progress:
     @contextmanager
     def watched(self, what: str, pid: int) -> Iterator[None]:
         """Note it when programs other than this one and the server `pid` use the cores."""
-        usable = cores.usable()
-
-        def read() -> tuple[float, float, float] | None:
-            busy = cores.busy_seconds(usable)
-            own = sum(os.times()[:2])
-            return None if busy is None else (time.monotonic(), busy, own + cores.cpu_seconds_of(pid))
-
-        before = read()
+        others = TakenCores(WallClock(), own=lambda: process_cpu_time() + cpu_seconds_of(pid), window=0.0)
         yield
-        after = read()
-        if before is not None and after is not None:
-            passed, busy, own = (b - a for a, b in zip(before, after, strict=True))
-            if (taken := (busy - own) / passed) > DISTURBED:
-                self.disturbances.append(f"{taken:.1f} while {what}")
+        if (taken := others.now()) > DISTURBED:
+            self.disturbances.append(f"{taken:.1f} while {what}")
 
     def disturbance(self) -> str:
         """How to read a result that other programs had a part in; "" where they had none."""
         if not self.disturbances:
             return ""
         return (
-            f"other programs used some of this machine's {len(cores.usable())} cores ({', '.join(self.disturbances)}), "
+            f"other programs used some of this machine's {len(usable())} cores ({', '.join(self.disturbances)}), "
             "and a policy that had more of that beside it than another looks worse than it is"
         )
 
@@ -359,7 +359,7 @@ class Stage:
 
     def _unloaded(self, url: str) -> Unloaded:
         """One request at a time, six of them of which the first does not count, and medians."""
-        kind = code(SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
+        kind = Kind("code", SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
         alone = make("unloaded", [kind], 1.0, count=6, seed=self.seed, count_tokens=self._count())
         records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
         ttft, tpot = ([v for r in records[1:] if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
@@ -390,24 +390,19 @@ class Stage:
         return scale, rate
 
     def _holds(self, load: Workload, model: affine.Model) -> bool:
-        records = simulated_run(load, self._setup("vllm", {}, model)).records
-        return sum(r.verdict.met for r in records) >= HOLDS * len(records)
+        return attained(simulated_run(load, self._setup("vllm", {}, model))) >= HOLDS
 
     def _attained(self, url: str, rate: float, slos: Mapping[str, SLO], scale: float) -> float:
         run = self._bench(url, self.load(rate, CHECK_SECONDS, slos, scale, "hold"), f"{rate:.2f}/s")
-        attained = sum(r.verdict.met for r in run.records) / len(run.records)
-        say(f"      {rate:.2f} requests/s: {100 * attained:.0f} % of {len(run.records)} attained")
-        return attained
+        say(f"      {rate:.2f} requests/s: {100 * attained(run):.0f} % of {len(run.records)} attained")
+        return attained(run)
 
     # ----------------------------------------------------------------- the contest
 
     def tuned_budget(self, warm: WarmUp, load: Workload) -> int:
         """Sarathi's token budget that attains the most on this workload, in simulation."""
         met = {
-            budget: sum(
-                r.verdict.met
-                for r in simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)).records
-            )
+            budget: kept(simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)))
             for budget in BUDGETS
         }
         best = max(met, key=lambda budget: met[budget])
@@ -422,7 +417,7 @@ class Stage:
         ):
             run = self._bench(server.url, load, policy, "slo", warmup=6)
         results.write_records(self.out / f"{policy}.records.jsonl", run)
-        say(f"      kept its promise to {sum(r.verdict.met for r in run.records)} of {len(run.records)}")
+        say(f"      kept its promise to {kept(run)} of {len(run.records)}")
         for problem in run.problems:
             say(f"      {policy}: {problem}")
         return run

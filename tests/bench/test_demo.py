@@ -156,8 +156,8 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
     progress = Progress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])
-    monkeypatch.setattr(demo.cores, "busy_seconds", lambda cores: next(busy))
-    monkeypatch.setattr(demo.cores, "cpu_seconds_of", lambda pid: 5.0)
+    monkeypatch.setattr("rubato.cores.busy_seconds", lambda cores: next(busy))
+    monkeypatch.setattr(demo, "cpu_seconds_of", lambda pid: 5.0)
     with progress.watched("vllm served", 1):
         pass
     assert progress.disturbance() == ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rubato import bench, results, trace
 from rubato.capacity import narrowed
@@ -228,8 +228,8 @@ def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
     return [[e for e in events if start <= e.at < end] for start, end in pairwise([*starts, inf])]
 
 
-def torch_rig(out: Path, threads: int | None = None) -> Rig:
-    """The embedded engine with the bundled model. threads: of the engine (None: auto). Raises ImportError without
+def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> Rig:
+    """The embedded engine with the bundled model. threads: of the engine. Raises ImportError without
     the torch extra."""
     if importlib.util.find_spec("torch") is None:
         raise ImportError("simulated against live runs needs the embedded engine: pip install 'rubato-llm[torch]'")
@@ -238,7 +238,7 @@ def torch_rig(out: Path, threads: int | None = None) -> Rig:
 
     model = str(bundled.ensure())
     text = Text(Path(model))
-    engine = {**ENGINE, "threads": threads or "auto"}
+    engine = {**ENGINE, "threads": threads}
 
     def count(content: str) -> int:
         return len(text.chat([{"role": "user", "content": content}]))

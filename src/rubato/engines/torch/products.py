@@ -8,7 +8,6 @@ bfloat16 weights are exact in float16 from 6e-5 to 65504; smaller ones are off b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rubato.clock import least_seconds
-
-log = logging.getLogger(__name__)
 
 LAYOUT_ROWS = 256  # that oneDNN's layout is chosen for; one layout serves all batch sizes (measured, 1 to 1,400 rows)
 TRIAL_ROWS = 64  # a product of so many rows decides: with and without BF16 instructions the two are twice apart there
@@ -101,7 +98,7 @@ def choose(weight: Tensor) -> Choice:
     """The form for a model with weights like this one (out, in): the only one that works here, or the faster of two,
     by a product of TRIAL_ROWS rows on one thread."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return Choice(Plain, f"PyTorch, {_name(weight.dtype)} on {weight.device.type}")
+        return Choice(Plain, f"PyTorch, {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
     able: dict[str, Form] = {}
     if onednn_takes_bfloat16():
         able["oneDNN, bfloat16"] = OneDNN
@@ -142,7 +139,3 @@ def onednn_takes_bfloat16() -> bool:
 def has_fbgemm() -> bool:
     """Whether FBGEMM runs on this CPU: x86-64 with AVX2."""
     return "fbgemm" in torch.backends.quantized.supported_engines and torch.cpu._is_avx2_supported()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
