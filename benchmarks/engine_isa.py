@@ -34,18 +34,9 @@ from engine_vs_vllm import (
     vllm,
 )
 
-# What the libraries inside PyTorch read, and what the engine's own kernels do (docs/serving.md).
-MASKS: dict[str, dict[str, str]] = {
-    "none": {},
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "RUBATO_CPU": "avx512"},
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
-        "RUBATO_CPU": "avx2",
-    },
-}
+from rubato.engines.torch.jit import SHOWN_AS
+
+MASKS: dict[str, dict[str, str]] = {"none": {}, **SHOWN_AS}
 AUTO, BEFORE, FLOAT32, VLLM = "auto", "bfloat16 before", "float32", "vLLM"
 
 
@@ -80,7 +71,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write versions, settings and every sample to this file")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of the order within a round")
     options = parser.parse_args()
-    masks = [name for name in options.masks.split(",") if _known("--masks", name, MASKS) is not None]
+    masks = options.masks.split(",")
+    for name in masks:
+        _known("--masks", name, MASKS)
     cases = [_known("--cases", name, CASES) for name in options.cases.split(",")]
     model, table, report = _bundled_model(), [], []
     for mask in masks:

@@ -20,17 +20,6 @@ from rubato.engines.torch import jit
 pytestmark = pytest.mark.skipif(not jit.available(), reason="no x86-64 Linux")
 
 ROOT = Path(__file__).parents[2]
-# As docs/serving.md tells them: what PyTorch's libraries read, and what the engine's own kernels do.
-MASKS: dict[str, dict[str, str]] = {
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
-        "RUBATO_CPU": "avx2",
-    },
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "RUBATO_CPU": "avx512"},
-}
 QUICK = (
     "tests/engines/test_torch_native.py::test_without_llvm_the_plain_path_gives_the_same_logits[qwen3-mixed]",
     "tests/engines/test_torch_products.py",
@@ -42,7 +31,7 @@ def test_the_engine_computes_the_same() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", jit.SHOWN_AS)
 def test_the_engine_computes_the_same_in_full(mask: str) -> None:
     """Greedy tokens as transformers', logits as the plain path's, attention of every shape."""
     _passes(mask, *(f"tests/engines/test_torch_{name}.py" for name in ("greedy", "native", "twins", "products")))
@@ -50,6 +39,6 @@ def test_the_engine_computes_the_same_in_full(mask: str) -> None:
 
 def _passes(mask: str, *tests: str) -> None:
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *tests]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **MASKS[mask]}, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **jit.SHOWN_AS[mask]}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout.splitlines()[-1]

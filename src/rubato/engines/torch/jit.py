@@ -29,6 +29,19 @@ LANES = 16
 # What RUBATO_CPU=... hides from the compiler: a machine with more stands for one with less.
 MASKS = {"avx512": ("avx512bf16", "avx512fp16", "amx"), "avx2": ("avx512", "amx", "avxvnni", "avxneconvert", "avx10")}
 
+# Environment variables that show this CPU as one with less, to the libraries inside PyTorch and to these kernels alike;
+# read once by each, so they are for a process that has not begun (docs/serving.md; tests, benchmarks/engine_isa.py).
+SHOWN_AS: dict[str, dict[str, str]] = {
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "RUBATO_CPU": "avx512"},
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        "RUBATO_CPU": "avx2",
+    },
+}
+
 
 def masked() -> tuple[str, ...]:
     """Prefixes of the instruction sets that the environment variable RUBATO_CPU hides. Raises ValueError."""
