@@ -111,11 +111,29 @@ def checked_rate(attained_at: Callable[[float], float], rate: float) -> tuple[fl
     second = rate * (1.4 if tries[0][1] >= HOLDS else 0.75)
     tries = sorted([*tries, (second, attained_at(second))])
     (low, at_low), (high, at_high) = tries
-    if at_low >= HOLDS > at_high:
-        return low + (high - low) * (at_low - HOLDS) / (at_low - at_high), ""
-    if at_low >= HOLDS:
+    if at_high >= HOLDS:
         return high, f"vllm held both rates that were tried; it may hold more than {high:.2f}/s"
-    return 0.8 * low, f"vllm held neither rate that was tried; {0.8 * low:.2f}/s, four fifths of the lower, is a guess"
+    if at_low < HOLDS:
+        guess = 0.8 * low
+        return guess, f"vllm held neither rate that was tried; {guess:.2f}/s, four fifths of the lower, is a guess"
+    return held(tries), ""
+
+
+def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
+    """The rate at which 90 % is attained, from (rate, attainment) tried: on the line between the highest that held and
+    the lowest above it that did not. Raises BenchError when none held."""
+    holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
+    if not holding:
+        lowest = min(rate for rate, _ in tries)
+        raise bench.BenchError(
+            f"{policy} held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
+        )
+    low, at_low = max(holding)
+    beyond = [(rate, attained) for rate, attained in tries if rate > low]
+    if not beyond:
+        return low
+    high, at_high = min(beyond)
+    return low + (high - low) * (at_low - HOLDS) / (at_low - at_high)
 
 
 def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from rubato import demo
 from rubato.bench import BenchError
-from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate
+from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate, held
 from rubato.latency import affine
 from rubato.latency.report import Report
 from rubato.policies import PolicyError
@@ -46,6 +46,25 @@ def test_two_tries_correct_the_simulated_rate(attained: dict[float, float], rate
     assert doubt in said
     assert bool(said) is bool(doubt)
     assert tried == pytest.approx(list(attained))
+
+
+@pytest.mark.parametrize(
+    ("tries", "rate"),
+    [
+        ([(5.0, 0.7), (4.0, 1.0)], 4.0 + 1.0 / 3.0),  # on the line between the two
+        ([(5.0, 0.7), (4.0, 0.9)], 4.0),
+        ([(4.0, 1.0), (4.6, 0.95), (5.3, 0.85)], 4.95),
+        ([(6.0, 0.2), (5.0, 0.6), (4.0, 1.0)], 4.25),  # the nearest above, not the first tried
+        ([(4.0, 1.0), (4.6, 1.0)], 4.6),  # no end found: the highest that held
+    ],
+)
+def test_the_rate_that_is_held(tries: list[tuple[float, float]], rate: float) -> None:
+    assert held(tries) == pytest.approx(rate)
+
+
+def test_none_held() -> None:
+    with pytest.raises(BenchError, match=r"none of 2 rates down to 4.00/s"):
+        held([(5.0, 0.5), (4.0, 0.8)])
 
 
 def stage(tmp_path: Path, seed: int = 0) -> Stage:
