@@ -43,7 +43,7 @@ class Timed(Scheduler):  # type: ignore[misc]
         return 0
 
 
-class TimedRubato(Timed, RubatoScheduler):  # type: ignore[misc]
+class TimedRubato(Timed, RubatoScheduler):
     """The plug-in, timed."""
 
     def deviations(self) -> int:

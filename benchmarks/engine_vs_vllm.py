@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from _vllm_side import BEST, CLOCK, TUNINGS, Step, serve, vllm_settings, vllm_variables
@@ -70,13 +70,14 @@ CASES = {
 # --------------------------------------------------------------------------- Rubato's side (its own process)
 
 
-def rubato_engine(model: str, threads: int | str, dtype: str = "auto", form: str = "") -> Any:
+def rubato_engine(model: str, threads: int | Literal["auto"], dtype: str = "auto", form: str = "") -> Any:
     """The torch engine as it serves, with the limits that vLLM gets. form: of the weights (a class of `products`)."""
     from rubato.engines.torch import Engine, products, weights
 
     if form:
-        weights.choose = lambda weight: products.Choice(getattr(products, form), f"{form}, by the benchmark")
-    limits = {"max_seqs": MAX_SEQS, "max_tokens": MAX_TOKENS, "max_length": MAX_LENGTH}
+        forced = products.Choice(getattr(products, form), f"{form}, by the benchmark")
+        weights.choose = lambda weight: forced  # type: ignore[attr-defined]
+    limits: dict[str, Any] = {"max_seqs": MAX_SEQS, "max_tokens": MAX_TOKENS, "max_length": MAX_LENGTH}
     return Engine(model, dtype=dtype, threads=threads, kv_gib=KV_GIB, **limits)
 
 

@@ -16,7 +16,9 @@ import sys
 import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rubato import profiles, steptable
 from rubato.fit import blank, fit_groups
@@ -48,7 +50,8 @@ def splits(groups: Groups) -> dict[str, tuple[list[str], list[str]]]:
 def compared(groups: Groups, of: str) -> dict[str, dict[str, Report]]:
     """split -> model -> its errors."""
     profile = profiles.load(of)
-    plain = profiles.load(of, host=0.0, **dict.fromkeys(profile.factors, 1.0)).model()
+    factors: dict[str, Any] = dict.fromkeys(profile.factors, 1.0)
+    plain = profiles.load(of, host=0.0, **factors).model()
     per = profile.host_term.host_per_seq if profile.host_term else 0.0
     found: dict[str, dict[str, Report]] = {}
     for name, (train, test) in splits(groups).items():
@@ -78,9 +81,7 @@ def speeds(groups: Groups, of: str) -> dict[str, tuple[float, float]]:
         if kind != "components":
             model.fit(samples[::7])
         shapes = (decodes, decodes.plus(512, 700))
-        one, two = (
-            min(timeit.repeat(lambda m=model, s=s: m.step_time(s), number=20_000, repeat=5)) * 50 for s in shapes
-        )
+        one, two = (min(timeit.repeat(partial(model.step_time, s), number=20_000, repeat=5)) * 50 for s in shapes)
         found[kind] = (one, two)
     return found
 

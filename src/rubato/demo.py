@@ -154,7 +154,10 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     budget = stage.tuned_budget(warm, load)
     contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
     say(f"      {len(load.arrivals)} requests in {load.duration:.0f} s ({load.rate:.2f}/s), the same for each policy")
-    runs = [stage.contest(name, settings, warm, load) for name, settings in contestants]
+    runs = []
+    for name, settings in contestants:
+        stage.progress.begin()
+        runs.append(stage.contest(name, settings, warm, load))
     comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
     results.write_json(out / "demo.json", runs, comparisons)
     plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
@@ -319,14 +322,17 @@ class Stage:
     seed: int
     progress: Progress
 
+    def kinds(self, slos: Mapping[str, SLO], scale: float) -> list[Kind]:
+        return kinds(slos, scale)
+
     def load(
         self, rate: float, seconds: float, slos: Mapping[str, SLO], scale: float, name: str = "demo", texts: bool = True
     ) -> Workload:
         """Poisson arrivals given their number: in some thirty seconds a plain draw is off its rate by a tenth or more,
         and 1.3 times a rate would mean anything between 1.1 and 1.5. Every class is there: of draws that lack one, or
         have less than half of its share, the next is taken."""
-        mix, count = kinds(slos, scale), max(1, round(rate * seconds))
-        least = {tier: max(1.0, 0.5 * share * count) for tier, share in SHARES.items()} if count >= 10 else {}
+        mix, count = self.kinds(slos, scale), max(1, round(rate * seconds))
+        least = {kind.tier: max(1.0, 0.5 * kind.share * count) for kind in mix} if count >= 10 else {}
         for seed in itertools.count(self.seed):
             drawn = Counter(a.tier for a in make(name, mix, rate, count=count, seed=seed, texts=False).arrivals)
             if all(drawn[tier] >= few for tier, few in least.items()):
@@ -339,7 +345,7 @@ class Stage:
 
     # ----------------------------------------------------------------- warm-up
 
-    def warm_up(self, seconds: float | None) -> WarmUp:
+    def warm_up(self, seconds: float | None = None) -> WarmUp:
         """Two servers: one that chunks prompts finely, for steps of every kind; then vllm's, for the rate it holds."""
         logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
         self.progress.begin()
@@ -428,7 +434,6 @@ class Stage:
         return best
 
     def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> results.Run:
-        self.progress.begin()
         with (
             self._server(policy, settings, load.tiers, warm.model, policy) as server,
             self.progress.watched(f"{policy} served", server.pid),
