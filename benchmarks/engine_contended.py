@@ -3,10 +3,9 @@
     python benchmarks/engine_contended.py [--rounds 4] [--busy 0,1,2] [--json FILE]
 
 Two engines take turns, a block of steps each: `auto`, which uses fewer threads while other programs take cores
-(`rubato.cores`), and `fixed`, one thread for each core, as it was before. In each round both run every case beside 0, 1
-and 2 programs that only count. Reported are medians over all steps, and how many times the same engine's quiet step
-that is, with a 95 % interval by a bootstrap over rounds.
-"""
+(`rubato.core.cpu_usage`), and `fixed`, one thread for each core, as it was before. In each round both run every case
+beside 0, 1 and 2 programs that only count. Reported are medians over all steps, and how many times the same engine's
+quiet step that is, with a 95 % interval by a bootstrap over rounds. """
 
 from __future__ import annotations
 

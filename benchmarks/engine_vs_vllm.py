@@ -85,9 +85,9 @@ class RubatoSide:
     """What `rubato.worker` does in a step, one step at a time: plan, execute, commit, tell the policy and the model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        from rubato.core.replica import Replica
         from rubato.latency import affine
         from rubato.policies import load
-        from rubato.replica import Replica
 
         self.engine = rubato_engine(**settings)
         self.latency = affine.Model()
@@ -115,7 +115,7 @@ class RubatoSide:
         }
 
     def add(self, prompts: list[list[int]], max_tokens: int) -> None:
-        from rubato.types import Request, Sampling, Stage
+        from rubato.core.types import Request, Sampling, Stage
 
         for ids in prompts:
             name = f"r{self.seen}"
@@ -134,7 +134,7 @@ class RubatoSide:
         return self.loop.run_until_complete(self._step())
 
     async def _step(self) -> Step:
-        from rubato.types import Finished, Sample, Tokens
+        from rubato.core.types import Finished, Sample, Tokens
 
         begin = CLOCK()
         plan = self.policy.plan(self.replica.view(begin))

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rubato import profiles, steptable
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample, Shape
 from rubato.fit import blank, fit_groups
-from rubato.interfaces import LatencyModel
 from rubato.latency.models import MODELS
 from rubato.latency.report import Report, error_report
-from rubato.types import Sample, Shape
 
 Groups = Mapping[str, Sequence[Sample]]
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from rubato.clock import Clock, WallClock, run_strict
 from rubato.cluster import Cluster, local_cluster
+from rubato.core.clock import Clock, WallClock, run_strict
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import SLO, Event, Finished, Limits, Lost, Offered, Request, Sampling, Stage, Tokens
 from rubato.engines.simulated import Engine
 from rubato.fleet.ray import RayHost, ray_cluster
-from rubato.interfaces import LatencyModel
 from rubato.latency.affine import Model
-from rubato.types import SLO, Event, Finished, Limits, Lost, Offered, Request, Sampling, Stage, Tokens
 
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=4096, kv_blocks=4000, block=16)
 TIERS = {"chat": (SLO(ttft=0.6, tpot=0.03), 0.7), "batch": (SLO(ttft=3.0, tpot=0.1), 0.3)}

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rubato import demo
+from rubato.core.types import SLO
 from rubato.engines.torch import bundled
 from rubato.intervals import over_seeds
 from rubato.records import Run
 from rubato.setting import Choice
-from rubato.types import SLO
 from rubato.workloads import Workload
 from rubato.workloads.kinds import Kind
 

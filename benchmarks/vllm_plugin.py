@@ -31,9 +31,9 @@ from typing import Any
 from vllm_env import ROOT, ensure_env
 
 from rubato import bench, results
+from rubato.core.types import SLO
 from rubato.demo import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.records import Run, summarise
-from rubato.types import SLO
 from rubato.workloads import Workload
 from rubato.workloads.kinds import code
 from rubato.workloads.making import make

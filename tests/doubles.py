@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rubato.interfaces import View
-from rubato.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
+from rubato.core.interfaces import View
+from rubato.core.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
 
 
 @dataclass

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from rubato.core.slo import TOLERANCE, WINDOW, deadlines
+from rubato.core.types import Shape
 from rubato.setting import Hardware, prefill_time
-from rubato.slo import TOLERANCE, WINDOW, deadlines
-from rubato.types import Shape
 from rubato.workloads import Arrival, Part, Workload
 
 

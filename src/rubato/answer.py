@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rubato.types import Outcome
+from rubato.core.types import Outcome
 
 BROKEN = frozenset({"error", "abort", "cancelled"})  # finish reasons that are not a completion
 

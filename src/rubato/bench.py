@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from rubato import prompts
 from rubato.answer import Answer, ask
-from rubato.clock import process_cpu_time
+from rubato.core.clock import process_cpu_time
+from rubato.core.types import Request
 from rubato.goodput import Bounds
 from rubato.records import Client, Record, Run, verdict, versions
 from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
-from rubato.types import Request
 from rubato.workloads import Arrival, Workload
 
 __all__ = ["BenchError", "TierField", "delay_bound", "look", "run"]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import orjson
 from tqdm import tqdm
 
-from rubato.clock import measured
+from rubato.core.clock import measured
 from rubato.workloads.file import json_object
 
 FORMAT = "rubato-cells/2"

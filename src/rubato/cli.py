@@ -17,13 +17,14 @@ from typing import Any
 
 import yaml
 
-from rubato import bench, compare, fit, goodput, policies, profile, results, trace
+from rubato import bench, compare, fit, goodput, policies, profile, results
 from rubato import plot as plotting
 from rubato.commands import capacity, figure, options, plan, sweep
 from rubato.config import Config, load
-from rubato.metrics import steps
-from rubato.slo import RULES
-from rubato.types import Limits
+from rubato.core import event_log
+from rubato.core.slo import RULES
+from rubato.core.timeline import steps
+from rubato.core.types import Limits
 from rubato.workloads import Workload
 from rubato.workloads import command as offered
 
@@ -274,7 +275,7 @@ def _simulate(args: argparse.Namespace) -> int:
     loads = _loads(args)
     model = latency_of(config)
     if args.steps:
-        model.fit(steps(trace.read(args.steps)))
+        model.fit(steps(event_log.read(args.steps)))
     bounds = goodput.parse(args.goodput) if args.goodput else None
     note = _guesses(args, config, {load.profile for load in loads} - {""})
     if note:

@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rubato.clock import PLAN, Clock
-from rubato.fairness import FairShare
-from rubato.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
-from rubato.listeners import Listener, Listeners
-from rubato.policies import load, router_for
-from rubato.slo import StageTimes, judge
-from rubato.types import (
+from rubato.core.clock import PLAN, Clock
+from rubato.core.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
+from rubato.core.slo import StageTimes, judge
+from rubato.core.types import (
     SATURATED,
     Event,
     Finished,
@@ -28,6 +25,9 @@ from rubato.types import (
     Request,
     Stepped,
 )
+from rubato.fairness import FairShare
+from rubato.listeners import Listener, Listeners
+from rubato.policies import load, router_for
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)

@@ -34,9 +34,9 @@ from pydantic import (
     model_validator,
 )
 
+from rubato.core.slo import RULES
+from rubato.core.types import SLO, OnDecline
 from rubato.policies import nearest
-from rubato.slo import RULES
-from rubato.types import SLO, OnDecline
 
 
 class ConfigError(ValueError):

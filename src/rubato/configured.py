@@ -13,15 +13,15 @@ from dataclasses import fields
 from typing import Any, cast
 
 from rubato import profiles
-from rubato.clock import Clock
 from rubato.config import Config, ConfigError, Named
+from rubato.core.clock import Clock
+from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
+from rubato.core.length_prediction import Oracle, RunningMean
+from rubato.core.types import Limits
 from rubato.engines.simulated import Drafter, Link
 from rubato.fairness import FairShare
-from rubato.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.latency.drafted import Drafted
-from rubato.lengths import Oracle, RunningMean
 from rubato.policies import nearest
-from rubato.types import Limits
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without

@@ -21,19 +21,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rubato import bench, plot, results, trace
+from rubato import bench, plot, results
 from rubato.capacity import narrowed
-from rubato.clock import WallClock, process_cpu_time
-from rubato.cores import TakenCores, cpu_seconds_of, usable
+from rubato.core import event_log
+from rubato.core.clock import WallClock, process_cpu_time
+from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable
+from rubato.core.timeline import steps
+from rubato.core.types import SLO, Limits, Sample, Shape
 from rubato.fit import coefficients
 from rubato.latency import affine
 from rubato.latency.report import Report, error_report
-from rubato.metrics import steps
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO, Limits, Sample, Shape
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make
@@ -359,7 +360,7 @@ class Stage:
             most = burst_of(unloaded)
             for requests in (most, max(2, most // 6), max(3, most // 3)):
                 self._burst(server.url, requests)
-        samples = steps(trace.read(logs[0]))
+        samples = steps(event_log.read(logs[0]))
         model, _ = self._fit(samples)
         self.progress.begin()
         scale, simulated = self._sized(unloaded, model)
@@ -375,7 +376,7 @@ class Stage:
         ):
             # the simulated server has its cores to itself, the real one shares them with its clients
             rate, doubt = checked_rate(lambda r: self._attained(server.url, r, slos, scale), 0.9 * simulated)
-        model, report = self._fit(samples + steps(trace.read(logs[1])))
+        model, report = self._fit(samples + steps(event_log.read(logs[1])))
         if seconds is None:
             seconds = min(LONGEST, max(SECONDS, LEAST / (OVERLOAD * rate)))
         self.progress.contest_takes(seconds)

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from rubato.interfaces import View
-from rubato.types import Request, Shape
+from rubato.core.interfaces import View
+from rubato.core.types import Request, Shape
 
 LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
 RECENT = 64  # requests that the tightest TPOT and the mean work are taken over

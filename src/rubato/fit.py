@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
-from rubato import profiles, steptable, trace
+from rubato import profiles, steptable
+from rubato.core import event_log
+from rubato.core.timeline import steps
+from rubato.core.types import Sample
 from rubato.latency import opcount
 from rubato.latency.models import MODELS, Model
 from rubato.latency.report import Report, error_report
-from rubato.metrics import steps
 from rubato.profiles.aiconfigurator import GPUS
-from rubato.types import Sample
 
 HELD_OUT = 0.2  # the last share of a log's steps
 FOLD = 5  # of a table's, every fifth
@@ -116,7 +117,7 @@ def fit_file(
         return fit_groups(steptable.read(path), kind, train, test, profile)
     if train or test:
         raise ValueError(f"{path} is an event log, whose steps have no tags: --train and --test are for a .csv table")
-    samples = steps(trace.read(path))
+    samples = steps(event_log.read(path))
     if not samples:
         raise ValueError(f"{path} holds no steps: give the event log of a server under load (serve --trace)")
     return fit(samples, kind, profile)

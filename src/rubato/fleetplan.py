@@ -9,7 +9,8 @@ from typing import Any
 
 from rubato import alone
 from rubato.cells import Done
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample, Shape
 from rubato.intervals import Estimate
 from rubato.lean.run import Seconds
 from rubato.records import Record, versions
@@ -17,7 +18,6 @@ from rubato.resample import Stretch, bootstrapped, inside
 from rubato.setting import Setting, Source
 from rubato.simulate import uncollected
 from rubato.sweep import markdown, percent
-from rubato.types import Sample, Shape
 from rubato.workloads import Workload
 
 FORMAT = "rubato-plan/1"

@@ -16,13 +16,13 @@ import numpy as np
 import orjson
 
 from rubato import profiles, steptable
-from rubato.clock import Clock, WallClock
-from rubato.interfaces import Engine
+from rubato.core.clock import Clock, WallClock
+from rubato.core.interfaces import Engine
+from rubato.core.types import Batch, Entry, Limits, Request, Sample, Sampling, Stage
 from rubato.latency import affine
 from rubato.latency.report import error_report
 from rubato.profiles import aiconfigurator, packaged
 from rubato.profiles.file import Profile
-from rubato.types import Batch, Entry, Limits, Request, Sample, Sampling, Stage
 
 ORDER = 41  # random stream: the order in which points are measured
 DECODES = (1, 2, 4, 8, 16, 32, 64)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.slo import StageTimes, judge
+from rubato.core.types import Outcome, Request, Verdict
 from rubato.goodput import Bounds
 from rubato.intervals import ALL, Fate, proportion, wilson
-from rubato.slo import StageTimes, judge
-from rubato.types import Outcome, Request, Verdict
 from rubato.workloads import Workload
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from rubato.core.types import SLO
 from rubato.intervals import Difference, Pair, default_block, paired
 from rubato.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
-from rubato.types import SLO
 
 __all__ = [
     "Client", "Comparison", "Record", "Row", "Run", "as_json", "compare", "comparison_text", "dumps", "fingerprint",

@@ -21,11 +21,13 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, local_cluster
 from rubato.config import Config, ConfigError
 from rubato.configured import believed_of, engine_of, fair_share_of, lengths_of
-from rubato.interfaces import Engine, LatencyModel
+from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.event_log import TraceWriter
+from rubato.core.interfaces import Engine, LatencyModel
+from rubato.core.types import Stepped
 from rubato.listeners import Listener
 from rubato.policies import load, nearest, router_for
 from rubato.server import logs
@@ -33,8 +35,6 @@ from rubato.server.app import Service, create_app
 from rubato.server.patience import SEND_BUFFER, patient
 from rubato.server.slo_input import Tier, Tiers
 from rubato.server.tenants import Quota, Tenant, Tenants
-from rubato.trace import TraceWriter
-from rubato.types import Stepped
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import yaml
 
 from rubato import profiles
+from rubato.core.interfaces import LatencyModel, LengthPredictor
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import Limits, Shape
 from rubato.engines.simulated import FREE, Drafter, Link
-from rubato.interfaces import LatencyModel, LengthPredictor
-from rubato.lengths import Oracle
 from rubato.policies import load, router_for
 from rubato.records import Run
 from rubato.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
 from rubato.simulate import Setup, simulated_run
-from rubato.types import Limits, Shape
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.interfaces import LatencyModel, LengthPredictor
+from rubato.core.slo import StageTimes
+from rubato.core.timeline import Timeline, timelines
+from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fairness import FairShare
-from rubato.interfaces import LatencyModel, LengthPredictor
 from rubato.latency.drafted import Drafted
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS
-from rubato.metrics import Timeline, timelines
 from rubato.policies import load, optional, router_for
 from rubato.records import Record, Run
-from rubato.slo import StageTimes
-from rubato.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
 from rubato.workloads import Arrival, Workload
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from rubato.answer import told
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rubato.clock import PLAN, Clock
-from rubato.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
-from rubato.replica import Replica
-from rubato.types import Batch, Event, Plan, Request, Role, Sample, Stepped, StepResult
+from rubato.core.clock import PLAN, Clock
+from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
+from rubato.core.replica import Replica
+from rubato.core.types import Batch, Event, Plan, Request, Role, Sample, Stepped, StepResult
 
 log = logging.getLogger(__name__)
 

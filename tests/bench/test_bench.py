@@ -10,8 +10,8 @@ from aiohttp import web
 
 from rubato import bench
 from rubato.bench import BenchError
+from rubato.core.types import SLO
 from rubato.target import Listed
-from rubato.types import SLO
 from rubato.workloads import Arrival, Workload
 
 PATIENT = 60.0  # a bound on the client's lateness that no busy test machine exceeds

@@ -11,13 +11,13 @@ import pytest
 
 from rubato import demo
 from rubato.bench import BenchError
+from rubato.core.types import SLO, Shape, Verdict
 from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate, held
 from rubato.latency import affine
 from rubato.latency.report import Report
 from rubato.policies import PolicyError
 from rubato.records import Record, Run
 from rubato.results import compare
-from rubato.types import SLO, Shape, Verdict
 from rubato.workloads import Workload
 
 FAST = affine.Model(k=(0.0, 1e-4), b=(0.01, 0.0), a=1e-7)
@@ -175,7 +175,7 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
     progress = Progress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])
-    monkeypatch.setattr("rubato.cores.busy_seconds", lambda cores: next(busy))
+    monkeypatch.setattr("rubato.core.cpu_usage.busy_seconds", lambda cores: next(busy))
     monkeypatch.setattr(demo, "cpu_seconds_of", lambda pid: 5.0)
     with progress.watched("vllm served", 1):
         pass

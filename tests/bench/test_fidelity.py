@@ -7,13 +7,13 @@ from math import inf
 
 import pytest
 
+from rubato.core.timeline import timelines
+from rubato.core.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, outside
 from rubato.fidelity.rig import apart, at_least
 from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
-from rubato.metrics import timelines
 from rubato.simulate import Setup, simulate, simulated_run
-from rubato.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
 from rubato.workloads import Workload
 from rubato.workloads.kinds import chat, code
 from rubato.workloads.making import make

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from rubato import trace
 from rubato.config import load
 from rubato.configured import latency_of
+from rubato.core import event_log
+from rubato.core.types import Sample, Shape, Stepped
 from rubato.fit import Fitted, fit, fit_file
 from rubato.latency import affine
 from rubato.latency.models import MODELS, Model
-from rubato.types import Sample, Shape, Stepped
 
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
 
@@ -53,7 +53,7 @@ def test_what_is_held_out_is_the_end_of_the_log_and_was_not_learnt_from() -> Non
 @pytest.mark.parametrize(("kind", "cls"), MODELS.items())
 def test_the_text_is_a_configuration_that_gives_the_same_model(tmp_path: Path, kind: str, cls: type[Model]) -> None:
     log = tmp_path / "log.jsonl"
-    with trace.TraceWriter(log) as write:
+    with event_log.TraceWriter(log) as write:
         for i, sample in enumerate(samples()):
             write(Stepped(float(i), "r0", sample.shape, sample.seconds))
     found = fit_file(log, kind)

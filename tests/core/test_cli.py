@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rubato import results, trace
+from rubato import results
 from rubato.cli import main
+from rubato.core import event_log
+from rubato.core.types import SLO, Limits
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Limits
 from rubato.workloads import read, write
 from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make
@@ -192,7 +193,7 @@ def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary:
     """A latency model fitted to a log whose steps took 10 ms + 1 ms a token predicts a lone request's TTFT."""
     made = read(mix)
     limits = Limits(64, 2048, 8192, 4096, 16)
-    with trace.TraceWriter(tmp_path / "log") as log:
+    with event_log.TraceWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
             for event in simulate(list(made.requests()), {}, Setup(Linear, limits, policy, settings=settings)):
                 log(event)
@@ -298,7 +299,7 @@ def test_fit_then_simulate_with_what_it_says(
     mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     limits = Limits(64, 2048, 8192, 4096, 16)
-    with trace.TraceWriter(tmp_path / "log") as log:
+    with event_log.TraceWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
             for event in simulate(list(read(mix).requests()), {}, Setup(Linear, limits, policy, settings=settings)):
                 log(event)
@@ -359,7 +360,7 @@ def test_what_is_impossible_is_one_sentence_and_status_2(
         (tmp_path / name / "policy.py").write_text(
             "from dataclasses import dataclass\n"
             "from typing import ClassVar\n"
-            "from rubato.types import Plan\n"
+            "from rubato.core.types import Plan\n"
             "@dataclass\n"
             "class Scheduler:\n"
             "    needs: ClassVar[frozenset[str]] = frozenset()\n"
@@ -381,7 +382,7 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "shortest.py").write_text(
         "from dataclasses import dataclass\n"
         "from typing import ClassVar\n"
-        "from rubato.packing import Packing, admit_in_order, run_in_order\n"
+        "from rubato.core.batch_builder import Packing, admit_in_order, run_in_order\n"
         "SOURCE = 'mine'\n"
         "@dataclass\n"
         "class Scheduler:\n"

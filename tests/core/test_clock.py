@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.clock import ARRIVAL, COMPLETION, PLAN, VirtualClock, WallClock, run_virtual
+from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, VirtualClock, WallClock, run_virtual
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1e6]), st.sampled_from([COMPLETION, ARRIVAL, PLAN]))))

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
+from rubato.core.types import SLO, Finished, Limits, Request, Sampling, Stage
 from rubato.fairness import FairShare
 from rubato.policies import describe, load
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Finished, Limits, Request, Sampling, Stage
 from tests.doubles import Linear, request, view
 
 SCHEDULERS = sorted(

@@ -10,15 +10,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from rubato.check import PlanError
-from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
-from rubato.engines.simulated import Engine, Link
-from rubato.fairness import FairShare
-from rubato.replica import Replica
-from rubato.simulate import Setup, simulate
-from rubato.trace import decode, encode, without_content
-from rubato.types import (
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.event_log import decode, encode, without_content
+from rubato.core.plan_check import PlanError
+from rubato.core.replica import Replica
+from rubato.core.types import (
     SLO,
     Batch,
     Emitted,
@@ -41,6 +38,9 @@ from rubato.types import (
     Transferred,
     Work,
 )
+from rubato.engines.simulated import Engine, Link
+from rubato.fairness import FairShare
+from rubato.simulate import Setup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run
 
@@ -399,7 +399,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
 
         def observe(self, events: object) -> None: ...
         def place(self, held: Sequence[Request], fleet: object, now: float) -> object:
-            from rubato.interfaces import Dispatch
+            from rubato.core.interfaces import Dispatch
 
             return Dispatch({r.id: "r0" for r in held}, {})
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rubato.clock import Clock, VirtualClock, WallClock, run_strict, run_virtual
 from rubato.cluster import Cluster, local_cluster
+from rubato.core.clock import Clock, VirtualClock, WallClock, run_strict, run_virtual
+from rubato.core.interfaces import View
+from rubato.core.replica import Replica
+from rubato.core.sequence import Seq
+from rubato.core.types import Event, Finished, Limits, Plan
 from rubato.engines.simulated import Engine
-from rubato.interfaces import View
 from rubato.lean.host import LeanHost
 from rubato.policies import load
-from rubato.replica import Replica
-from rubato.seq import Seq
 from rubato.simulate import Setup, simulate
-from rubato.types import Event, Finished, Limits, Plan
 from tests.core import test_handoff, test_speculation, test_worker
 from tests.doubles import Linear, request
 from tests.lean import test_equal

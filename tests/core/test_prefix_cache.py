@@ -6,11 +6,9 @@ import random
 
 import pytest
 
-from rubato.kv import KVBlocks, first_key, next_key
-from rubato.policies import describe, load
-from rubato.replica import Replica
-from rubato.simulate import Setup, simulate
-from rubato.types import (
+from rubato.core.kv_blocks import KVBlocks, first_key, next_key
+from rubato.core.replica import Replica
+from rubato.core.types import (
     Emitted,
     Finished,
     Limits,
@@ -24,6 +22,8 @@ from rubato.types import (
     StepResult,
     Work,
 )
+from rubato.policies import describe, load
+from rubato.simulate import Setup, simulate
 from tests.doubles import Linear
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})

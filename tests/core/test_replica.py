@@ -2,9 +2,9 @@
 
 import pytest
 
-from rubato.lengths import RunningMean
-from rubato.replica import Replica
-from rubato.types import (
+from rubato.core.length_prediction import RunningMean
+from rubato.core.replica import Replica
+from rubato.core.types import (
     SLO,
     Emitted,
     Finished,

@@ -11,14 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.check import PlanError
-from rubato.engines.simulated import Drafter
-from rubato.interfaces import View
-from rubato.latency.drafted import Drafted
-from rubato.replica import Replica
-from rubato.simulate import Setup, simulate, simulated_run
-from rubato.speculation.acceptance import Acceptance
-from rubato.types import (
+from rubato.core.interfaces import View
+from rubato.core.plan_check import PlanError
+from rubato.core.replica import Replica
+from rubato.core.types import (
     SLO,
     Emitted,
     Event,
@@ -36,6 +32,10 @@ from rubato.types import (
     Tree,
     Work,
 )
+from rubato.engines.simulated import Drafter
+from rubato.latency.drafted import Drafted
+from rubato.simulate import Setup, simulate, simulated_run
+from rubato.speculation.acceptance import Acceptance
 from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make
 from tests.doubles import Linear, request

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.simulate import Setup, simulate
-from rubato.types import (
+from rubato.core.types import (
     SLO,
     Demoted,
     Emitted,
@@ -19,6 +18,7 @@ from rubato.types import (
     Started,
     Tokens,
 )
+from rubato.simulate import Setup, simulate
 from tests.core.test_replica import replica, step
 from tests.doubles import Linear
 

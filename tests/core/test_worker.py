@@ -10,11 +10,23 @@ from typing import Any
 
 import pytest
 
-from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import Cluster, cluster_of, local_cluster
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.types import (
+    Batch,
+    Event,
+    Finished,
+    Limits,
+    Offered,
+    Placed,
+    Plan,
+    Request,
+    Stepped,
+    StepResult,
+    Tokens,
+)
 from rubato.engines.simulated import Engine
 from rubato.policies import load, load_router
-from rubato.types import Batch, Event, Finished, Limits, Offered, Placed, Plan, Request, Stepped, StepResult, Tokens
 from rubato.worker import LocalHost
 from tests.doubles import Linear, request
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rubato import policies, profiles
-from rubato.clock import VirtualClock
 from rubato.config import Config, TenantSettings, load
 from rubato.configured import drafter_of, latency_of, link_of, simulation_limits
+from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.control import Settings, settings_of
 from rubato.engines.vllm.seq import KEYS

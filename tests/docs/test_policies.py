@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rubato import interfaces, policies
+from rubato import policies
 from rubato.cli import main
+from rubato.core import interfaces
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import Plan, Work
 from rubato.engines.simulated import Engine
-from rubato.interfaces import SeqView, View
-from rubato.types import Plan, Work
 from tests.docs.pages import PAGES, commands, fenced
 from tests.policies import test_properties as properties
 

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from rubato.core.types import Sampling  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
-from rubato.types import Sampling  # noqa: E402
 
 NEW = 20
 CHATS = (

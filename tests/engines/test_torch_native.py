@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite")
 
+from rubato.core.types import Batch, Entry, Sampling  # noqa: E402
 from rubato.engines.torch import Engine, jit, native  # noqa: E402
 from rubato.engines.torch.config import Config, load_config  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.engines.torch.model import Model  # noqa: E402
 from rubato.engines.torch.packing import pack  # noqa: E402
 from rubato.engines.torch.weights import _rotation, load_weights  # noqa: E402
-from rubato.types import Batch, Entry, Sampling  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not jit.available(), reason="no LLVM kernels on this platform")
 

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rubato.core.stop_strings import StopText  # noqa: E402
+from rubato.core.types import Emitted, Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch.sequence import Sequence  # noqa: E402
 from rubato.engines.torch.text import Detokeniser, Text, _sentencepiece  # noqa: E402
-from rubato.stoptext import StopText  # noqa: E402
-from rubato.types import Emitted, Progress, Request, Sampling, Stage  # noqa: E402
 
 TEXTS = (
     "Plain words, 12345 digits and\n\ttabs.",

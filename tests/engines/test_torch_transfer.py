@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from rubato.core.interfaces import KV  # noqa: E402
+from rubato.core.types import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine, jit  # noqa: E402
 from rubato.engines.torch.drive import Driver  # noqa: E402
-from rubato.interfaces import KV  # noqa: E402
-from rubato.types import Progress, Request, Sampling, Stage  # noqa: E402
 
 PROMPT = tuple((7 * i * i + 3) % 256 for i in range(45))
 NEW, BEFORE = 16, 6  # tokens in all; tokens out when it moves

@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from rubato.core.interfaces import SeqView, View  # noqa: E402
+from rubato.core.kv_blocks import blocks_for  # noqa: E402
+from rubato.core.replica import Replica  # noqa: E402
+from rubato.core.types import Event, Finished, Plan, Preempted, Request, Sampling, Stage, Started, Tokens, Work  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.config import load_config  # noqa: E402
 from rubato.engines.torch.model import bytes_per_token  # noqa: E402
-from rubato.interfaces import SeqView, View  # noqa: E402
-from rubato.kv import blocks_for  # noqa: E402
 from rubato.latency import affine  # noqa: E402
-from rubato.replica import Replica  # noqa: E402
-from rubato.types import Event, Finished, Plan, Preempted, Request, Sampling, Stage, Started, Tokens, Work  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
 
 BLOCK, BLOCKS = 4, 64

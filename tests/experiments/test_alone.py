@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato import alone
+from rubato.core.slo import RULES
+from rubato.core.types import SLO
 from rubato.setting import Choice, Setting
-from rubato.slo import RULES
-from rubato.types import SLO
 from rubato.workloads import Arrival, Part, Workload
 from tests.experiments.machine import MACHINE
 

@@ -8,10 +8,10 @@ import pytest
 
 from rubato import capacity
 from rubato.capacity import Question, crossing
+from rubato.core.types import SLO
 from rubato.fleetplan import Faster
 from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Setting
-from rubato.types import SLO
 from rubato.workloads import Arrival, Workload
 from tests.experiments.machine import MACHINE, mix, setting
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rubato.cli import main
+from rubato.core.types import Shape
 from rubato.profiles import load
 from rubato.setting import packaged
-from rubato.types import Shape
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip

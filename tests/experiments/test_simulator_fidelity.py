@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from rubato import experiments
+from rubato.core.types import SLO
 from rubato.experiments import simulator_fidelity as figure
 from rubato.fidelity.rig import Outcome
 from rubato.fidelity.table import Cell, Figures, Rule
 from rubato.intervals import Estimate
 from rubato.records import Run
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO
 from rubato.workloads.kinds import chat
 from rubato.workloads.making import make
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rubato import profiles, sizing
+from rubato.core.types import SLO, Limits, Shape
 from rubato.fleetplan import Faster, Plan, Question, effect
 from rubato.intervals import Estimate, attainment_over_seeds
 from rubato.resample import Stretch, busiest, window
 from rubato.setting import Choice, Setting
-from rubato.types import SLO, Limits, Shape
 from rubato.workloads import Workload
 from tests.experiments.machine import KINDS, MACHINE, mix, setting
 from tests.experiments.test_resample import OFFERS, drawn

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import SLO, Verdict
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments._promising import Log, Scheduler
 from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
 from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.records import Record, Run
-from rubato.types import SLO, Verdict
 from rubato.workloads import Arrival, Part, Workload
 from tests.policies.test_tables import prompt, seen
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.cluster import local_cluster
-from rubato.engines.simulated import Engine
-from rubato.fleet.remote import Mirror, Report, shifted, shifted_report, shifted_request
-from rubato.interfaces import View
-from rubato.types import (
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.interfaces import View
+from rubato.core.types import (
     SLO,
     Event,
     Finished,
@@ -27,6 +25,8 @@ from rubato.types import (
     Stepped,
     Tokens,
 )
+from rubato.engines.simulated import Engine
+from rubato.fleet.remote import Mirror, Report, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, setup_for
 

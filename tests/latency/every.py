@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from rubato import profiles
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Shape
 from rubato.latency import affine, bilinear, components, opcount, roofline, table
 from rubato.latency.dims import Dims
 from rubato.latency.models import MODELS
-from rubato.types import Shape
 
 Entries = list[tuple[int, int]]
 entries = st.lists(st.tuples(st.one_of(st.just(1), st.integers(1, 400)), st.integers(0, 3000)), max_size=8)

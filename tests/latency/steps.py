@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from rubato.interfaces import LatencyModel
-from rubato.types import Sample, Shape
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample, Shape
 
 
 def decodes(rng: random.Random, most: int = 24) -> Shape:

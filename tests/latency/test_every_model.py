@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample, Shape
 from rubato.latency import components
 from rubato.latency.models import MODELS
 from rubato.latency.report import error_report
-from rubato.types import Sample, Shape
 from tests.latency.every import COMPONENTS, DEFAULTS, Entries, batch, entries, fitted, models
 from tests.latency.steps import mixed, run
 

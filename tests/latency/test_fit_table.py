@@ -10,11 +10,11 @@ import pytest
 
 from rubato import profiles, steptable
 from rubato.cli import main
+from rubato.core.types import Sample
 from rubato.fit import fit_file, fit_groups
 from rubato.latency import affine
 from rubato.latency.models import MODELS
 from rubato.latency.report import error_report
-from rubato.types import Sample
 from tests.latency.steps import mixed, run
 
 TABLE = Path(__file__).with_name("serving_iterations.csv")

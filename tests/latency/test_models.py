@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Batch, Entry, Sample, Shape
 from rubato.latency import affine, bilinear, opcount, roofline, table
 from rubato.latency.components import Factors, Model, Tables
 from rubato.latency.dims import Dims
-from rubato.types import Batch, Entry, Sample, Shape
 from tests.latency.every import COMPONENTS, affines, batch, entries, rooflines
 
 FEATURES = list(Shape._fields)

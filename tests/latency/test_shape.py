@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from rubato.types import Batch, Entry, Shape, Stepped
+from rubato.core.types import Batch, Entry, Shape, Stepped
 
 entries = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), max_size=8)
 

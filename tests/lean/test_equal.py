@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato import profiles
-from rubato.interfaces import Assigner, View
+from rubato.core.batch_builder import decode_first
+from rubato.core.interfaces import Assigner, View
+from rubato.core.slo import StageTimes
+from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.run import Run
 from rubato.lean.view import SUPPORTS
-from rubato.packing import decode_first
 from rubato.policies import describe, load, load_router
 from rubato.simulate import Setup, simulate
-from rubato.slo import StageTimes
-from rubato.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads

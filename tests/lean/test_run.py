@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rubato.core.types import SLO
 from rubato.engines.simulated import Drafter
 from rubato.simulate import Setup, lean_enough, simulated_run
-from rubato.types import SLO
 from rubato.workloads import Workload
 from rubato.workloads.kinds import Kind, Then
 from rubato.workloads.lengths import Normal

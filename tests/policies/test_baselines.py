@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.interfaces import View
+from rubato.core.interfaces import View
+from rubato.core.types import Limits
 from rubato.policies import PolicyError, load_router
-from rubato.types import Limits
 from tests.doubles import Linear, Seq, request
 from tests.policies.test_tables import LIMITS, decode, fleet, load, prompt, seen, work
 

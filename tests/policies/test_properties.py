@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.cluster import Cluster
+from rubato.core.interfaces import Assigner, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
 from rubato.engines.simulated import Drafter, Link
-from rubato.interfaces import Assigner, View
-from rubato.kv import blocks_for
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
 from rubato.speculation.acceptance import Acceptance
-from rubato.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
 from tests.conftest import few
 from tests.doubles import Linear
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rubato import policies
-from rubato.check import check, spelled_out
-from rubato.interfaces import Scheduler, View
+from rubato.core.interfaces import Scheduler, View
+from rubato.core.plan_check import check, spelled_out
+from rubato.core.types import Finished, Handoff, Limits, Plan, Request, Role, Tree, Verdict, Work
 from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router, ideal_ratio
-from rubato.types import Finished, Handoff, Limits, Plan, Request, Role, Tree, Verdict, Work
 from tests.doubles import Linear, Seq, request, view
 
 

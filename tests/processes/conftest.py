@@ -19,8 +19,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from rubato import trace
-from rubato.types import Event
+from rubato.core import event_log
+from rubato.core.types import Event
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240.0  # a model may have to be fetched and converted first
@@ -42,12 +42,12 @@ class Server:
 
     def events(self) -> list[Event]:
         """Its event log; whole once it has ended."""
-        return list(trace.read(self.folder / "trace.jsonl"))
+        return list(event_log.read(self.folder / "trace.jsonl"))
 
     def events_so_far(self) -> list[Event]:
         """Of its event log, the lines that are whole and written by now."""
         raw = (self.folder / "trace.jsonl").read_bytes()
-        return [trace.decode(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+        return [event_log.decode(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
 
     def metrics(self) -> Callable[..., float]:
         """value(name, label=..., ...) of a fresh scrape, summed over the series that have these labels."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rubato.clock import Clock
+from rubato.core.clock import Clock
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Batch, Limits, StepResult
 from rubato.engines import simulated
-from rubato.interfaces import LatencyModel
-from rubato.types import Batch, Limits, StepResult
 
 
 class Engine(simulated.Engine):

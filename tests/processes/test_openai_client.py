@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from rubato.types import SLO, Offered
+from rubato.core.types import SLO, Offered
 from tests.processes.conftest import Server, Start, servers
 
 TIMEOUT = 60.0

@@ -9,12 +9,12 @@ import pytest
 
 from rubato import profile, profiles, steptable
 from rubato.cli import main
-from rubato.clock import VirtualClock, run_virtual
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.core.types import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine
 from rubato.latency.report import error_report
 from rubato.profile import points, profile_of
-from rubato.types import Limits, Sample, Shape
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2900, block=16)

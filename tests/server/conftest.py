@@ -11,15 +11,15 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from rubato.clock import VirtualClock, run_virtual
 from rubato.cluster import Cluster, local_cluster
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.core.types import Event, Limits
 from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.latency.affine import Model
 from rubato.server.app import Service, create_app
 from rubato.server.slo_input import Tiers
 from rubato.server.tenants import Quota, Tenant, Tenants
-from rubato.types import Event, Limits
 
 STEP = 0.1  # seconds, whatever the batch
 

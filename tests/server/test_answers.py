@@ -12,9 +12,21 @@ from typing import Any
 import pytest
 
 from rubato.cluster import Cluster
+from rubato.core.types import (
+    SLO,
+    Batch,
+    Demoted,
+    Finished,
+    Limits,
+    Offered,
+    Request,
+    Sampling,
+    Started,
+    StepResult,
+    Tokens,
+)
 from rubato.engines.simulated import Engine
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Batch, Demoted, Finished, Limits, Offered, Request, Sampling, Started, StepResult, Tokens
 from tests.server.conftest import STEP, Edge
 
 Runs = Callable[..., None]

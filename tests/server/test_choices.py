@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import SLO, Batch, Finished, Limits, Offered, Request, Started, StepResult
 from rubato.engines.simulated import Engine
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Batch, Finished, Limits, Offered, Request, Started, StepResult
 from tests.server.conftest import STEP, Edge
 from tests.server.test_answers import Client, events
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rubato.clock import VirtualClock
 from rubato.config import Config, ConfigError, load
 from rubato.configured import fair_share_of
+from rubato.core.clock import VirtualClock
+from rubato.core.types import SLO
 from rubato.engines.simulated import Engine
 from rubato.fairness import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.serve import build, tenants_of
 from rubato.server.tenants import Quota, Tenant
-from rubato.types import SLO
 
 YAML = """
 model: some-model
@@ -200,7 +200,7 @@ SIMULATED = {"engine": {"kind": "simulated"}}
         ({"engine": {"kind": "simulated", "block": 0}}, ["engine.block", "0"]),
         ({"engine": {"kind": "simulated", "max_seqs": "many"}}, ["engine.max_seqs", "many"]),
         ({"engine": "no.such.module"}, ["no.such.module"]),
-        ({"engine": "rubato.clock"}, ["rubato.clock", "Engine"]),
+        ({"engine": "rubato.core.clock"}, ["rubato.core.clock", "Engine"]),
         ({**SIMULATED, "latency": "afine"}, ["afine", "'affine'"]),
         ({**SIMULATED, "latency": {"kind": "affine", "hots": 1}}, ["hots", "'host'"]),
         ({**SIMULATED, "latency": {"kind": "affine", "host": -1}}, ["host", "-1"]),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from rubato.core.types import SLO
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO
 from tests.server.conftest import Edge
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"

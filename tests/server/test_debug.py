@@ -10,11 +10,23 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import (
+    SLO,
+    Finished,
+    Limits,
+    Offered,
+    Placed,
+    Preempted,
+    Request,
+    Stage,
+    Started,
+    Tokens,
+    Verdict,
+)
 from rubato.fairness import FairShare
 from rubato.server import debug, logs
 from rubato.server.debug import MOST_STEPS, Recorder
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Finished, Limits, Offered, Placed, Preempted, Request, Stage, Started, Tokens, Verdict
 from tests.server.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from rubato.core.types import Finished, Offered
 from rubato.server.limits import Bucket
-from rubato.types import Finished, Offered
 from tests.server.conftest import STEP, Edge, key, tenant
 from tests.server.test_metrics import scrape
 

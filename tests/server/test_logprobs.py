@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import Logprob
 from rubato.server import logprobs
-from rubato.types import Logprob
 from tests.server.conftest import Edge
 from tests.server.test_answers import events
 

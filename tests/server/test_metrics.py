@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from rubato.core.types import SLO, Finished, Offered, Request, Stage, Stepped, Verdict
 from rubato.server.prometheus import MOST_REASONS, Metrics
 from rubato.server.slo_input import Tier, Tiers
-from rubato.types import SLO, Finished, Offered, Request, Stage, Stepped, Verdict
 from tests.server.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]

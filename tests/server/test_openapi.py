@@ -24,15 +24,15 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from rubato.clock import WallClock
 from rubato.cluster import local_cluster
+from rubato.core.clock import WallClock
+from rubato.core.types import SLO, Limits
 from rubato.engines.simulated import Engine
 from rubato.latency.affine import Model
 from rubato.server.app import Service, create_app
 from rubato.server.patience import patient
 from rubato.server.slo_input import Tier, Tiers
 from rubato.server.tenants import Tenants
-from rubato.types import SLO, Limits
 from tests.server.conftest import key, tenant
 
 CHECKS = [

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import SLO, Finished, Limits, Offered, Request
 from rubato.engines.simulated import Engine
 from rubato.server.app import LONG_TEXT
-from rubato.types import SLO, Finished, Limits, Offered, Request
 from tests.server.conftest import STEP, Edge, key, tenant
 from tests.server.test_answers import Client, events
 from tests.server.test_choices import Uneven, by_choice, ended, offered

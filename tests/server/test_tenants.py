@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rubato.core.types import SLO, Finished, Offered
 from rubato.server.slo_input import Bounds, Tier, Tiers
 from rubato.server.tenants import Tenants
-from rubato.types import SLO, Finished, Offered
 from tests.server.conftest import Edge, key, tenant
 
 Runs = Callable[..., None]

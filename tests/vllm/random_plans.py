@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.interfaces import View
-from rubato.packing import Packing
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import Packing
+from rubato.core.interfaces import View
+from rubato.core.types import Event, Plan
 
 SOURCE = "chance"
 

@@ -15,8 +15,8 @@ import pytest
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rubato.core.types import Finished
 from rubato.engines.vllm.scheduler import RubatoScheduler
-from rubato.types import Finished
 
 CHANCE = "tests.vllm.random_plans"
 BLOCK = 32  # vLLM's CPU attention takes multiples of it

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from rubato.check import PlanError
-from rubato.kv import blocks_for
-from rubato.types import Finished, Offered, Plan, Preempted, Started, Stepped, Tokens, Work
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.plan_check import PlanError
+from rubato.core.types import Finished, Offered, Plan, Preempted, Started, Stepped, Tokens, Work
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
 

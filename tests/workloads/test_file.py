@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rubato import prompts
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads import Arrival, Part, Workload, WorkloadError, kinds, read, write
 from rubato.workloads.making import make
 

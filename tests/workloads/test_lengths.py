@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads.kinds import Kind, within
 from rubato.workloads.lengths import (
     LogNormal,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads import Part
 from rubato.workloads.arrivals import Gamma, Poisson
 from rubato.workloads.kinds import Change, Kind, Then

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads import kinds, mix
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from rubato import prompts
+from rubato.core.types import SLO, Limits
 from rubato.latency import affine
 from rubato.records import rejudged
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO, Limits
 from rubato.workloads import Arrival, Part, Workload, scenarios
 from rubato.workloads.kinds import chat, code
 from rubato.workloads.making import make

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from rubato.types import SLO
+from rubato.core.types import SLO
 from rubato.workloads import mix
 from rubato.workloads.kinds import Kind, chat, code, summary
 

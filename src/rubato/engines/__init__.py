@@ -1,1 +1,1 @@
-"""Engines behind one interface (`rubato.interfaces.Engine`)."""
+"""Engines behind one interface (`rubato.core.interfaces.Engine`)."""

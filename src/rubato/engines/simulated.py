@@ -12,11 +12,11 @@ from math import inf, log
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.clock import COMPLETION, Clock
-from rubato.interfaces import KV, LatencyModel
+from rubato.core.clock import COMPLETION, Clock
+from rubato.core.interfaces import KV, LatencyModel
+from rubato.core.stop_strings import StopText
+from rubato.core.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 from rubato.speculation.acceptance import Acceptance, Draft, Process
-from rubato.stoptext import StopText
-from rubato.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 

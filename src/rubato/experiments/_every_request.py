@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.interfaces import View
-from rubato.packing import decode_first
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import decode_first
+from rubato.core.interfaces import View
+from rubato.core.types import Event, Plan
 
 SOURCE = "ours, to measure the simulator by"
 

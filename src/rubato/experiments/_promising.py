@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rubato.interfaces import View
+from rubato.core.interfaces import View
+from rubato.core.types import Plan
 from rubato.policies import slos_serve
-from rubato.types import Plan
 
 SOURCE = "ours, to count promises by"
 

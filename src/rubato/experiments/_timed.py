@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from rubato.clock import measured
-from rubato.interfaces import View
+from rubato.core.clock import measured
+from rubato.core.interfaces import View
+from rubato.core.types import Plan
 from rubato.policies import slos_serve
-from rubato.types import Plan
 
 SOURCE = "ours, to measure planning by"
 

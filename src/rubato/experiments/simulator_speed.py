@@ -18,12 +18,12 @@ import numpy as np
 from rubato import profiles
 from rubato.capacity import narrowed
 from rubato.cells import Cell
-from rubato.clock import measured
+from rubato.core.clock import measured
+from rubato.core.timeline import Timeline, timelines
+from rubato.core.types import SLO, Limits, Request, Sampling, Stage
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
-from rubato.metrics import Timeline, timelines
 from rubato.simulate import Setup, lean_lines, simulate
-from rubato.types import SLO, Limits, Request, Sampling, Stage
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
 SECONDS = 180.0

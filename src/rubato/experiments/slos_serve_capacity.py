@@ -18,12 +18,12 @@ import numpy as np
 
 from rubato import capacity, profiles
 from rubato.cells import Cell
+from rubato.core.slo import StageTimes, judge
 from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
 from rubato.records import Run
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
-from rubato.slo import StageTimes, judge
 from rubato.sweep import markdown
 from rubato.workloads import Arrival, Workload, scenarios
 

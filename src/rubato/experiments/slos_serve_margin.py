@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rubato.cells import Cell
+from rubato.core.types import Sample, Shape
 from rubato.experiments import Found
 from rubato.experiments._promising import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
@@ -23,7 +24,6 @@ from rubato.intervals import Estimate, over_seeds
 from rubato.latency import affine
 from rubato.setting import Choice, Hardware, Setting, oracle
 from rubato.sweep import markdown
-from rubato.types import Sample, Shape
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
 SECONDS = 600.0

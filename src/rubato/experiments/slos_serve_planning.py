@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from rubato.cells import Cell
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import SLO, Finished, Request, Sampling, Shape, Stage
 from rubato.experiments import Found
 from rubato.experiments._timed import Planned
 from rubato.experiments.simulator_speed import loop_seconds
 from rubato.intervals import Estimate, over_seeds
-from rubato.lengths import Oracle
 from rubato.setting import Hardware, packaged
 from rubato.simulate import Setup, simulate, uncollected
-from rubato.types import SLO, Finished, Request, Sampling, Shape, Stage
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 300.0

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rubato.cells import Cell
+from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
 from rubato.intervals import Estimate
 from rubato.latency.affine import Model
 from rubato.setting import Choice, Hardware, Setting
-from rubato.types import SLO, Limits
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "SLOs-Serve, Fig. 3 and §2.3"

@@ -10,12 +10,12 @@ from statistics import mean, median
 
 import numpy as np
 
+from rubato.core.timeline import Timeline, steps, timelines
+from rubato.core.types import SLO, Event, Finished, Offered, Sample, Shape, Stepped
 from rubato.fit import fit
 from rubato.latency import affine
 from rubato.latency.report import Report
-from rubato.metrics import Timeline, steps, timelines
 from rubato.records import Record, Run, verdict
-from rubato.types import SLO, Event, Finished, Offered, Sample, Shape, Stepped
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
 

@@ -16,8 +16,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from rubato import bench, results, trace
+from rubato import bench, results
 from rubato.capacity import narrowed
+from rubato.core import event_log
+from rubato.core.types import SLO, Event, Limits, Offered
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pace, promises, say, scaled
 from rubato.fidelity.table import Cell, Rule, figures
 from rubato.fit import coefficients
@@ -25,7 +27,6 @@ from rubato.latency import affine
 from rubato.records import Run
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
-from rubato.types import SLO, Event, Limits, Offered
 from rubato.workloads import Workload
 from rubato.workloads.kinds import Kind, chat, code, summary
 from rubato.workloads.making import make
@@ -124,7 +125,7 @@ class Rig:
         return run
 
     def events(self, name: str) -> list[Event]:
-        return list(trace.read(self.out / f"{name}.trace.jsonl"))
+        return list(event_log.read(self.out / f"{name}.trace.jsonl"))
 
     # ----------------------------------------------------------------- the fit run
 

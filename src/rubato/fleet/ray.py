@@ -15,13 +15,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rubato.clock import Clock, WallClock, unix_time
 from rubato.cluster import Cluster, HostLost, cluster_of
+from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.interfaces import KV, Engine, Host, LatencyModel, View
+from rubato.core.types import Event, Limits, Request, Role
 from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
-from rubato.interfaces import KV, Engine, Host, LatencyModel, View
 from rubato.listeners import Listener
 from rubato.policies import load
-from rubato.types import Event, Limits, Request, Role
 from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)

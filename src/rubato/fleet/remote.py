@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rubato.interfaces import LatencyModel, View
-from rubato.seq import Seq
-from rubato.types import (
+from rubato.core.interfaces import LatencyModel, View
+from rubato.core.sequence import Seq
+from rubato.core.types import (
     ANY,
     Demoted,
     Event,

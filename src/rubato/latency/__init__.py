@@ -1,1 +1,1 @@
-"""Step-time models behind one interface (`rubato.interfaces.LatencyModel`)."""
+"""Step-time models behind one interface (`rubato.core.interfaces.LatencyModel`)."""

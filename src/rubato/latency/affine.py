@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from rubato.interfaces import Line
+from rubato.core.interfaces import Line
+from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, Coefficients, fit_planes, largest, numbers
-from rubato.types import Sample, Shape
 
 MIN_SAMPLES = 12  # for eight coefficients
 FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")

@@ -25,9 +25,9 @@ from typing import ClassVar
 import numpy as np
 from scipy.optimize import nnls
 
+from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, largest, numbers
-from rubato.types import Sample, Shape
 
 Four = tuple[float, float, float, float]
 MIN_SAMPLES = 12

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
-from rubato.interfaces import Line
+from rubato.core.interfaces import Line
+from rubato.core.types import Sample, Shape
 from rubato.latency.planes import Array, largest
-from rubato.types import Sample, Shape
 
 FEW = 16  # tokens up to which `decode_gemm` holds
 MANY = 1024  # and from which `prefill_gemm` does

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample, Shape
 from rubato.latency.online import spread_of
 from rubato.latency.planes import largest
-from rubato.types import Sample, Shape
 
 LEAST = 1e-6  # seconds: what a step without its drafts took at least
 

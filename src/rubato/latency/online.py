@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Shape
 from rubato.latency.planes import Array, Coefficients, fit_planes
-from rubato.types import Shape
 
 EVERY = 128  # steps between refits
 FIRST = 16  # the first refit comes this early, then at doubled distances up to EVERY

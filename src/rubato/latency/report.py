@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rubato.interfaces import LatencyModel
-from rubato.types import Sample
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
-from rubato.types import Sample, Shape
 
 MIN_SAMPLES = 8
 MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
+from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
 from rubato.latency.planes import Array, largest, numbers
-from rubato.types import Sample, Shape
 
 KNOTS = 20  # on each axis, at most
 MIN_SAMPLES = 16

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.blame import of_chunk, of_decode, of_idle
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.miss_cause import of_chunk, of_decode, of_idle
+from rubato.core.slo import TOLERANCE, deadlines
+from rubato.core.types import Cause
 from rubato.lean.log import Log
-from rubato.slo import TOLERANCE, deadlines
-from rubato.types import Cause
 
 if TYPE_CHECKING:
     from rubato.lean.seq import LeanSeq

@@ -7,12 +7,12 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from rubato.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.cluster import Cluster, HostLost, HostMaker, cluster_of
+from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
+from rubato.core.types import Request
 from rubato.lean.host import Agenda, LeanHost
 from rubato.listeners import Listener
 from rubato.policies import load
-from rubato.types import Request
 
 Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host
 

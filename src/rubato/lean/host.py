@@ -14,20 +14,13 @@ from dataclasses import replace
 from heapq import heappush
 from itertools import repeat
 
-from rubato.check import PlanError, check
-from rubato.clock import COMPLETION, PLAN, HandClock
-from rubato.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
-from rubato.kv import blocks_for
-from rubato.lean.blame import blame
-from rubato.lean.dues import Dues
-from rubato.lean.log import Log
-from rubato.lean.pool import Pool
-from rubato.lean.run import Part, Run, Steps
-from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
-from rubato.lean.view import LeanView
-from rubato.replica import never
-from rubato.slo import StageTimes, judge
-from rubato.types import (
+from rubato.core.clock import COMPLETION, PLAN, HandClock
+from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.plan_check import PlanError, check
+from rubato.core.replica import never
+from rubato.core.slo import StageTimes, judge
+from rubato.core.types import (
     Demoted,
     Event,
     Finished,
@@ -40,6 +33,13 @@ from rubato.types import (
     Role,
     Started,
 )
+from rubato.lean.blame import blame
+from rubato.lean.dues import Dues
+from rubato.lean.log import Log
+from rubato.lean.pool import Pool
+from rubato.lean.run import Part, Run, Steps
+from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
+from rubato.lean.view import LeanView
 
 NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.blame import Shares, of_decode
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.miss_cause import Shares, of_decode
 from rubato.lean.run import Run
 
 LEAST = 1024  # runs kept before anybody asks which are still wanted

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from rubato.core.interfaces import LatencyModel, Line
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import Shape
 from rubato.engines.simulated import check_noise, factors
-from rubato.interfaces import LatencyModel, Line
-from rubato.kv import blocks_for
-from rubato.types import Shape
 
 if TYPE_CHECKING:
     from rubato.lean.seq import LeanSeq

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from rubato.kv import blocks_for
-from rubato.slo import TOLERANCE, Deadlines, deadlines
-from rubato.types import Request, Stage
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.slo import TOLERANCE, Deadlines, deadlines
+from rubato.core.types import Request, Stage
 
 if TYPE_CHECKING:
     from rubato.lean.host import LeanHost

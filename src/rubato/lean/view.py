@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.interfaces import SeqView, View
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import ANY, Shape
 from rubato.lean.dues import Dues
-from rubato.types import ANY, Shape
 
 if TYPE_CHECKING:
     from rubato.lean.host import LeanHost

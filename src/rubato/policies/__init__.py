@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rubato.interfaces import Router, Scheduler
+from rubato.core.interfaces import Router, Scheduler
 
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
 

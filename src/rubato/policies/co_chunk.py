@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import View
-from rubato.packing import decode_first
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import decode_first
+from rubato.core.interfaces import View
+from rubato.core.types import Event, Plan
 
 SOURCE = "PolyServe, §5.1: baseline CO-Chunk"
 

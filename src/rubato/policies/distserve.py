@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import Dispatch, View
-from rubato.kv import blocks_for
-from rubato.packing import Packing, memory, run_in_order
-from rubato.types import Event, HandoffReason, Plan, Request, Role
+from rubato.core.batch_builder import Packing, memory, run_in_order
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import Event, HandoffReason, Plan, Request, Role
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.interfaces import SeqView, View, untold
-from rubato.kv import blocks_for
-from rubato.packing import Packing
-from rubato.types import Event, Finished, Plan, Shape
+from rubato.core.batch_builder import Packing
+from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import Dispatch, View
-from rubato.types import Event, Request
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.types import Event, Request
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 

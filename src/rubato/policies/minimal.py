@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import Dispatch, View
-from rubato.types import Event, Request, Shape
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.types import Event, Request, Shape
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import SeqView, View
-from rubato.packing import Packing, run_in_order, starting
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import Packing, run_in_order, starting
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import Event, Plan
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
 

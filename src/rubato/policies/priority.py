@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.interfaces import SeqView, View
-from rubato.kv import blocks_for
-from rubato.packing import Packing
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import Packing
+from rubato.core.interfaces import SeqView, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import Event, Plan
 
 SOURCE = (
     "vLLM V1 scheduler with --scheduling-policy priority; priorities from SLOs, and turns for the starved, are ours"

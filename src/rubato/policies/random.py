@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from rubato.interfaces import Dispatch, View
-from rubato.types import Event, Request
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.types import Event, Request
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.interfaces import Dispatch, View
-from rubato.types import Event, Request
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.types import Event, Request
 
 SOURCE = "the usual default of load balancers"
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import View
-from rubato.packing import decode_first
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import decode_first
+from rubato.core.interfaces import View
+from rubato.core.types import Event, Plan
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
 

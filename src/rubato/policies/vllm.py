@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import View
-from rubato.packing import Packing, admit_in_order, decode_first, run_in_order, starting
-from rubato.types import Event, Plan
+from rubato.core.batch_builder import Packing, admit_in_order, decode_first, run_in_order, starting
+from rubato.core.interfaces import View
+from rubato.core.types import Event, Plan
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.interfaces import SeqView, View
-from rubato.packing import Packing, admit_in_order, run_in_order, starting
+from rubato.core.batch_builder import Packing, admit_in_order, run_in_order, starting
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import Event, Plan, Work
 from rubato.policies import vllm
-from rubato.types import Event, Plan, Work
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-from rubato.interfaces import LatencyModel
+from rubato.core.interfaces import LatencyModel
+from rubato.core.types import Limits
 from rubato.latency import components
 from rubato.latency.dims import Dims
 from rubato.latency.models import MODELS
-from rubato.types import Limits
 
 FORMAT = "rubato-profile/1"
 

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from rubato.cluster import Cluster
-from rubato.interfaces import View
+from rubato.core.interfaces import View
 from rubato.server import debug, logs, offers, openapi, schemas, slo_input
 from rubato.server.errors import ApiError
 from rubato.server.limits import Books, Door, Meter

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from rubato.interfaces import View
-from rubato.server.choices import answer_of, firsts
-from rubato.slo import deadlines
-from rubato.types import (
+from rubato.core.interfaces import View
+from rubato.core.slo import deadlines
+from rubato.core.types import (
     Demoted,
     Event,
     Finished,
@@ -30,6 +29,7 @@ from rubato.types import (
     Tokens,
     Transferred,
 )
+from rubato.server.choices import answer_of, firsts
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from rubato.cluster import Cluster
+from rubato.core.slo import judge
+from rubato.core.types import Event, Finished, Offered, Request
 from rubato.listeners import Listener, Listeners
 from rubato.server.choices import firsts, prompt_of
 from rubato.server.tenants import Quota
-from rubato.slo import judge
-from rubato.types import Event, Finished, Offered, Request
 
 RATE = "rejected-rate-limit"
 AT_ONCE = "rejected-tenant-saturated"

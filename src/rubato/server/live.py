@@ -9,11 +9,11 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rubato.core.types import Event, Finished, Logprob, Request, Started, Tokens
 from rubato.server import sse
 from rubato.server.choices import firsts
 from rubato.server.errors import ApiError, from_finished
 from rubato.server.verdict import served_tier
-from rubato.types import Event, Finished, Logprob, Request, Started, Tokens
 
 
 class Intake(Protocol):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from uuid import uuid4
 
+from rubato.core.types import Request
 from rubato.server import choices, schemas, slo_input, sse
 from rubato.server.errors import ApiError
 from rubato.server.live import Answer, Intake
 from rubato.server.slo_input import Tier
-from rubato.types import Request
 
 
 def requests(

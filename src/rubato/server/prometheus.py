@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from rubato.interfaces import View
-from rubato.slo import TOLERANCE
-from rubato.types import (
+from rubato.core.interfaces import View
+from rubato.core.slo import TOLERANCE
+from rubato.core.types import (
     SLO,
     Demoted,
     Event,

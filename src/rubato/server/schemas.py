@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from rubato.core.types import Sampling
 from rubato.server.errors import ApiError
-from rubato.types import Sampling
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

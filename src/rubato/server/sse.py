@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import orjson
 
+from rubato.core.types import Finished, Logprob, Request
 from rubato.server import logprobs
 from rubato.server.choices import firsts
 from rubato.server.verdict import report, served_tier, usage
-from rubato.types import Finished, Logprob, Request
 
 DONE = b"data: [DONE]\n\n"
 

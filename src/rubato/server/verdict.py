@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+from rubato.core.types import SLO, Finished, Request
 from rubato.server.slo_input import BEST_EFFORT
-from rubato.types import SLO, Finished, Request
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rubato.types import Request, Tree
+from rubato.core.types import Request, Tree
 
 STREAM = 0xACC  # apart from arrivals, lengths and noise
 BLOCK = 64  # tokens drawn at once

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.types import SLO
 from rubato.prompts import TEXTS
-from rubato.types import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.kinds import Change, Kind, Then, tiers_of
 from rubato.workloads.lengths import Floats, Ints, of

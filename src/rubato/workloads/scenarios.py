@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rubato.core.types import SLO
 from rubato.policies import nearest
-from rubato.types import SLO
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
 from rubato.workloads.kinds import Change, Kind, Then, within
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of

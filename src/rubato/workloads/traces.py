@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.types import SLO
 from rubato.policies import nearest
-from rubato.types import SLO
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.file import json_object
 from rubato.workloads.kinds import Kind, tiers_of

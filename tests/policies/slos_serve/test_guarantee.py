@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rubato import profiles
-from rubato.interfaces import View
+from rubato.core.interfaces import View
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
 from rubato.latency import affine, components
 from rubato.latency.roofline import Model
-from rubato.lengths import Oracle
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
 from tests.conftest import few
 from tests.policies.test_properties import Load
 

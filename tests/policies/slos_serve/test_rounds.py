@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rubato.kv import blocks_for
-from rubato.lengths import Oracle
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import SLO, Event, Finished, Limits, Preempted, Request, Sampling, Stage
 from rubato.policies.slos_serve.scheduler import ASKED
-from rubato.types import SLO, Event, Finished, Limits, Preempted, Request, Sampling, Stage
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, run

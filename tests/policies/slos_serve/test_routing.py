@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from rubato import policies
-from rubato.interfaces import Dispatch, View
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import SLO, Event, Finished, Handoff, Limits, Progress, Request, Sampling, Stage, Verdict
 from rubato.latency.roofline import Model
-from rubato.lengths import Oracle
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import after_flight
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Event, Finished, Handoff, Limits, Progress, Request, Sampling, Stage, Verdict
 from tests.doubles import Seq, request
 from tests.policies.test_tables import decode, prompt, seen
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato import policies
-from rubato.interfaces import View
+from rubato.core.interfaces import View
+from rubato.core.length_prediction import Oracle
+from rubato.core.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Tokens
 from rubato.latency.roofline import Model as Roofline
-from rubato.lengths import Oracle
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, peak, round_of, tightened
 from rubato.simulate import Setup, simulate
-from rubato.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Tokens
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 

@@ -16,8 +16,10 @@ from typing import Literal
 
 import torch
 
-from rubato.clock import WallClock
-from rubato.cores import FreeCores, TakenCores, usable
+from rubato.core.clock import WallClock
+from rubato.core.cpu_usage import FreeCores, TakenCores, usable
+from rubato.core.interfaces import KV
+from rubato.core.types import Batch, Emitted, Limits, Request, StepResult
 from rubato.engines.torch import gguf, jit, products
 from rubato.engines.torch.config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.model import Model, bytes_per_token
@@ -25,8 +27,6 @@ from rubato.engines.torch.sampling import choose, logprobs
 from rubato.engines.torch.sequence import Sequence as Running
 from rubato.engines.torch.text import Text
 from rubato.engines.torch.weights import load_weights
-from rubato.interfaces import KV
-from rubato.types import Batch, Emitted, Limits, Request, StepResult
 
 __all__ = ["Engine"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rubato.interfaces import KV, Engine
-from rubato.types import Batch, Emitted, Entry, Request, Sampling, Stage, StepResult
+from rubato.core.interfaces import KV, Engine
+from rubato.core.types import Batch, Emitted, Entry, Request, Sampling, Stage, StepResult
 
 
 class Driver:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rubato.core.types import Batch, Entry
 from rubato.engines.torch import native
 from rubato.engines.torch.config import Config
 from rubato.engines.torch.packing import Chunk, Decodes, Packed, Seen, pack
 from rubato.engines.torch.weights import Layer, Weights
-from rubato.types import Batch, Entry
 
 
 def bytes_per_token(config: Config, dtype: torch.dtype) -> int:

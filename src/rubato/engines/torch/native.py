@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rubato.core.types import Entry
 from rubato.engines.torch import jit, kernels
 from rubato.engines.torch.config import Config
 from rubato.engines.torch.kernels import ROWS, STEP, UNIT
-from rubato.types import Entry
 
 NO_WINDOW = 1 << 40  # tokens: more than any context
 TILE = 32  # tokens of a chunk that pass over the keys together

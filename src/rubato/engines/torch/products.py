@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rubato.clock import least_seconds
+from rubato.core.clock import least_seconds
 
 LAYOUT_ROWS = 256  # that oneDNN's layout is chosen for; one layout serves all batch sizes (measured, 1 to 1,400 rows)
 TRIAL_ROWS = 64  # a product of so many rows decides: with and without BF16 instructions the two are twice apart there

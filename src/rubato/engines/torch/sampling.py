@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rubato.types import Logprob, Sampling
+from rubato.core.types import Logprob, Sampling
 
 NUCLEUS = 1024  # tokens looked at first for top-p: a sort of the whole vocabulary is needed only by very flat rows
 MOST_LOGPROBS = 20  # OpenAI's bound

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from rubato.core.stop_strings import StopText
+from rubato.core.types import Emitted, FinishReason, Logprob, Progress, Request
 from rubato.engines.torch.sampling import Choice
 from rubato.engines.torch.text import Detokeniser
-from rubato.stoptext import StopText
-from rubato.types import Emitted, FinishReason, Logprob, Progress, Request
 
 
 class Sequence:

@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from rubato.check import PlanError, check, spelled_out
-from rubato.clock import WallClock, unix_time
-from rubato.engines.vllm.seq import Seq, request_of
-from rubato.interfaces import LengthPredictor, View
-from rubato.kv import blocks_for
-from rubato.latency import affine
-from rubato.lengths import RunningMean
-from rubato.policies import PolicyError, load, nearest
-from rubato.slo import RULES, StageTimes, judge
-from rubato.types import (
+from rubato.core.clock import WallClock, unix_time
+from rubato.core.interfaces import LengthPredictor, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.length_prediction import RunningMean
+from rubato.core.plan_check import PlanError, check, spelled_out
+from rubato.core.slo import RULES, StageTimes, judge
+from rubato.core.types import (
     Demoted,
     Event,
     Finished,
@@ -37,6 +34,9 @@ from rubato.types import (
     Stepped,
     Tokens,
 )
+from rubato.engines.vllm.seq import Seq, request_of
+from rubato.latency import affine
+from rubato.policies import PolicyError, load, nearest
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
@@ -59,7 +59,7 @@ class Settings:
         if self.rule not in RULES:
             raise ValueError(f"rubato.rule is {self.rule!r}: choose one of {', '.join(RULES)}")
         if self.lengths not in ("", "running_mean"):
-            raise ValueError(f"rubato.lengths is {self.lengths!r}: give running_mean, or leave it out")
+            raise ValueError(f"rubato.core.length_prediction is {self.lengths!r}: give running_mean, or leave it out")
 
 
 def settings_of(additional: object) -> Settings:

@@ -21,9 +21,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from rubato.core.interfaces import View
+from rubato.core.types import Limits, Plan
 from rubato.engines.vllm.control import Control, log, settings_of
-from rubato.interfaces import View
-from rubato.types import Limits, Plan
 
 
 class RubatoScheduler(Scheduler):  # type: ignore[misc]

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from rubato.interfaces import SeqView, View
-from rubato.packing import Packing, memory
-from rubato.types import NOTHING, Shape
+from rubato.core.batch_builder import Packing, memory
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import NOTHING, Shape
 
 
 class Filling:

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, inf, sqrt
 
-from rubato.interfaces import SeqView, View
-from rubato.packing import remaining
+from rubato.core.batch_builder import remaining
+from rubato.core.interfaces import SeqView, View
+from rubato.core.types import Event, Finished, HandedOff, Plan, Preempted, Request, Shape, Tokens, Work
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import Machine, counted, round_of
 from rubato.policies.slos_serve.speculation import LONGEST, Tier, best_lengths, expected, keeping_up
-from rubato.types import Event, Finished, HandedOff, Plan, Preempted, Request, Shape, Tokens, Work
 
 PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
 MEMORY = 2000.0  # tries of a class that are remembered

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.interfaces import Dispatch, SeqView, View
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.sequence import Seq
+from rubato.core.types import Event, Finished, Request
 from rubato.policies.slos_serve.scheduler import DECLINED, STALE, Scheduler, conceivable
-from rubato.seq import Seq
-from rubato.types import Event, Finished, Request
 
 BACKUPS = ("best_effort", "refuse")
 

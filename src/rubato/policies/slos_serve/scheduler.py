@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from rubato.interfaces import SeqView, View, untold
+from rubato.core.batch_builder import memory
+from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.slo import TOLERANCE
+from rubato.core.types import SATURATED, Event, Finished, Plan, Shape
 from rubato.latency.online import spread_of
-from rubato.packing import memory
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, room
@@ -19,8 +21,6 @@ from rubato.policies.slos_serve.drafts import PLAIN, PRIOR, Drafts, Stride
 from rubato.policies.slos_serve.programme import EPS
 from rubato.policies.slos_serve.sparing import Sparing
 from rubato.policies.slos_serve.speculation import LONGEST
-from rubato.slo import TOLERANCE
-from rubato.types import SATURATED, Event, Finished, Plan, Shape
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.interfaces import SeqView, View
+from rubato.core.interfaces import SeqView, View
 from rubato.policies.slos_serve.budget import Grid, Job, room
 from rubato.policies.slos_serve.demand import Machine, counted
 from rubato.policies.slos_serve.drafts import Drafts

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rubato.lengths import Oracle, RunningMean
-from rubato.types import Request, Sampling, Stage
+from rubato.core.length_prediction import Oracle, RunningMean
+from rubato.core.types import Request, Sampling, Stage
 
 
 def of(app: str, id: str = "a", most: int = 1000) -> Request:

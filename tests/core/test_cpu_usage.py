@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rubato import cores
-from rubato.clock import WallClock
-from rubato.cores import FreeCores, TakenCores
+from rubato.core import cpu_usage
+from rubato.core.clock import WallClock
+from rubato.core.cpu_usage import FreeCores, TakenCores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -24,7 +24,7 @@ class Clock(WallClock):
 
 @pytest.fixture
 def stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(cpu_usage, "STAT", tmp_path / "stat")
     return tmp_path / "stat"
 
 
@@ -59,18 +59,18 @@ def test_without_proc_nothing_is_known(stat: Path) -> None:
     taken = TakenCores(clock, {0, 1})
     clock.time = 5.0
     assert taken.now() == 0.0
-    assert cores.busy_seconds({0}) is None
+    assert cpu_usage.busy_seconds({0}) is None
 
 
 def test_this_machine_says_what_this_process_uses() -> None:
-    if not cores.STAT.exists():
+    if not cpu_usage.STAT.exists():
         pytest.skip("no /proc here")
-    found = cores.busy_seconds(cores.usable())
+    found = cpu_usage.busy_seconds(cpu_usage.usable())
     assert found is not None
     assert found > 0.0
-    assert cores.cpu_seconds_of(os.getpid()) > 0.0
+    assert cpu_usage.cpu_seconds_of(os.getpid()) > 0.0
     with pytest.raises(OSError, match="999999999"):
-        cores.cpu_seconds_of(999999999)
+        cpu_usage.cpu_seconds_of(999999999)
 
 
 @pytest.mark.parametrize(

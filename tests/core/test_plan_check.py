@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.check import PlanError, check
-from rubato.types import Limits, Plan, Work
+from rubato.core.plan_check import PlanError, check
+from rubato.core.types import Limits, Plan, Work
 from tests.doubles import Seq, request, view
 
 LIMITS = Limits(max_seqs=2, max_tokens=20, max_length=100, kv_blocks=4, block=8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from math import inf
 
-from rubato.interfaces import SeqView, View, untold
-from rubato.kv import blocks_for
-from rubato.types import SATURATED, Plan, Work
+from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import SATURATED, Plan, Work
 
 
 class PlanError(RuntimeError):

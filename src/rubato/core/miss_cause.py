@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rubato.interfaces import LatencyModel
-from rubato.seq import Seq
-from rubato.types import Batch, Cause, Shape
+from rubato.core.interfaces import LatencyModel
+from rubato.core.sequence import Seq
+from rubato.core.types import Batch, Cause, Shape
 
 Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
 

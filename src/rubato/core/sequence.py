@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from rubato.interfaces import LengthPredictor
-from rubato.kv import KVBlocks, next_key
-from rubato.slo import TOLERANCE, Deadlines, deadlines
-from rubato.types import Cause, Progress, Request, Tree
+from rubato.core.interfaces import LengthPredictor
+from rubato.core.kv_blocks import KVBlocks, next_key
+from rubato.core.slo import TOLERANCE, Deadlines, deadlines
+from rubato.core.types import Cause, Progress, Request, Tree
 
 NO_DEADLINES = Deadlines()
 

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.types import ANY, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
+from rubato.core.types import ANY, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
 
 
 class SeqView(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rubato.types import Event, Finished, Offered, Request, Sample, Stepped, Tokens
+from rubato.core.types import Event, Finished, Offered, Request, Sample, Stepped, Tokens
 
 
 @dataclass(slots=True)

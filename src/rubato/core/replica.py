@@ -14,13 +14,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import replace
 
-from rubato.blame import blame
-from rubato.check import check, spelled_out
-from rubato.interfaces import LatencyModel, LengthPredictor, View
-from rubato.kv import KVBlocks, blocks_for, first_key, next_key
-from rubato.seq import Seq
-from rubato.slo import StageTimes, judge
-from rubato.types import (
+from rubato.core.interfaces import LatencyModel, LengthPredictor, View
+from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
+from rubato.core.miss_cause import blame
+from rubato.core.plan_check import check, spelled_out
+from rubato.core.sequence import Seq
+from rubato.core.slo import StageTimes, judge
+from rubato.core.types import (
     ANY,
     Batch,
     Demoted,

@@ -12,7 +12,7 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter
 
-from rubato.types import (
+from rubato.core.types import (
     Demoted,
     Event,
     Finished,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rubato.interfaces import SeqView, View
-from rubato.kv import blocks_for
-from rubato.types import NOTHING, HandoffReason, Plan, Shape, Work
+from rubato.core.interfaces import SeqView, View
+from rubato.core.kv_blocks import blocks_for
+from rubato.core.types import NOTHING, HandoffReason, Plan, Shape, Work
 
 FOR_EVER = 1 << 30
 

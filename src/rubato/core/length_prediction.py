@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rubato.types import Request
+from rubato.core.types import Request
 
 
 @dataclass

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rubato.clock import Clock, process_cpu_time
+from rubato.core.clock import Clock, process_cpu_time
 
 STAT = Path("/proc/stat")
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.types import SLO, Cause, Outcome, Request, Verdict
+from rubato.core.types import SLO, Cause, Outcome, Request, Verdict
 
 Rule = Literal["deadline", "mean", "windowed"]
 RULES: tuple[Rule, ...] = get_args(Rule)
