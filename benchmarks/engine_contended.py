@@ -5,7 +5,7 @@
 Two engines take turns, a block of steps each: `auto`, which uses fewer threads while other programs take cores
 (`rubato.core.cpu_usage`), and `fixed`, one thread for each core, as it was before. In each round both run every case
 beside 0, 1 and 2 programs that only count. Reported are medians over all steps, and how many times the same engine's
-quiet step that is, with a 95 % interval by a bootstrap over rounds. """
+quiet step that is, with a 95 % interval by a bootstrap over rounds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from rubato import bench, compare, fit, goodput, policies, profile, results
+from rubato import bench, compare, goodput, policies, profile, results
 from rubato import plot as plotting
 from rubato.commands import capacity, figure, options, plan, sweep
 from rubato.config import Config, load
@@ -25,6 +25,7 @@ from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
 from rubato.core.types import Limits
+from rubato.latency import fit
 from rubato.workloads import Workload
 from rubato.workloads import command as offered
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
-from rubato import profiles
 from rubato.config import Config, ConfigError, Named
 from rubato.core.clock import Clock
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
@@ -20,7 +19,9 @@ from rubato.core.length_prediction import Oracle, RunningMean
 from rubato.core.types import Limits
 from rubato.engines.simulated import Drafter, Link
 from rubato.fairness import FairShare
-from rubato.latency.drafted import Drafted
+from rubato.latency import profiles
+from rubato.latency.models import MODELS
+from rubato.latency.with_drafter import Drafted
 from rubato.policies import nearest
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
@@ -104,10 +105,10 @@ def believed_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """`latency.kind` is a module of `rubato.latency`, or anyone's, with a class `Model`; by default `affine`, which
+    """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model`; by default `affine`, which
     begins with a guess and learns from each step."""
     named = config.latency or Named(name="affine")
-    cls = _class("latency", "rubato.latency", named.name, "Model")
+    cls = _latency_class(named.name)
     model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
     return cast(LatencyModel, model)
 
@@ -116,7 +117,7 @@ def guessed(config: Config) -> list[str]:
     """Settings of `latency` that are left out though their defaults are a guess (`GUESSED` of the model): a live server
     learns them, but they are no truth to simulate."""
     named = config.latency or Named(name="affine")
-    model = _class("latency", "rubato.latency", named.name, "Model")
+    model = _latency_class(named.name)
     return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
 
 
@@ -135,6 +136,14 @@ def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> Length
     cls: Any = RunningMean if name == "running_mean" else _class("lengths", "", name, "Lengths")
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
+
+
+def _latency_class(kind: str) -> Any:
+    if "." in kind:
+        return _class("latency", "", kind, "Model")
+    if kind not in MODELS:
+        raise ConfigError(f"latency: unknown kind {kind!r}{nearest(kind, list(MODELS))}")
+    return MODELS[kind]
 
 
 def _class(what: str, package: str, kind: str, name: str) -> Any:

@@ -28,9 +28,9 @@ from rubato.core.clock import WallClock, process_cpu_time
 from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable
 from rubato.core.timeline import steps
 from rubato.core.types import SLO, Limits, Sample, Shape
-from rubato.fit import coefficients
 from rubato.latency import affine
-from rubato.latency.report import Report, error_report
+from rubato.latency.fit import coefficients
+from rubato.latency.fit_error import Report, error_report
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
 from rubato.serverprocess import ServerProcess

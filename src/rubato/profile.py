@@ -15,14 +15,13 @@ from statistics import median
 import numpy as np
 import orjson
 
-from rubato import profiles, steptable
 from rubato.core.clock import Clock, WallClock
 from rubato.core.interfaces import Engine
 from rubato.core.types import Batch, Entry, Limits, Request, Sample, Sampling, Stage
-from rubato.latency import affine
-from rubato.latency.report import error_report
-from rubato.profiles import aiconfigurator, packaged
-from rubato.profiles.file import Profile
+from rubato.latency import affine, profiles, step_table
+from rubato.latency.fit_error import error_report
+from rubato.latency.profiles import aiconfigurator, packaged
+from rubato.latency.profiles.profile import Profile
 
 ORDER = 41  # random stream: the order in which points are measured
 DECODES = (1, 2, 4, 8, 16, 32, 64)
@@ -170,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeats {args.repeats}: give 1 or more")
     profile, samples = asyncio.run(_measured(args))
     if args.steps:
-        steptable.write(args.steps, {profile.name: samples})
+        step_table.write(args.steps, {profile.name: samples})
     return _write(args, profile)
 
 

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import yaml
 
-from rubato import profiles
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import Oracle
 from rubato.core.types import Limits, Shape
 from rubato.engines.simulated import FREE, Drafter, Link
+from rubato.latency import profiles
 from rubato.policies import load, router_for
 from rubato.records import Run
 from rubato.resample import Stretch, bootstrapped, busiest, inside, multiplied, window

@@ -16,7 +16,7 @@ from rubato.core.timeline import Timeline, timelines
 from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fairness import FairShare
-from rubato.latency.drafted import Drafted
+from rubato.latency.with_drafter import Drafted
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS

@@ -14,7 +14,7 @@ from rubato.bench import BenchError
 from rubato.core.types import SLO, Shape, Verdict
 from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate, held
 from rubato.latency import affine
-from rubato.latency.report import Report
+from rubato.latency.fit_error import Report
 from rubato.policies import PolicyError
 from rubato.records import Record, Run
 from rubato.results import compare

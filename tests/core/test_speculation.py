@@ -33,7 +33,7 @@ from rubato.core.types import (
     Work,
 )
 from rubato.engines.simulated import Drafter
-from rubato.latency.drafted import Drafted
+from rubato.latency.with_drafter import Drafted
 from rubato.simulate import Setup, simulate, simulated_run
 from rubato.speculation.acceptance import Acceptance
 from rubato.workloads.kinds import Kind

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rubato import policies, profiles
+from rubato import policies
 from rubato.config import Config, TenantSettings, load
 from rubato.configured import drafter_of, latency_of, link_of, simulation_limits
 from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.control import Settings, settings_of
 from rubato.engines.vllm.seq import KEYS
+from rubato.latency import profiles
 from rubato.serve import build, tenants_of
 from rubato.server.prometheus import Metrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
@@ -94,7 +95,7 @@ def test_policies_and_profiles_are_named_all_of_them() -> None:
 
 
 def test_the_profile_is_loaded_as_shown() -> None:
-    (example,) = blocks("latency.md", "from rubato import profiles")
+    (example,) = blocks("latency.md", "from rubato.latency import profiles")
     made: dict[str, object] = {}
     exec(example, made)
     assert f"{made['profile'].kv_tokens:,}" in PAGES["latency.md"]  # type: ignore[attr-defined]

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rubato import profiles, sizing
+from rubato import sizing
 from rubato.core.types import SLO, Limits, Shape
 from rubato.fleetplan import Faster, Plan, Question, effect
 from rubato.intervals import Estimate, attainment_over_seeds
+from rubato.latency import profiles
 from rubato.resample import Stretch, busiest, window
 from rubato.setting import Choice, Setting
 from rubato.workloads import Workload

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rubato import profiles
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Shape
-from rubato.latency import affine, bilinear, components, opcount, roofline, table
-from rubato.latency.dims import Dims
+from rubato.latency import affine, bilinear, kernel_sum, operation_count, profiles, roofline, table
+from rubato.latency.model_dims import Dims
 from rubato.latency.models import MODELS
 
 Entries = list[tuple[int, int]]
@@ -37,9 +36,9 @@ affines = st.builds(
     _pair(1e-3), _pair(0.1), seconds(1e-6), seconds(1e-7), seconds(1e-7), positive, seconds(1e-3),
 )  # fmt: skip
 opcounts = st.builds(
-    lambda dims, gpus, c2, c3, c4, c5: opcount.Model(dims=dims, gpus=gpus, c2=c2, c3=c3, c4=c4, c5=c5),
-    st.sampled_from([opcount.LLAMA_8B, TINY]), st.sampled_from([1, 2]), seconds(3.0), seconds(3.0), seconds(3.0),
-    positive,
+    lambda dims, gpus, c2, c3, c4, c5: operation_count.Model(dims=dims, gpus=gpus, c2=c2, c3=c3, c4=c4, c5=c5),
+    st.sampled_from([operation_count.LLAMA_8B, TINY]), st.sampled_from([1, 2]), seconds(3.0), seconds(3.0),
+    seconds(3.0), positive,
 )  # fmt: skip
 bilinears = st.builds(
     lambda a, b, y, d, more: bilinear.Model(
@@ -61,7 +60,7 @@ COMPONENTS = [
     model
     for name in ("llama-3.1-8b-h200", "opt-13b-a100", "llama-3.1-70b-4xa100", "opt-125m-a100-40g")
     for options in ({"host_scale": 0.0}, {"host_scale": 0.0, "context_attention": 1.0, "prefill_gemm": 1.3}, {})
-    if isinstance(model := profiles.load(name, **options).model(), components.Model)  # type: ignore[arg-type]
+    if isinstance(model := profiles.load(name, **options).model(), kernel_sum.Model)  # type: ignore[arg-type]
 ]
 fitted: st.SearchStrategy[LatencyModel] = st.one_of(rooflines, affines, opcounts, bilinears, _tables())
 models: st.SearchStrategy[LatencyModel] = st.one_of(fitted, st.sampled_from(COMPONENTS))

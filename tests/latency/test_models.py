@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Batch, Entry, Sample, Shape
-from rubato.latency import affine, bilinear, opcount, roofline, table
-from rubato.latency.components import Factors, Model, Tables
-from rubato.latency.dims import Dims
+from rubato.latency import affine, bilinear, operation_count, roofline, table
+from rubato.latency.kernel_sum import Factors, Model, Tables
+from rubato.latency.model_dims import Dims
 from tests.latency.every import COMPONENTS, affines, batch, entries, rooflines
 
 FEATURES = list(Shape._fields)
@@ -101,7 +101,7 @@ def test_what_is_not_a_model_is_refused_in_words() -> None:
 def test_operations_and_bytes_counted_by_hand() -> None:
     # two layers, 4 query and 2 KV heads of 8, gated: per layer q 32x32, k and v 32x16, o 32x32, 3 times 32x48
     dims = Dims(layers=2, hidden=32, heads=4, kv_heads=2, head=8, ffn=48, vocab=100)
-    model = opcount.Model(dims=dims, compute=1.0, memory=1.0, block=16)
+    model = operation_count.Model(dims=dims, compute=1.0, memory=1.0, block=16)
     shape = Shape().plus(1, 9).plus(5, 3)  # a decode that reads 10, a chunk of 5 that reads 8
     weights = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
     matrices = 2 * 6 * weights
@@ -110,24 +110,24 @@ def test_operations_and_bytes_counted_by_hand() -> None:
     through = 6 * ((32 + 64) + (32 + 32) + (32 + 96) + (48 + 32))
     read = (2 * 10 * 8 * 2 + 2 * 8 * 2) + (2 * 8 * 8 * 2 + 3 * 5 * 8 * 4 * 8 / 16)
     assert model.times(shape)[0] == pytest.approx(2 * (2 * (weights + through + read) + 32 * 100 + 2 * (32 + 100)))
-    halved = opcount.Model(dims=dims, gpus=2, compute=1.0, memory=1.0, block=16)
+    halved = operation_count.Model(dims=dims, gpus=2, compute=1.0, memory=1.0, block=16)
     assert halved.times(shape) == pytest.approx(tuple(t / 2 for t in model.times(shape)))
 
 
 def test_an_opcount_is_the_larger_time_and_parts_of_both() -> None:
-    model = opcount.Model(c2=1.0, c3=0.5, c4=0.25, c5=0.125)
+    model = operation_count.Model(c2=1.0, c3=0.5, c4=0.25, c5=0.125)
     shape = batch([(1, 500), (300, 20)])
     memory, compute = model.times(shape)
     assert model.step_time(shape) == max(memory, compute) + 0.5 * memory + 0.25 * compute + 0.125
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
-        opcount.Model(dims=Dims(1, 8, 3, 2, 8, 8, 8))
+        operation_count.Model(dims=Dims(1, 8, 3, 2, 8, 8, 8))
     with pytest.raises(ValueError, match="no time"):
-        opcount.Model(c2=0.0, c5=0.0)
+        operation_count.Model(c2=0.0, c5=0.0)
 
 
 def test_dimensions_give_weights_and_kv() -> None:
-    assert opcount.LLAMA_8B.weight_bytes == 2 * 8_030_261_248  # Llama-3.1-8B's own count of parameters
-    assert opcount.LLAMA_8B.kv_bytes == 131_072
+    assert operation_count.LLAMA_8B.weight_bytes == 2 * 8_030_261_248  # Llama-3.1-8B's own count of parameters
+    assert operation_count.LLAMA_8B.kv_bytes == 131_072
 
 
 # --------------------------------------------------------------------------- bilinear

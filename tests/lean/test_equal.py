@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato import profiles
 from rubato.core.batch_builder import decode_first
 from rubato.core.interfaces import Assigner, View
 from rubato.core.slo import StageTimes
 from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
+from rubato.latency import profiles
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.run import Run

@@ -7,13 +7,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato import profile, profiles, steptable
+from rubato import profile
 from rubato.cli import main
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.types import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
-from rubato.latency import affine
-from rubato.latency.report import error_report
+from rubato.latency import affine, profiles, step_table
+from rubato.latency.fit_error import error_report
 from rubato.profile import points, profile_of
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
@@ -37,8 +37,8 @@ def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
     model = profiles.load(str(path)).model()
     probe = [Shape().plus(1, 300).plus(1, 700), Shape().plus(400, 100), Shape().plus(1, 900).plus(200, 0)]
     assert error_report(model, [Sample(s, TRUTH.step_time(s)) for s in probe]).p95 < 0.03
-    steptable.write(tmp_path / "steps.csv", {"mine": samples})
-    assert steptable.read(tmp_path / "steps.csv") == {"mine": samples}
+    step_table.write(tmp_path / "steps.csv", {"mine": samples})
+    assert step_table.read(tmp_path / "steps.csv") == {"mine": samples}
 
 
 def test_points_keep_to_what_the_engine_takes() -> None:

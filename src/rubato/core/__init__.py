@@ -1,1 +1,1 @@
-"""Values, protocols, the clock, SLOs, KV blocks, one request, one replica, plan checks, the event log. No I/O, no loop."""
+"""Values, protocols, the clock, SLOs, KV blocks, one request, one replica, plan checks, the event log: no I/O."""

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from rubato import capacity, profiles
+from rubato import capacity
 from rubato.cells import Cell
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
+from rubato.latency import profiles
 from rubato.records import Run
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.sweep import markdown

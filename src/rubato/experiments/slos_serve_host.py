@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rubato import profiles
 from rubato.cells import Cell
 from rubato.core.types import Shape
 from rubato.experiments import Found
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments.slos_serve_capacity import FULL, OPT, OURS, SMALL, Rates, Scale
 from rubato.intervals import Estimate
+from rubato.latency import profiles
 from rubato.sweep import markdown
 from rubato.workloads import scenarios
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from rubato.core.timeline import Timeline, steps, timelines
 from rubato.core.types import SLO, Event, Finished, Offered, Sample, Shape, Stepped
-from rubato.fit import fit
 from rubato.latency import affine
-from rubato.latency.report import Report
+from rubato.latency.fit import fit
+from rubato.latency.fit_error import Report
 from rubato.records import Record, Run, verdict
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work

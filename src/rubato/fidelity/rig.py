@@ -22,8 +22,8 @@ from rubato.core import event_log
 from rubato.core.types import SLO, Event, Limits, Offered
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pace, promises, say, scaled
 from rubato.fidelity.table import Cell, Rule, figures
-from rubato.fit import coefficients
 from rubato.latency import affine
+from rubato.latency.fit import coefficients
 from rubato.records import Run
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run

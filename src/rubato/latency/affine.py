@@ -19,7 +19,7 @@ import numpy as np
 from rubato.core.interfaces import Line
 from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
-from rubato.latency.planes import Array, Coefficients, fit_planes, largest, numbers
+from rubato.latency.plane_fit import Array, Coefficients, fit_planes, largest, numbers
 
 MIN_SAMPLES = 12  # for eight coefficients
 FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")

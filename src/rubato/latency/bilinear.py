@@ -27,7 +27,7 @@ from scipy.optimize import nnls
 
 from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
-from rubato.latency.planes import Array, largest, numbers
+from rubato.latency.plane_fit import Array, largest, numbers
 
 Four = tuple[float, float, float, float]
 MIN_SAMPLES = 12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rubato.latency import affine, bilinear, opcount, roofline, table
+from rubato.latency import affine, bilinear, operation_count, roofline, table
 
-Model = affine.Model | roofline.Model | opcount.Model | bilinear.Model | table.Model
+Model = affine.Model | roofline.Model | operation_count.Model | bilinear.Model | table.Model
 MODELS: Mapping[str, type[Model]] = {
     "affine": affine.Model,
     "roofline": roofline.Model,
-    "opcount": opcount.Model,
+    "opcount": operation_count.Model,
     "bilinear": bilinear.Model,
     "table": table.Model,
 }

@@ -18,7 +18,7 @@ import numpy as np
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Shape
-from rubato.latency.planes import Array, Coefficients, fit_planes
+from rubato.latency.plane_fit import Array, Coefficients, fit_planes
 
 EVERY = 128  # steps between refits
 FIRST = 16  # the first refit comes this early, then at doubled distances up to EVERY

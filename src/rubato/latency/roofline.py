@@ -17,7 +17,7 @@ import numpy as np
 
 from rubato.core.types import Sample, Shape
 from rubato.latency.online import Learns, Online
-from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
+from rubato.latency.plane_fit import Coefficients, fit_planes, largest, numbers
 
 MIN_SAMPLES = 8
 MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points

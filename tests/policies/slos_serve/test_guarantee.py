@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rubato import profiles
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
 from rubato.core.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
-from rubato.latency import affine, components
+from rubato.latency import affine, kernel_sum, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulate import Setup, simulate
@@ -88,7 +87,7 @@ class Recording:
 
 
 def played(
-    load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
+    load: Load, model: Model | kernel_sum.Model, noise: float = 0.0, **settings: Any
 ) -> tuple[set[str], set[str]]:
     """Ids of those who were promised to be in time, and of those who were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rubato.latency import bilinear
-from rubato.latency.dims import Dims
+from rubato.latency.model_dims import Dims
+from rubato.latency.profiles import aiconfigurator
+from rubato.latency.profiles.profile import Factor, Host, Profile
 from rubato.policies import nearest
-from rubato.profiles import aiconfigurator
-from rubato.profiles.file import Factor, Host, Profile
 
 CONTEXT = 32768  # tokens: what the attention tables reach, for models that could take more
 
@@ -77,7 +77,7 @@ H200_FACTORS: Mapping[str, Factor] = {
 }
 PROVENANCE = (
     "kernel times: NVIDIA aiconfigurator-core 0.12.0 (Apache-2.0), systems/data/{system}, vLLM {version}; "
-    "norms, activations and context worked out as rubato.profiles.aiconfigurator says"
+    "norms, activations and context worked out as rubato.latency.profiles.aiconfigurator says"
 )
 
 

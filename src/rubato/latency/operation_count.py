@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rubato.core.types import Sample, Shape
-from rubato.latency.dims import Dims
+from rubato.latency.model_dims import Dims
 from rubato.latency.online import Learns, Online
-from rubato.latency.planes import Coefficients, fit_planes, largest, numbers
+from rubato.latency.plane_fit import Coefficients, fit_planes, largest, numbers
 
 MIN_SAMPLES = 8
 NUMBERS = ("c2", "c3", "c4", "c5")

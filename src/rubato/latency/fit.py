@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 
-from rubato import profiles, steptable
 from rubato.core import event_log
 from rubato.core.timeline import steps
 from rubato.core.types import Sample
-from rubato.latency import opcount
+from rubato.latency import operation_count, profiles, step_table
+from rubato.latency.fit_error import Report, error_report
 from rubato.latency.models import MODELS, Model
-from rubato.latency.report import Report, error_report
-from rubato.profiles.aiconfigurator import GPUS
+from rubato.latency.profiles.aiconfigurator import GPUS
 
 HELD_OUT = 0.2  # the last share of a log's steps
 FOLD = 5  # of a table's, every fifth
@@ -110,11 +109,11 @@ def fit_groups(
 def fit_file(
     path: str | Path, kind: str = "affine", train: Sequence[str] = (), test: Sequence[str] = (), of: str | None = None
 ) -> Fitted:
-    """The steps of an event log, or of a CSV table (its name ends in .csv; `rubato.steptable`). Raises ValueError for a
-    file without steps, or whose steps do not determine a model."""
+    """The steps of an event log, or of a CSV table (its name ends in .csv; `rubato.latency.step_table`). Raises
+    ValueError for a file without steps, or whose steps do not determine a model."""
     profile = None if of is None else profiles.load(of)
     if str(path).endswith(".csv"):
-        return fit_groups(steptable.read(path), kind, train, test, profile)
+        return fit_groups(step_table.read(path), kind, train, test, profile)
     if train or test:
         raise ValueError(f"{path} is an event log, whose steps have no tags: --train and --test are for a .csv table")
     samples = steps(event_log.read(path))
@@ -132,7 +131,7 @@ def blank(kind: str, of: profiles.Profile | None = None) -> Model:
             f"profile {of.name!r} does not say what `opcount` counts from: the model's dimensions and its GPU"
         )
     card = GPUS[of.gpu]
-    return opcount.Model(dims=of.dims, gpus=of.gpus, compute=card.compute, memory=card.bandwidth)
+    return operation_count.Model(dims=of.dims, gpus=of.gpus, compute=card.compute, memory=card.bandwidth)
 
 
 def coefficients(model: Model) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Hardware profiles by name: `load("llama-3.1-8b-h200")` gives step times and KV capacity of one replica.
 
-The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.components`, but for
+The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.kernel_sum`, but for
 `qwen2.5-7b-2xv100` (the SA paper's coefficients) and `smollm2-135m-cpu` (measured on our engine). `rubato profile`
 makes more.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rubato.engines.simulated import Drafter
+from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
 from rubato.policies import nearest
-from rubato.profiles.file import Factor, Host, Profile, parsed, positive, read
 from rubato.speculation.acceptance import Acceptance
 
 __all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "drafter", "load", "names"]
 
-_DATA = resources.files("rubato.profiles") / "data"
+_DATA = resources.files("rubato.latency.profiles") / "data"
 POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato import profiles
 from rubato.core.types import Limits, Shape
-from rubato.latency.components import Model
-from rubato.profiles import packaged
+from rubato.latency import profiles
+from rubato.latency.kernel_sum import Model
+from rubato.latency.profiles import packaged
 
 WANTED = {
     "llama-3.1-8b-h200", "llama-3.1-8b-a100", "mistral-7b-a100", "opt-13b-a100", "opt-13b-2xa100-40g",

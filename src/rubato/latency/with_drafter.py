@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Sample, Shape
 from rubato.latency.online import spread_of
-from rubato.latency.planes import largest
+from rubato.latency.plane_fit import largest
 
 LEAST = 1e-6  # seconds: what a step without its drafts took at least
 
