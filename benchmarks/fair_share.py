@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rubato.engines.torch import bundled
+from rubato.engines.torch import bundled_model
 from rubato.serverprocess import ServerProcess
 
 TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TTFT, TPOT
@@ -29,7 +29,7 @@ KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}
 
 def config(policy: str, tenants: bool, threads: int | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "model": str(bundled.ensure()),
+        "model": str(bundled_model.ensure()),
         "engine": {"kind": "torch", "max_seqs": 64, "max_tokens": 2048, "threads": threads},
         "policy": policy,
         "prefix_cache": False,

@@ -22,7 +22,7 @@ from typing import Any
 
 from rubato import demo
 from rubato.core.types import SLO
-from rubato.engines.torch import bundled
+from rubato.engines.torch import bundled_model
 from rubato.intervals import over_seeds
 from rubato.records import Run
 from rubato.setting import Choice
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(Path(folder), str(bundled.ensure()), 0, demo.Progress("each policy"))
+        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, demo.Progress("each policy"))
         warm = stage.warm_up()
         slos = warm.slos
         budget = stage.tuned_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))

@@ -141,14 +141,14 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
     speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
     generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""
-    from rubato.engines.torch import bundled
+    from rubato.engines.torch import bundled_model
 
     _check_able(policy)
     if seconds is not None and not 1.0 <= seconds <= 3600.0:
         raise bench.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    stage = Stage(out, str(bundled.ensure()), seed, Progress(policy))
+    stage = Stage(out, str(bundled_model.ensure()), seed, Progress(policy))
     warm = stage.warm_up(seconds)
     load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
     write(load, out / "workload.jsonl")
@@ -492,7 +492,7 @@ class Stage:
         return dataclasses.replace(load, arrivals=(alone,), duration=1.0)
 
     def _count(self) -> Count:
-        from rubato.engines.torch.text import Text
+        from rubato.engines.torch.tokenizer import Text
 
         text = Text(Path(self.model))
         return lambda content: len(text.encode(content))

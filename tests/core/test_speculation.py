@@ -33,9 +33,9 @@ from rubato.core.types import (
     Work,
 )
 from rubato.engines.simulated import Drafter
+from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.with_drafter import Drafted
 from rubato.simulate import Setup, simulate, simulated_run
-from rubato.speculation.acceptance import Acceptance
 from rubato.workloads.kinds import Kind
 from rubato.workloads.making import make
 from tests.doubles import Linear, request

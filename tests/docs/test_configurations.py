@@ -13,8 +13,8 @@ from rubato.config import Config, TenantSettings, load
 from rubato.configured import drafter_of, latency_of, link_of, simulation_limits
 from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
-from rubato.engines.vllm.control import Settings, settings_of
-from rubato.engines.vllm.seq import KEYS
+from rubato.engines.vllm.bookkeeping import Settings, settings_of
+from rubato.engines.vllm.sequence import KEYS
 from rubato.latency import profiles
 from rubato.serve import build, tenants_of
 from rubato.server.prometheus import Metrics

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.engines.torch import Engine, bundled  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
+from rubato.engines.torch import Engine, bundled_model  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 WINDOW = 9  # of the twins that have one: shorter than most prompts
 # What transformers' configuration of each family is given beside `SIZES`.
@@ -132,7 +132,7 @@ def few_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundled_folder() -> Path:
-    return bundled.ensure()
+    return bundled_model.ensure()
 
 
 @pytest.fixture(scope="session")

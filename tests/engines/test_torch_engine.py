@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from rubato.core.cpu_usage import FreeCores  # noqa: E402
 from rubato.core.types import Batch, Entry, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple(range(1000, 1030))
 GO_ON = Sampling(max_tokens=8, ignore_eos=True)

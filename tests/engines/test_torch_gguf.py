@@ -20,9 +20,9 @@ from tokenizers import pre_tokenizers  # noqa: E402
 from rubato.core.types import Sampling  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch import gguf as ours  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
-from rubato.engines.torch.text import Text  # noqa: E402
-from rubato.engines.torch.vocabulary import tokenizer  # noqa: E402
+from rubato.engines.torch.gguf_tokenizer import tokenizer  # noqa: E402
+from rubato.engines.torch.tokenizer import Text  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 PROMPTS = [[(i * i * 5 + i + at) % 256 for i in range(size)] for at, size in enumerate((1, 17, 60))]

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from rubato.core.types import Sampling  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 NEW = 20
 CHATS = (

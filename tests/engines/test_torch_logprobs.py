@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato.core.types import Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.engines.torch.sampling import Choice, choose, logprobs  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 VOCAB = 3000
 PROMPT = tuple(range(1000, 1040))

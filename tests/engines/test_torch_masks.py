@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("llvmlite")
 
-from rubato.engines.torch import jit
+from rubato.engines.torch import llvm_jit
 
-pytestmark = pytest.mark.skipif(not jit.available(), reason="no x86-64 Linux")
+pytestmark = pytest.mark.skipif(not llvm_jit.available(), reason="no x86-64 Linux")
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    "tests/engines/test_torch_native.py::test_without_llvm_the_plain_path_gives_the_same_logits[qwen3-mixed]",
-    "tests/engines/test_torch_products.py",
+    "tests/engines/test_torch_cpu_ops.py::test_without_llvm_the_plain_path_gives_the_same_logits[qwen3-mixed]",
+    "tests/engines/test_torch_matmul_backends.py",
 )
 
 
@@ -31,7 +31,7 @@ def test_the_engine_computes_the_same() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mask", jit.SHOWN_AS)
+@pytest.mark.parametrize("mask", llvm_jit.SHOWN_AS)
 def test_the_engine_computes_the_same_in_full(mask: str) -> None:
     """Greedy tokens as transformers', logits as the plain path's, attention of every shape."""
     _passes(mask, *(f"tests/engines/test_torch_{name}.py" for name in ("greedy", "native", "twins", "products")))
@@ -39,6 +39,8 @@ def test_the_engine_computes_the_same_in_full(mask: str) -> None:
 
 def _passes(mask: str, *tests: str) -> None:
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *tests]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **jit.SHOWN_AS[mask]}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **llvm_jit.SHOWN_AS[mask]}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout.splitlines()[-1]

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato.core.types import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
 from rubato.engines.torch.sampling import Choice, choose  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple(range(1000, 1040))
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -1.0])

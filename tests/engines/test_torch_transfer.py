@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 from rubato.core.interfaces import KV  # noqa: E402
 from rubato.core.types import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine, jit  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
+from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple((7 * i * i + 3) % 256 for i in range(45))
 NEW, BEFORE = 16, 6  # tokens in all; tokens out when it moves
-needs_kernels = pytest.mark.skipif(not jit.available(), reason="no LLVM kernels on this platform")
+needs_kernels = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_kv_is_read(driver: Callable[..., Driver]) -> None:
 
 def test_the_layout_is_what_it_says(driver: Callable[..., Driver]) -> None:
     """Both layouts export the same numbers, up to bfloat16's rounding, in (layers, tokens, 2, kv_heads, head_dim)."""
-    if not jit.available():
+    if not llvm_jit.available():
         pytest.skip("no LLVM kernels on this platform")
     found = []
     for block in (16, 4):

@@ -19,8 +19,8 @@ from rubato.core.kv_blocks import blocks_for  # noqa: E402
 from rubato.core.replica import Replica  # noqa: E402
 from rubato.core.types import Event, Finished, Plan, Preempted, Request, Sampling, Stage, Started, Tokens, Work  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.config import load_config  # noqa: E402
 from rubato.engines.torch.model import bytes_per_token  # noqa: E402
+from rubato.engines.torch.model_config import load_config  # noqa: E402
 from rubato.latency import affine  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
 

@@ -19,10 +19,10 @@ from rubato.core.interfaces import Assigner, View
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
 from rubato.engines.simulated import Drafter, Link
+from rubato.engines.simulated.acceptance import Acceptance
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
-from rubato.speculation.acceptance import Acceptance
 from tests.conftest import few
 from tests.doubles import Linear
 

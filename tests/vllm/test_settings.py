@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rubato.core.types import Limits
-from rubato.engines.vllm.control import Control, Settings, settings_of
+from rubato.engines.vllm.bookkeeping import Control, Settings, settings_of
 from rubato.policies import PolicyError
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=256, kv_blocks=20, block=16)

@@ -234,10 +234,10 @@ def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> Rig:
     the torch extra."""
     if importlib.util.find_spec("torch") is None:
         raise ImportError("simulated against live runs needs the embedded engine: pip install 'rubato-llm[torch]'")
-    from rubato.engines.torch import Engine, bundled
-    from rubato.engines.torch.text import Text
+    from rubato.engines.torch import Engine, bundled_model
+    from rubato.engines.torch.tokenizer import Text
 
-    model = str(bundled.ensure())
+    model = str(bundled_model.ensure())
     text = Text(Path(model))
     engine = {**ENGINE, "threads": threads}
 

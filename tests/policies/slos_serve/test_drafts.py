@@ -13,13 +13,13 @@ from rubato.core.length_prediction import Oracle
 from rubato.core.plan_check import spelled_out
 from rubato.core.types import SLO, Event, Finished, Plan, Request, Sampling, Stage, Tokens, Tree, Verdict, Work
 from rubato.engines.simulated import Drafter
+from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, Stride
 from rubato.simulate import Setup, simulate
-from rubato.speculation.acceptance import Acceptance
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.slos_serve.test_guarantee import promised

@@ -20,12 +20,12 @@ from rubato.core.clock import WallClock
 from rubato.core.cpu_usage import FreeCores, TakenCores, usable
 from rubato.core.interfaces import KV
 from rubato.core.types import Batch, Emitted, Limits, Request, StepResult
-from rubato.engines.torch import gguf, jit, products
-from rubato.engines.torch.config import Config, ids_of, load_config, read_json
+from rubato.engines.torch import gguf, llvm_jit, matmul_backends
 from rubato.engines.torch.model import Model, bytes_per_token
+from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json
 from rubato.engines.torch.sampling import choose, logprobs
 from rubato.engines.torch.sequence import Sequence as Running
-from rubato.engines.torch.text import Text
+from rubato.engines.torch.tokenizer import Text
 from rubato.engines.torch.weights import load_weights
 
 __all__ = ["Engine"]
@@ -72,7 +72,7 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}: give a whole number, 1 or more")
         if threads != "auto" and (type(threads) is not int or threads < 1):
             raise ValueError(f"threads is {threads!r}: give a whole number, 1 or more, or auto")
-        jit.masked()  # raises for an unknown mask, before the weights are loaded
+        llvm_jit.masked()  # raises for an unknown mask, before the weights are loaded
         self._folder, self.model_name = _model(model)
         config = load_config(self._folder)
         self._limits = _limits(config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
@@ -255,9 +255,11 @@ class Engine:
 def _model(model: str | Path) -> tuple[Path, str]:
     """The Hugging Face folder to read, and the model's name."""
     if str(model) == "bundled":
-        from rubato.engines.torch import bundled  # not above: `python -m rubato.engines.torch.bundled` would warn
+        from rubato.engines.torch import (
+            bundled_model,  # not above: `python -m rubato.engines.torch.bundled_model` would warn
+        )
 
-        return bundled.ensure(), bundled.NAME
+        return bundled_model.ensure(), bundled_model.NAME
     path = Path(model)
     if path.is_file():
         return gguf.ensure(path), path.resolve().stem
@@ -268,7 +270,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        fast = products.onednn_takes_bfloat16() or products.has_fbgemm()
+        fast = matmul_backends.onednn_takes_bfloat16() or matmul_backends.has_fbgemm()
         return torch.bfloat16 if fast else torch.float32
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported by the torch engine: choose from auto, {', '.join(DTYPES)}")

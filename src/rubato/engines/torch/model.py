@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rubato.core.types import Batch, Entry
-from rubato.engines.torch import native
-from rubato.engines.torch.config import Config
-from rubato.engines.torch.packing import Chunk, Decodes, Packed, Seen, pack
+from rubato.engines.torch import cpu_ops
+from rubato.engines.torch.batch_tensors import Chunk, Decodes, Packed, Seen, pack
+from rubato.engines.torch.model_config import Config
 from rubato.engines.torch.weights import Layer, Weights
 
 
@@ -29,9 +29,9 @@ class Model:
         self.config = config
         self.weights = weights
         dtype, device = weights.embed.dtype, weights.embed.device
-        self.native: native.Native | None = None
-        if native.suits(config, dtype, device, block):
-            self.native = native.Native(config, weights.cos, weights.sin, torch.get_num_threads())
+        self.native: cpu_ops.Native | None = None
+        if cpu_ops.suits(config, dtype, device, block):
+            self.native = cpu_ops.Native(config, weights.cos, weights.sin, torch.get_num_threads())
             self.kv = self.native.kv(blocks, block)
         else:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
@@ -92,7 +92,7 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
 
-    def _native_layers(self, kernels: native.Native, x: Tensor, packed: Packed) -> Tensor:
+    def _native_layers(self, kernels: cpu_ops.Native, x: Tensor, packed: Packed) -> Tensor:
         assert packed.work is not None
         for layer, kv, window in zip(self.weights.layers, self.kv, self.config.windows, strict=True):
             qkv = layer.qkv(kernels.norm(x, layer.attention_norm))

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from rubato.core.stop_strings import StopText
 from rubato.core.types import Emitted, FinishReason, Logprob, Progress, Request
 from rubato.engines.torch.sampling import Choice
-from rubato.engines.torch.text import Detokeniser
+from rubato.engines.torch.tokenizer import Detokeniser
 
 
 class Sequence:

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rubato.engines.torch.config import Config, amplitude, frequencies, read_json
-from rubato.engines.torch.products import Choice, Form, Linear, Plain, choose
+from rubato.engines.torch.matmul_backends import Choice, Form, Linear, Plain, choose
+from rubato.engines.torch.model_config import Config, amplitude, frequencies, read_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
 from rubato.core.types import Limits, Plan
-from rubato.engines.vllm.control import Control, log, settings_of
+from rubato.engines.vllm.bookkeeping import Control, log, settings_of
 
 
 class RubatoScheduler(Scheduler):  # type: ignore[misc]

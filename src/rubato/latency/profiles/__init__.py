@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rubato.engines.simulated import Drafter
+from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
 from rubato.policies import nearest
-from rubato.speculation.acceptance import Acceptance
 
 __all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "drafter", "load", "names"]
 

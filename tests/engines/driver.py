@@ -1,4 +1,4 @@
-"""Drive an engine by hand, one batch at a time, without scheduler or replica: for benchmarks and tests."""
+"""Drive an engine by hand, one batch at a time, without scheduler or replica: for tests."""
 
 from __future__ import annotations
 

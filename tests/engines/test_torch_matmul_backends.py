@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.engines.torch import products  # noqa: E402
-from rubato.engines.torch.products import FBGEMM, Form, OneDNN, Plain, choose  # noqa: E402
+from rubato.engines.torch import matmul_backends  # noqa: E402
+from rubato.engines.torch.matmul_backends import FBGEMM, Form, OneDNN, Plain, choose  # noqa: E402
 
 FORMS: dict[str, tuple[Form, bool]] = {
     "plain": (Plain, True),
-    "onednn": (OneDNN, products.onednn_takes_bfloat16()),
-    "fbgemm": (FBGEMM, products.has_fbgemm()),
+    "onednn": (OneDNN, matmul_backends.onednn_takes_bfloat16()),
+    "fbgemm": (FBGEMM, matmul_backends.has_fbgemm()),
 }
 
 
@@ -48,7 +48,7 @@ def test_products(name: str, rows: int, biased: bool, threads: int) -> None:
 
 
 def test_small_weights_are_not_lost_in_float16() -> None:
-    if not products.has_fbgemm():
+    if not matmul_backends.has_fbgemm():
         pytest.skip("no FBGEMM here")
     weight = torch.full((16, 16), 3e-6).bfloat16()
     found = FBGEMM(weight)(torch.ones(2, 16).bfloat16()).float()
@@ -57,16 +57,16 @@ def test_small_weights_are_not_lost_in_float16() -> None:
 
 def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, and the only one where there is one."""
-    if not (products.has_fbgemm() and products.onednn_takes_bfloat16()):
+    if not (matmul_backends.has_fbgemm() and matmul_backends.onednn_takes_bfloat16()):
         pytest.skip("one of the two does not run here")
     weight = torch.zeros(64, 64).bfloat16()
     for seconds, form in (([0.002, 0.001], FBGEMM), ([0.001, 0.002], OneDNN)):
-        monkeypatch.setattr(products, "least_seconds", lambda works, runs, seconds=seconds: seconds)
+        monkeypatch.setattr(matmul_backends, "least_seconds", lambda works, runs, seconds=seconds: seconds)
         assert choose(weight).form is form
         assert "1.00 ms for 64 rows" in choose(weight).why
-    monkeypatch.setattr(products, "onednn_takes_bfloat16", lambda: False)
+    monkeypatch.setattr(matmul_backends, "onednn_takes_bfloat16", lambda: False)
     assert choose(weight).form is FBGEMM
-    monkeypatch.setattr(products, "has_fbgemm", lambda: False)
+    monkeypatch.setattr(matmul_backends, "has_fbgemm", lambda: False)
     assert choose(weight).form is Plain
 
 
@@ -83,10 +83,10 @@ def test_choosing_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) 
         seen.append(torch.get_num_threads())
         return [1.0] * len(works)
 
-    monkeypatch.setattr(products, "least_seconds", timed)
-    monkeypatch.setattr(products, "has_fbgemm", lambda: True)
-    monkeypatch.setattr(products, "onednn_takes_bfloat16", lambda: True)
-    monkeypatch.setattr(products, "OneDNN", Plain)
-    monkeypatch.setattr(products, "FBGEMM", Plain)
+    monkeypatch.setattr(matmul_backends, "least_seconds", timed)
+    monkeypatch.setattr(matmul_backends, "has_fbgemm", lambda: True)
+    monkeypatch.setattr(matmul_backends, "onednn_takes_bfloat16", lambda: True)
+    monkeypatch.setattr(matmul_backends, "OneDNN", Plain)
+    monkeypatch.setattr(matmul_backends, "FBGEMM", Plain)
     choose(torch.zeros(8, 8).bfloat16())
     assert (seen, torch.get_num_threads()) == ([1], 2)

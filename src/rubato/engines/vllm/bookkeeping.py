@@ -34,7 +34,7 @@ from rubato.core.types import (
     Stepped,
     Tokens,
 )
-from rubato.engines.vllm.seq import Seq, request_of
+from rubato.engines.vllm.sequence import Seq, request_of
 from rubato.latency import affine
 from rubato.policies import PolicyError, load, nearest
 

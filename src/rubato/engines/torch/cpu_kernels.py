@@ -7,9 +7,9 @@ dimensions. Both are what the bfloat16 dot product takes; sums, softmax and rota
 
 from __future__ import annotations
 
-from rubato.engines.torch import jit
-from rubato.engines.torch.config import Config
-from rubato.engines.torch.jit import Code, Value, Variable
+from rubato.engines.torch import llvm_jit
+from rubato.engines.torch.llvm_jit import Code, Value, Variable
+from rubato.engines.torch.model_config import Config
 
 UNIT = 16  # tokens
 STEP = 4 * UNIT  # keys that are scored together
@@ -24,29 +24,29 @@ LOWEST = -1e30  # a masked score; finite, so that differences are numbers
 
 def norm(code: Code, hidden: int, eps: float) -> None:
     x, weight, out, rows = code.arguments(4)
-    parts = range(0, hidden, jit.LANES)
+    parts = range(0, hidden, llvm_jit.LANES)
     first, last = code.share(rows)
     with code.loop(first, last) as row:
         at = row * (2 * hidden)
         sums = [code.floats(0.0)] * 4
         for i, d in enumerate(parts):
-            value = code.widen(code.load(x + at + 2 * d, jit.VH))
+            value = code.widen(code.load(x + at + 2 * d, llvm_jit.VH))
             sums[i % 4] = code.fma(value, value, sums[i % 4])
         total = code.reduce(sums[0] + sums[1] + (sums[2] + sums[3]), lambda a, b: a + b)
-        scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", jit.VF, total / float(hidden) + eps)
+        scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", llvm_jit.VF, total / float(hidden) + eps)
         for d in parts:
-            value = code.widen(code.load(x + at + 2 * d, jit.VH)) * scale
-            value = value * code.widen(code.load(weight + 2 * d, jit.VH))
+            value = code.widen(code.load(x + at + 2 * d, llvm_jit.VH)) * scale
+            value = value * code.widen(code.load(weight + 2 * d, llvm_jit.VH))
             code.store(code.narrow(value), out + at + 2 * d)
 
 
 def gate(code: Code, width: int) -> None:
     x, out, rows = code.arguments(3)
     first, last = code.share(rows)
-    with code.loop(first, last) as row, code.loop(0, 2 * width, 2 * jit.LANES) as d:
+    with code.loop(first, last) as row, code.loop(0, 2 * width, 2 * llvm_jit.LANES) as d:
         at = row * (4 * width) + d
-        gate = code.widen(code.load(x + at + 0, jit.VH))
-        up = code.widen(code.load(x + at + 2 * width, jit.VH))
+        gate = code.widen(code.load(x + at + 0, llvm_jit.VH))
+        up = code.widen(code.load(x + at + 2 * width, llvm_jit.VH))
         silu = gate / (code.exp2(code.smallest(gate * -LOG2E, code.floats(126.0))) + 1.0)
         code.store(code.narrow(silu * up), out + row * (2 * width) + d)
 
@@ -91,14 +91,14 @@ def attention(code: Code, c: Config, layout: Scratch, few: int) -> None:
     scratch = scratch + number * layout.size
     first, last = code.share(rows)
     with code.loop(first, last) as row:
-        position, slot, end = (code.load(x + row * 8, jit.I64) for x in (positions, slots, ends))
+        position, slot, end = (code.load(x + row * 8, llvm_jit.I64) for x in (positions, slots, ends))
         _rotate_and_write(code, c, qkv, kv, angles, norm, position, slot, end, row)
     code.barrier()
     for i, (begin, end, size) in enumerate(((code.whole(0), decodes, few), (decodes, total, ROWS))):
         with code.tasks(counter + 8 * i, (end - begin) * c.kv_heads) as task:
             head = task % c.kv_heads
             at = tasks + (begin + task // c.kv_heads) * 32
-            row, tokens, start, table = (code.load(at + 8 * j, jit.I64) for j in range(4))
+            row, tokens, start, table = (code.load(at + 8 * j, llvm_jit.I64) for j in range(4))
             tile = _Tile(code, c, layout, size, scratch, row, tokens, start, units + table * 8, kv, head, window)
             tile.fill(qkv)
             tile.run()
@@ -124,14 +124,15 @@ def _rotate_and_write(
     base = qkv + row * ((c.heads + 2 * c.kv_heads) * dim * 2)
     angle = angles + position * (dim * 4)
     turns = [
-        (code.load(angle + 4 * d, jit.VF), code.load(angle + 4 * (half + d), jit.VF)) for d in range(0, half, jit.LANES)
+        (code.load(angle + 4 * d, llvm_jit.VF), code.load(angle + 4 * (half + d), llvm_jit.VF))
+        for d in range(0, half, llvm_jit.LANES)
     ]
 
     def rotated(head: Value) -> list[tuple[int, Value]]:
         found = []
         parts = _normed(code, c, base, norm, head)
         for i, (cos, sin) in enumerate(turns):
-            d = i * jit.LANES
+            d = i * llvm_jit.LANES
             x, y = parts[i], parts[len(turns) + i]
             found.append((d, code.narrow(x * cos - y * sin)))
             found.append((half + d, code.narrow(y * cos + x * sin)))
@@ -144,17 +145,17 @@ def _rotate_and_write(
     unit, offset = slot // UNIT, slot % UNIT
     with code.loop(0, c.kv_heads) as head:
         keys = kv + (unit * c.kv_heads + head) * (4 * UNIT * dim)
-        pairs = jit.pairs_of
+        pairs = llvm_jit.pairs_of
         for d, x in rotated(head + c.heads):
             x = code.cast(x, pairs)
-            for i in range(jit.LANES // 2):
+            for i in range(llvm_jit.LANES // 2):
                 code.store(code.lane(x, i), keys + (d // 2 + i) * (4 * UNIT) + offset * 4)
         values = keys + 2 * UNIT * dim
         at = base + (head + c.heads + c.kv_heads) * (dim * 2)
         to = values + offset // 2 * (4 * dim) + offset % 2 * 2
-        for d in range(0, dim, jit.LANES):
-            x = code.load(at + 2 * d, jit.VH)
-            for i in range(jit.LANES):
+        for d in range(0, dim, llvm_jit.LANES):
+            x = code.load(at + 2 * d, llvm_jit.VH)
+            for i in range(llvm_jit.LANES):
                 code.store(code.lane(x, i), to + 4 * (d + i))
         with code.when(end.equals(1)), code.loop(offset + 1, UNIT) as behind:
             to = values + behind // 2 * (4 * dim) + behind % 2 * 2
@@ -165,16 +166,16 @@ def _rotate_and_write(
 def _normed(code: Code, c: Config, row: Value, norm: Value, head: Value) -> list[Value]:
     """A query or key head of a row in float32, normed where the model does that."""
     at, weight = row + head * (c.head_dim * 2), norm + head * (c.head_dim * 2)
-    places = range(0, c.head_dim, jit.LANES)
-    parts = [code.widen(code.load(at + 2 * d, jit.VH)) for d in places]
+    places = range(0, c.head_dim, llvm_jit.LANES)
+    parts = [code.widen(code.load(at + 2 * d, llvm_jit.VH)) for d in places]
     if not c.qk_norm:
         return parts
     squares = parts[0] * parts[0]
     for x in parts[1:]:
         squares = code.fma(x, x, squares)
     total = code.reduce(squares, lambda a, b: a + b)
-    scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", jit.VF, total / float(c.head_dim) + c.norm_eps)
-    weights = [code.widen(code.load(weight + 2 * d, jit.VH)) for d in places]
+    scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", llvm_jit.VF, total / float(c.head_dim) + c.norm_eps)
+    weights = [code.widen(code.load(weight + 2 * d, llvm_jit.VH)) for d in places]
     return [x * scale * w for x, w in zip(parts, weights, strict=True)]
 
 
@@ -213,12 +214,12 @@ class _Tile:
         with code.loop(0, self.tokens) as token:
             at = qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
             to = self.scratch + self.layout.query + token * (self.group * dim * code.factor_bytes)
-            for d in range(0, self.group * dim, jit.LANES):
-                code.store_factors(code.widen(code.load(at + 2 * d, jit.VH)), to + code.factor_bytes * d)
+            for d in range(0, self.group * dim, llvm_jit.LANES):
+                code.store_factors(code.widen(code.load(at + 2 * d, llvm_jit.VH)), to + code.factor_bytes * d)
         with code.loop(0, self.rounded) as query:
             code.store(code.floats(LOWEST), self.scratch + self.layout.top + query * 64)
             code.store(code.floats(0.0), self.scratch + self.layout.sum + query * 64)
-            for d in range(0, dim, jit.LANES):
+            for d in range(0, dim, llvm_jit.LANES):
                 code.store(code.floats(0.0), self.scratch + self.layout.mixed + query * (4 * dim) + 4 * d)
 
     def run(self) -> None:
@@ -254,7 +255,7 @@ class _Tile:
         return self.start + self.code.smallest(query // self.group, self.tokens - 1)
 
     def unit(self, key: Value) -> Value:
-        return self.kv + self.code.load(self.table + key // UNIT * 8, jit.I64) * self.stride
+        return self.kv + self.code.load(self.table + key // UNIT * 8, llvm_jit.I64) * self.stride
 
     def score(self, query: Value, key: Value, to: Value) -> None:
         """Scores of `size` queries and STEP keys, in units of the softmax to base 2."""
@@ -266,7 +267,7 @@ class _Tile:
             keys = [self.unit(key + (unit + i) * UNIT) for i in range(code.wide)]
             sums = [[Variable(code, code.floats(0.0)) for _ in keys] for _ in range(self.size)]
             with code.loop(0, dim // 2) as pair:
-                columns = [code.load(k + pair * (4 * UNIT), jit.VI) for k in keys]
+                columns = [code.load(k + pair * (4 * UNIT), llvm_jit.VI) for k in keys]
                 for r in range(self.size):
                     q = code.pair(at + pair * (2 * code.factor_bytes) + r * row)
                     for total, column in zip(sums[r], columns, strict=True):
@@ -290,7 +291,7 @@ class _Tile:
                 hidden = lane > seen
                 if self.window is not None:
                     hidden = hidden | (lane < behind)
-                code.store(code.select(hidden, code.floats(LOWEST), code.load(place, jit.VF)), place)
+                code.store(code.select(hidden, code.floats(LOWEST), code.load(place, llvm_jit.VF)), place)
 
     def soften(self, query: Value, count: Value) -> list[Value]:
         """Scores to weights. Returns by how much to scale what was mixed before, for each query."""
@@ -301,20 +302,21 @@ class _Tile:
             weights = self.scratch + self.layout.weights + r * SPAN * code.factor_bytes
             top_at = self.scratch + self.layout.top + (query + r) * 64
             sum_at = self.scratch + self.layout.sum + (query + r) * 64
-            before = code.load(top_at, jit.VF)
+            before = code.load(top_at, llvm_jit.VF)
             tops = [Variable(code, before) for _ in range(4)]
             with code.loop(0, count, STEP) as key:
                 for i, top in enumerate(tops):
-                    top.set(code.largest(top.get(), code.load(scores + key * 4 + i * UNIT * 4, jit.VF)))
+                    top.set(code.largest(top.get(), code.load(scores + key * 4 + i * UNIT * 4, llvm_jit.VF)))
             most = code.largest(code.largest(tops[0].get(), tops[1].get()), code.largest(tops[2].get(), tops[3].get()))
             most = code.reduce(most, code.largest)
             shrink = code.exp2(before - most)
             sums = [
-                Variable(code, code.load(sum_at, jit.VF) * shrink if i == 0 else code.floats(0.0)) for i in range(4)
+                Variable(code, code.load(sum_at, llvm_jit.VF) * shrink if i == 0 else code.floats(0.0))
+                for i in range(4)
             ]
             with code.loop(0, count, STEP) as key:
                 for i, total in enumerate(sums):
-                    weight = code.exp2(code.load(scores + key * 4 + i * UNIT * 4, jit.VF) - most)
+                    weight = code.exp2(code.load(scores + key * 4 + i * UNIT * 4, llvm_jit.VF) - most)
                     total.set(total.get() + weight)
                     code.store_factors(weight, weights + (key + i * UNIT) * code.factor_bytes)
             code.store(most, top_at)
@@ -325,19 +327,19 @@ class _Tile:
     def mix(self, query: Value, first: Value, count: Value, shrink: list[Value]) -> None:
         """Add the weighted values of `count` keys from `first`."""
         code, dim = self.code, self.c.head_dim
-        lanes = code.wide * jit.LANES
+        lanes = code.wide * llvm_jit.LANES
         for part in range(0, dim, lanes):
-            places = range(part, min(part + lanes, dim), jit.LANES)
+            places = range(part, min(part + lanes, dim), llvm_jit.LANES)
             at = self.scratch + self.layout.mixed + query * (dim * 4)
             sums = [
-                [Variable(code, code.load(at + (r * dim + d) * 4, jit.VF) * shrink[r]) for d in places]
+                [Variable(code, code.load(at + (r * dim + d) * 4, llvm_jit.VF) * shrink[r]) for d in places]
                 for r in range(self.size)
             ]
             with code.loop(0, count, UNIT) as key:
                 values = self.unit(first + key) + 2 * UNIT * dim
                 weights = self.scratch + self.layout.weights + key * code.factor_bytes
                 with code.loop(0, UNIT // 2) as pair:
-                    rows = [code.load(values + pair * (4 * dim) + 4 * d, jit.VI) for d in places]
+                    rows = [code.load(values + pair * (4 * dim) + 4 * d, llvm_jit.VI) for d in places]
                     for r in range(self.size):
                         weight = code.pair(weights + (pair * 2 + r * SPAN) * code.factor_bytes)
                         for total, row in zip(sums[r], rows, strict=True):
@@ -349,9 +351,9 @@ class _Tile:
     def write(self, out: Value) -> None:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.queries) as query:
-            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, jit.VF), lambda a, b: a + b)
+            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, llvm_jit.VF), lambda a, b: a + b)
             row, head = self.row + query // self.group, self.head * self.group + query % self.group
             at = self.scratch + self.layout.mixed + query * (dim * 4)
             to = out + (row * c.heads + head) * (dim * 2)
-            for d in range(0, dim, jit.LANES):
-                code.store(code.narrow(code.load(at + 4 * d, jit.VF) / total), to + 2 * d)
+            for d in range(0, dim, llvm_jit.LANES):
+                code.store(code.narrow(code.load(at + 4 * d, llvm_jit.VF) / total), to + 2 * d)

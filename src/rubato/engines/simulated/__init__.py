@@ -16,7 +16,7 @@ from rubato.core.clock import COMPLETION, Clock
 from rubato.core.interfaces import KV, LatencyModel
 from rubato.core.stop_strings import StopText
 from rubato.core.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
-from rubato.speculation.acceptance import Acceptance, Draft, Process
+from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite")
 
 from rubato.core.types import Batch, Entry, Sampling  # noqa: E402
-from rubato.engines.torch import Engine, jit, native  # noqa: E402
-from rubato.engines.torch.config import Config, load_config  # noqa: E402
-from rubato.engines.torch.drive import Driver  # noqa: E402
+from rubato.engines.torch import Engine, cpu_ops, llvm_jit  # noqa: E402
+from rubato.engines.torch.batch_tensors import pack  # noqa: E402
 from rubato.engines.torch.model import Model  # noqa: E402
-from rubato.engines.torch.packing import pack  # noqa: E402
+from rubato.engines.torch.model_config import Config, load_config  # noqa: E402
 from rubato.engines.torch.weights import _rotation, load_weights  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not jit.available(), reason="no LLVM kernels on this platform")
+pytestmark = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")
 
 CPU = torch.device("cpu")
 BLOCKS = 400
@@ -44,7 +44,7 @@ class Attention:
     threads: int
     block: int = 16
     norm: Any = None
-    kernels: native.Native = field(init=False)
+    kernels: cpu_ops.Native = field(init=False)
     kv: Any = field(init=False)
     free: list[int] = field(default_factory=lambda: random.Random(4).sample(range(BLOCKS), BLOCKS))
     blocks: dict[str, list[int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         self.cos, self.sin = _rotation(self.config, torch.bfloat16, CPU)
-        self.kernels = native.Native(self.config, self.cos, self.sin, self.threads)
+        self.kernels = cpu_ops.Native(self.config, self.cos, self.sin, self.threads)
         self.kv = self.kernels.kv(BLOCKS, self.block).fill_(float("nan"))
 
     def run(self, counts: Mapping[str, int], scale: float = 1.5) -> tuple[Any, Any]:
@@ -183,7 +183,7 @@ def test_processors_with_fewer_instructions(
     bundled_config: Config, monkeypatch: pytest.MonkeyPatch, mask: str, instructions: str
 ) -> None:
     """The same kernels from ordinary instructions."""
-    features = jit.llvm.get_host_cpu_features()
+    features = llvm_jit.llvm.get_host_cpu_features()
     if not features["avx512f" if mask == "avx512" else "avx2"]:
         pytest.skip(f"this CPU has no {instructions} to begin with")
     monkeypatch.setenv("RUBATO_CPU", mask)
@@ -208,7 +208,7 @@ def test_fewer_threads_give_the_same(bundled_config: Config) -> None:
 
 @pytest.mark.parametrize("rows", [1, 100, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 7))])
 def test_norm_and_gate(bundled_config: Config, rows: int) -> None:
-    kernels = native.Native(bundled_config, *_rotation(bundled_config, torch.bfloat16, CPU), 2)
+    kernels = cpu_ops.Native(bundled_config, *_rotation(bundled_config, torch.bfloat16, CPU), 2)
     x, weight = torch.randn(rows, 576).bfloat16(), torch.rand(576).bfloat16()
     normed = torch.nn.functional.rms_norm(x.float(), (576,), weight.float(), bundled_config.norm_eps)
     torch.testing.assert_close(kernels.norm(x, weight).float(), normed, rtol=0.008, atol=1e-6)
@@ -230,11 +230,11 @@ def engine(bundled_folder: Path) -> Iterator[Driver]:
 def test_the_engine_chooses_them_for_bfloat16_in_units(bundled_folder: Path, engine: Driver) -> None:
     assert engine.engine._model.native is not None  # type: ignore[attr-defined]
     config = load_config(bundled_folder)
-    assert native.suits(config, torch.bfloat16, CPU, 32)
-    assert not native.suits(config, torch.float32, CPU, 16)
-    assert not native.suits(config, torch.bfloat16, CPU, 8)
-    assert not native.suits(config, torch.bfloat16, torch.device("cuda"), 16)
-    assert not native.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
+    assert cpu_ops.suits(config, torch.bfloat16, CPU, 32)
+    assert not cpu_ops.suits(config, torch.float32, CPU, 16)
+    assert not cpu_ops.suits(config, torch.bfloat16, CPU, 8)
+    assert not cpu_ops.suits(config, torch.bfloat16, torch.device("cuda"), 16)
+    assert not cpu_ops.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
 
 
 @pytest.mark.parametrize("name", ["bundled", "qwen3-mixed"])
@@ -246,7 +246,7 @@ def test_without_llvm_the_plain_path_gives_the_same_logits(
     config = load_config(folder)
     weights = load_weights(folder, config, torch.bfloat16, CPU)
     compiled = Model(config, weights, 64, 16)
-    monkeypatch.setattr(jit, "llvm", None)
+    monkeypatch.setattr(llvm_jit, "llvm", None)
     plain = Model(config, weights, 64, 16)
     assert (compiled.native is None, plain.native is None) == (False, True)
     rng = random.Random(8)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from rubato.core.stop_strings import StopText  # noqa: E402
 from rubato.core.types import Emitted, Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch.sequence import Sequence  # noqa: E402
-from rubato.engines.torch.text import Detokeniser, Text, _sentencepiece  # noqa: E402
+from rubato.engines.torch.tokenizer import Detokeniser, Text, _sentencepiece  # noqa: E402
 
 TEXTS = (
     "Plain words, 12345 digits and\n\ttabs.",

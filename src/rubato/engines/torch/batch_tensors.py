@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rubato.core.types import Batch, Entry
-from rubato.engines.torch import native
+from rubato.engines.torch import cpu_ops
 
 SPREAD = 1.5  # decodes share one attention call when the longest has at most this many times the blocks of the shortest
 
@@ -64,7 +64,7 @@ class Packed:
     seen: Mapping[int | None, Seen]
     sampled: Tensor
     seqs: tuple[str, ...]
-    work: native.Work | None
+    work: cpu_ops.Work | None
 
 
 def pack(
@@ -94,7 +94,7 @@ def pack(
     seen: dict[int | None, Seen] = {}
     work = None
     if for_native:
-        work = native.work([*single, *many], packed[1], packed[2], block)
+        work = cpu_ops.work([*single, *many], packed[1], packed[2], block)
     else:
         seen = {window: _seen(single, many, block, window, dtype, device) for window in windows}
     return Packed(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rubato.core.types import Entry
-from rubato.engines.torch import jit, kernels
-from rubato.engines.torch.config import Config
-from rubato.engines.torch.kernels import ROWS, STEP, UNIT
+from rubato.engines.torch import cpu_kernels, llvm_jit
+from rubato.engines.torch.cpu_kernels import ROWS, STEP, UNIT
+from rubato.engines.torch.model_config import Config
 
 NO_WINDOW = 1 << 40  # tokens: more than any context
 TILE = 32  # tokens of a chunk that pass over the keys together
@@ -25,10 +25,10 @@ def suits(config: Config, dtype: torch.dtype, device: torch.device, block: int) 
         device.type == "cpu"
         and dtype == torch.bfloat16
         and config.head_dim % 32 == 0
-        and config.hidden % jit.LANES == 0
-        and config.intermediate % jit.LANES == 0
+        and config.hidden % llvm_jit.LANES == 0
+        and config.intermediate % llvm_jit.LANES == 0
         and block % UNIT == 0
-        and jit.available()
+        and llvm_jit.available()
     )
 
 
@@ -86,14 +86,14 @@ class Native:
         group = c.heads // c.kv_heads
         self.few = max(rows for rows in range(1, ROWS + 1) if group % rows == 0)
         most = -(-TILE * group // ROWS) * ROWS
-        self.layout = kernels.Scratch(c.head_dim, most)
+        self.layout = cpu_kernels.Scratch(c.head_dim, most)
         self.scratch = torch.zeros(threads, self.layout.size, dtype=torch.uint8)
         self.counters = torch.zeros(2, dtype=torch.int64)
-        self.kernels = jit.Kernels(
+        self.kernels = llvm_jit.Kernels(
             {
-                "attention": lambda code: kernels.attention(code, c, self.layout, self.few),
-                "norm": lambda code: kernels.norm(code, c.hidden, c.norm_eps),
-                "gate": lambda code: kernels.gate(code, c.intermediate),
+                "attention": lambda code: cpu_kernels.attention(code, c, self.layout, self.few),
+                "norm": lambda code: cpu_kernels.norm(code, c.hidden, c.norm_eps),
+                "gate": lambda code: cpu_kernels.gate(code, c.intermediate),
             }
         )
 

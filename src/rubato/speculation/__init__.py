@@ -1,1 +1,0 @@
-"""Speculative decoding: what a drafter proposes, and what of it turns out right (`acceptance`, for simulation)."""
