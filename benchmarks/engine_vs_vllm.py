@@ -82,7 +82,8 @@ def rubato_engine(model: str, threads: int | Literal["auto"], dtype: str = "auto
 
 
 class RubatoSide:
-    """What `rubato.worker` does in a step, one step at a time: plan, execute, commit, tell the policy and the model."""
+    """What `rubato.fleet.local_host` does in a step, one step at a time: plan, execute, commit, tell the policy and the
+    model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from rubato.core.replica import Replica

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.core.clock import Clock, WallClock, run_strict
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import SLO, Event, Finished, Limits, Lost, Offered, Request, Sampling, Stage, Tokens
 from rubato.engines.simulated import Engine
-from rubato.fleet.ray import RayHost, ray_cluster
+from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.ray_host import RayHost, ray_cluster
 from rubato.latency.affine import Model
 
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=4096, kv_blocks=4000, block=16)

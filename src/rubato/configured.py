@@ -18,7 +18,7 @@ from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean
 from rubato.core.types import Limits
 from rubato.engines.simulated import Drafter, Link
-from rubato.fairness import FairShare
+from rubato.fleet.fair_share import FairShare
 from rubato.latency import profiles
 from rubato.latency.models import MODELS
 from rubato.latency.with_drafter import Drafted

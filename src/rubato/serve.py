@@ -21,14 +21,14 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.config import Config, ConfigError
 from rubato.configured import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.event_log import TraceWriter
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.types import Stepped
-from rubato.listeners import Listener
+from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.event_bus import Listener
 from rubato.policies import load, nearest, router_for
 from rubato.server import logs
 from rubato.server.app import Service, create_app
@@ -236,7 +236,7 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
     try:
         import ray
 
-        from rubato.fleet.ray import ray_cluster
+        from rubato.fleet.ray_host import ray_cluster
     except ImportError as error:
         raise ConfigError(f"fleet: ray is not installed ({error}): pip install 'rubato-llm[ray]'") from None
     resources = dict(config.fleet.settings)

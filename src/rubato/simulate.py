@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.slo import StageTimes
 from rubato.core.timeline import Timeline, timelines
 from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
-from rubato.fairness import FairShare
+from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.fair_share import FairShare
 from rubato.latency.with_drafter import Drafted
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rubato.cluster import local_cluster  # noqa: E402
 from rubato.core.clock import WallClock, run_strict  # noqa: E402
 from rubato.core.types import Event, Finished, Request, Sampling, Stage, Stepped, Tokens, Transferred  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
+from rubato.fleet.cluster import local_cluster  # noqa: E402
 from rubato.latency import affine  # noqa: E402
 
 PROMPTS = {"a": 45, "b": 7, "c": 33}

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.cluster import Cluster
 from rubato.core.interfaces import Assigner, View
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
 from rubato.engines.simulated import Drafter, Link
 from rubato.engines.simulated.acceptance import Acceptance
+from rubato.fleet.cluster import Cluster
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulate import Setup, simulate
@@ -176,7 +176,7 @@ def test_a_policy_does_not_change_what_it_sees(policy: str, load: Load) -> None:
 def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
     """A policy replaced by a new one of its kind, now and again, still serves everybody."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.load", lambda name, settings: Amnesiac(name, every))
+        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: Amnesiac(name, every))
         events = run(load, policy)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
     assert {e.outcome for e in events if isinstance(e, Finished)} <= {"completed", "refused"}
@@ -241,7 +241,8 @@ class Watching:
 
 def check_untouched(scheduler: Watching, load: Load, policy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)  # one for all replicas: it only watches
+        # one for all replicas: it only watches
+        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
         run(load, policy)
     assert scheduler.plans > 0
     assert not scheduler.changed

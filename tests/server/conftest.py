@@ -11,11 +11,11 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.types import Event, Limits
 from rubato.engines.simulated import Engine
-from rubato.fairness import FairShare
+from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
 from rubato.server.app import Service, create_app
 from rubato.server.slo_input import Tiers

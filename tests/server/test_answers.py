@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rubato.cluster import Cluster
 from rubato.core.types import (
     SLO,
     Batch,
@@ -26,6 +25,7 @@ from rubato.core.types import (
     Tokens,
 )
 from rubato.engines.simulated import Engine
+from rubato.fleet.cluster import Cluster
 from rubato.server.slo_input import Tier, Tiers
 from tests.server.conftest import STEP, Edge
 

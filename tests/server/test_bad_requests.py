@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rubato.cluster import Cluster
 from rubato.core.types import Finished, Request
 from rubato.engines.simulated import Engine
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.local_host import LocalHost
 from rubato.server import schemas
 from rubato.server.app import Service, create_app
 from rubato.server.schemas import UNSUPPORTED
-from rubato.worker import LocalHost
 from tests.server.conftest import Edge
 
 

@@ -14,7 +14,7 @@ from rubato.configured import fair_share_of
 from rubato.core.clock import VirtualClock
 from rubato.core.types import SLO
 from rubato.engines.simulated import Engine
-from rubato.fairness import FairShare
+from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.serve import build, tenants_of

@@ -23,7 +23,7 @@ from rubato.core.types import (
     Tokens,
     Verdict,
 )
-from rubato.fairness import FairShare
+from rubato.fleet.fair_share import FairShare
 from rubato.server import debug, logs
 from rubato.server.debug import MOST_STEPS, Recorder
 from rubato.server.slo_input import Tier, Tiers

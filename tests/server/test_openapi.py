@@ -24,10 +24,10 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from rubato.cluster import local_cluster
 from rubato.core.clock import WallClock
 from rubato.core.types import SLO, Limits
 from rubato.engines.simulated import Engine
+from rubato.fleet.cluster import local_cluster
 from rubato.latency.affine import Model
 from rubato.server.app import Service, create_app
 from rubato.server.patience import patient

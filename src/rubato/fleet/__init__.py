@@ -1,1 +1,1 @@
-"""Replicas that run elsewhere: in Ray actors (`ray`). `remote` is what such hosts have in common."""
+"""One replica's loop, the cluster of replicas, fair shares between tenants, the event bus, replicas on Ray."""

@@ -7,11 +7,11 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from rubato.cluster import Cluster, HostLost, HostMaker, cluster_of
 from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.core.types import Request
+from rubato.fleet.cluster import Cluster, HostLost, HostMaker, cluster_of
+from rubato.fleet.event_bus import Listener
 from rubato.lean.host import Agenda, LeanHost
-from rubato.listeners import Listener
 from rubato.policies import load
 
 Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from rubato.cluster import Cluster
 from rubato.core.interfaces import View
+from rubato.fleet.cluster import Cluster
 from rubato.server import debug, logs, offers, openapi, schemas, slo_input
 from rubato.server.errors import ApiError
 from rubato.server.limits import Books, Door, Meter

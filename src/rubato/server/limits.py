@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.cluster import Cluster
 from rubato.core.slo import judge
 from rubato.core.types import Event, Finished, Offered, Request
-from rubato.listeners import Listener, Listeners
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.event_bus import Listener, Listeners
 from rubato.server.choices import firsts, prompt_of
 from rubato.server.tenants import Quota
 

@@ -94,7 +94,7 @@ def played(
     setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise)
     scheduler = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
         ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
     return scheduler.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}

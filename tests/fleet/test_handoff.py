@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.event_log import decode, encode, without_content
 from rubato.core.plan_check import PlanError
@@ -39,7 +38,8 @@ from rubato.core.types import (
     Work,
 )
 from rubato.engines.simulated import Engine, Link
-from rubato.fairness import FairShare
+from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.fair_share import FairShare
 from rubato.simulate import Setup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run
@@ -409,7 +409,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
             return Router().roles(replicas)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.cluster.router_for", lambda *_: Back())
+        patch.setattr("rubato.fleet.cluster.router_for", lambda *_: Back())
         events = scenario([(0.0, offer(request("a", 20)))], (1, 1))
     assert "placed it on 'r0', which had handed it off with its KV" in end(events, "a").reason
 

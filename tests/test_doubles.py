@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from rubato.cluster import Cluster, local_cluster
 from rubato.core.clock import Clock, VirtualClock, WallClock, run_strict, run_virtual
 from rubato.core.interfaces import View
 from rubato.core.replica import Replica
 from rubato.core.sequence import Seq
 from rubato.core.types import Event, Finished, Limits, Plan
 from rubato.engines.simulated import Engine
+from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.lean.host import LeanHost
 from rubato.policies import load
 from rubato.simulate import Setup, simulate
-from tests.core import test_handoff, test_speculation, test_worker
+from tests.core import test_speculation
 from tests.doubles import Linear, request
+from tests.fleet import test_cluster, test_handoff
 from tests.lean import test_equal
 from tests.policies import test_properties
 
@@ -47,7 +48,7 @@ HARNESSES: dict[str, tuple[object, str, Callable[[], object]]] = {
     ),
     "lean, replica": (LeanHost, "check_integrity", lambda: test_equal.lean(LOAD.requests, LOAD.truth, LEAN)),
     "worker, books": (
-        test_worker, "check_books", lambda: test_worker.scenario([(0.0, test_worker.offer(request("a")))]),
+        test_cluster, "check_books", lambda: test_cluster.scenario([(0.0, test_cluster.offer(request("a")))]),
     ),
 }  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_books_that_do_not_balance_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(AssertionError):
         test_properties.run(LOAD, "edf")
     with pytest.raises(AssertionError):
-        test_worker.scenario([(0.0, test_worker.offer(request("a")))])
+        test_cluster.scenario([(0.0, test_cluster.offer(request("a")))])
 
 
 class Meddling:
@@ -115,7 +116,7 @@ class Fails:
 
 
 def test_a_failed_step_is_seen_in_every_property(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rubato.cluster.load", lambda name, settings: Fails())
+    monkeypatch.setattr("rubato.fleet.cluster.load", lambda name, settings: Fails())
     with pytest.raises(AssertionError, match="a policy's own error"):
         test_properties.run(LOAD, "vllm")
 

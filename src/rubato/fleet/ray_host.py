@@ -15,14 +15,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rubato.cluster import Cluster, HostLost, cluster_of
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, View
 from rubato.core.types import Event, Limits, Request, Role
-from rubato.fleet.remote import Mirror, Report, shifted_report, shifted_request
-from rubato.listeners import Listener
+from rubato.fleet.cluster import Cluster, HostLost, cluster_of
+from rubato.fleet.event_bus import Listener
+from rubato.fleet.local_host import LocalHost
+from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
 from rubato.policies import load
-from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rubato.core.types import SLO, Finished, Limits, Request, Sampling, Stage
-from rubato.fairness import FairShare
+from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
 from rubato.simulate import Setup, simulate
 from tests.doubles import Linear, request, view

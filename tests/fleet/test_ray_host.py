@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import ray
 
-from rubato.cluster import Cluster
 from rubato.core.clock import Clock, WallClock, run_strict
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Event, Finished, Limits, Lost, Placed, Request, Sampling, Stage, Tokens
 from rubato.engines.simulated import WORDS, Engine
-from rubato.fleet.ray import RayHost, ray_cluster
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.ray_host import RayHost, ray_cluster
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=8, max_tokens=256, max_length=500, kv_blocks=200, block=16)

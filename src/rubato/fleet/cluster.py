@@ -25,10 +25,10 @@ from rubato.core.types import (
     Request,
     Stepped,
 )
-from rubato.fairness import FairShare
-from rubato.listeners import Listener, Listeners
+from rubato.fleet.event_bus import Listener, Listeners
+from rubato.fleet.fair_share import FairShare
+from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, router_for
-from rubato.worker import LocalHost
 
 log = logging.getLogger(__name__)
 

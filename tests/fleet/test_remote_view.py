@@ -7,7 +7,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.cluster import local_cluster
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.interfaces import View
 from rubato.core.types import (
@@ -26,7 +25,8 @@ from rubato.core.types import (
     Tokens,
 )
 from rubato.engines.simulated import Engine
-from rubato.fleet.remote import Mirror, Report, shifted, shifted_report, shifted_request
+from rubato.fleet.cluster import local_cluster
+from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, setup_for
 

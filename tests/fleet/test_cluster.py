@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rubato.cluster import Cluster, cluster_of, local_cluster
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.types import (
     Batch,
@@ -26,8 +25,9 @@ from rubato.core.types import (
     Tokens,
 )
 from rubato.engines.simulated import Engine
+from rubato.fleet.cluster import Cluster, cluster_of, local_cluster
+from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
-from rubato.worker import LocalHost
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
@@ -122,8 +122,8 @@ def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.Monkey
         def plan(self, view: object) -> Plan:
             return Plan(preempt=("nobody",))
 
-    monkeypatch.setattr("rubato.cluster.load", lambda name, settings: Wrong())
-    monkeypatch.setattr("rubato.cluster.router_for", lambda *_: load_router("least_loaded"))
+    monkeypatch.setattr("rubato.fleet.cluster.load", lambda name, settings: Wrong())
+    monkeypatch.setattr("rubato.fleet.cluster.router_for", lambda *_: load_router("least_loaded"))
     _, events, _ = scenario([(0.0, offer(request("a")))], policy="mine")
     assert "policy 'mine'" in ends(events)["a"].reason
     assert "'nobody'" in ends(events)["a"].reason
