@@ -27,7 +27,7 @@ from rubato.intervals import over_seeds
 from rubato.records import Run
 from rubato.setting import Choice
 from rubato.workloads import Workload
-from rubato.workloads.kinds import Kind
+from rubato.workloads.request_kinds import Kind
 
 POLICIES = ("prefill_first", "vllm", "sarathi", "edf", "slos_serve", "slos_serve:margin=0.1")
 PATIENT = "batch"  # the tier without an SLO

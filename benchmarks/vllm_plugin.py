@@ -35,8 +35,8 @@ from rubato.core.types import SLO
 from rubato.demo import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.records import Run, summarise
 from rubato.workloads import Workload
-from rubato.workloads.kinds import code
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import code
 
 HERE = Path(__file__).resolve().parent
 OUT = ROOT / "results" / "vllm_plugin"

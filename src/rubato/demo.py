@@ -36,8 +36,8 @@ from rubato.policies import load as load_policy
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Workload, write
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
 from rubato.workloads.texts import Count
 
 OVERLOAD = 1.3  # times the rate that vllm holds

@@ -14,11 +14,11 @@ from rubato.core.types import Sample, Shape
 from rubato.intervals import Estimate
 from rubato.lean.run import Seconds
 from rubato.records import Record, versions
-from rubato.resample import Stretch, bootstrapped, inside
 from rubato.setting import Setting, Source
 from rubato.simulate import uncollected
 from rubato.sweep import markdown, percent
 from rubato.workloads import Workload
+from rubato.workloads.resample import Stretch, bootstrapped, inside
 
 FORMAT = "rubato-plan/1"
 

@@ -24,11 +24,11 @@ from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.policies import load, router_for
 from rubato.records import Run
-from rubato.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
+from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
 
 Lengths = Callable[[Mapping[str, int]], LengthPredictor | None]  # request id -> output tokens, the truth
 

@@ -23,9 +23,9 @@ from rubato.capacity import estimate
 from rubato.cells import Cell, Program, Wanted
 from rubato.fleetplan import Plan, Question, counted, effect, peak, survey, whole
 from rubato.intervals import Estimate, attainment_over_seeds
-from rubato.resample import bootstrapped, sampled
 from rubato.simulate import uncollected
 from rubato.sweep import percent
+from rubato.workloads.resample import bootstrapped, sampled
 
 MOST_REPLICAS = 1024
 SAMPLE = 5000  # requests that a guess is made with

@@ -15,8 +15,8 @@ from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
 from rubato.simulate import Setup, simulate, simulated_run
 from rubato.workloads import Workload
-from rubato.workloads.kinds import chat, code
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import chat, code
 
 LIMITS = Limits(64, 2048, 4096, 4096, 16)
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)

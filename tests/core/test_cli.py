@@ -15,8 +15,8 @@ from rubato.core import event_log
 from rubato.core.types import SLO, Limits
 from rubato.simulate import Setup, simulate
 from rubato.workloads import read, write
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear
 
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]

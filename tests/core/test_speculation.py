@@ -36,8 +36,8 @@ from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.with_drafter import Drafted
 from rubato.simulate import Setup, simulate, simulated_run
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=200, kv_blocks=8, block=4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rubato.cli import main
-from rubato.workloads import mix, read, scenarios
+from rubato.workloads import kinds_file, read, scenarios
 from rubato.workloads.arrivals import parse
 from tests.docs.pages import PAGES, blocks, commands
 
@@ -28,7 +28,7 @@ def test_python_examples_run():
 def test_kinds_are_read(tmp_path):
     (text,) = blocks(PAGE, "tiers:")
     (tmp_path / "mix.yaml").write_text(text)
-    assert [kind.app for kind in mix.read(tmp_path / "mix.yaml")] == ["chat", "summary", "code", "search"]
+    assert [kind.app for kind in kinds_file.read(tmp_path / "mix.yaml")] == ["chat", "summary", "code", "search"]
 
 
 def test_commands_make_workloads(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rubato.core.types import SLO, Limits
 from rubato.latency.affine import Model
 from rubato.setting import Choice, Hardware, Mix, Setting
-from rubato.workloads.kinds import chat, code, summary
+from rubato.workloads.request_kinds import chat, code, summary
 
 LIMITS = Limits(max_seqs=16, max_tokens=512, max_length=4096, kv_blocks=512, block=16)
 MACHINE = Hardware("test", Model(k=(1e-5, 2e-4), b=(0.01, 0.002), a=2e-7), LIMITS, gpus=2)

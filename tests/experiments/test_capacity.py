@@ -10,9 +10,9 @@ from rubato import capacity
 from rubato.capacity import Question, crossing
 from rubato.core.types import SLO
 from rubato.fleetplan import Faster
-from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
+from rubato.workloads.resample import Stretch
 from tests.experiments.machine import MACHINE, mix, setting
 
 

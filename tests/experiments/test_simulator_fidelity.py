@@ -16,8 +16,8 @@ from rubato.fidelity.table import Cell, Figures, Rule
 from rubato.intervals import Estimate
 from rubato.records import Run
 from rubato.simulate import Setup, simulated_run
-from rubato.workloads.kinds import chat
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import chat
 
 
 def value(attained: float, spread: float = 0.0, e2e: float = 2.0) -> dict[str, Any]:

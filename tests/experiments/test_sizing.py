@@ -11,11 +11,11 @@ from rubato.core.types import SLO, Limits, Shape
 from rubato.fleetplan import Faster, Plan, Question, effect
 from rubato.intervals import Estimate, attainment_over_seeds
 from rubato.latency import profiles
-from rubato.resample import Stretch, busiest, window
 from rubato.setting import Choice, Setting
 from rubato.workloads import Workload
+from rubato.workloads.resample import Stretch, busiest, window
 from tests.experiments.machine import KINDS, MACHINE, mix, setting
-from tests.experiments.test_resample import OFFERS, drawn
+from tests.workloads.test_resample import OFFERS, drawn
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from rubato.core.types import SLO
-from rubato.workloads.kinds import Kind, within
 from rubato.workloads.lengths import (
     LogNormal,
     Normal,
@@ -16,6 +15,7 @@ from rubato.workloads.lengths import (
     mean,
     of,
 )
+from rubato.workloads.request_kinds import Kind, within
 
 U = (np.arange(20_000) + 0.5) / 20_000
 

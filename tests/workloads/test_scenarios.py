@@ -8,7 +8,7 @@ import pytest
 from rubato.core.types import SLO
 from rubato.workloads import scenarios
 from rubato.workloads.arrivals import Replay
-from rubato.workloads.making import BEST_EFFORT
+from rubato.workloads.generate import BEST_EFFORT
 
 DRAWS = 20_000
 

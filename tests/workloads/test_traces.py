@@ -6,11 +6,11 @@ import json
 import pytest
 
 from rubato.core.types import SLO
-from rubato.workloads import kinds, traces
+from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
 from rubato.workloads.traces import Offer, Trace, TraceError
 
-KINDS = [kinds.chat(SLO(ttft=1.0), share=3.0), kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
+KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
 OFFERS = [Offer(0.0, 50, 10), Offer(1.5, 200, 1), Offer(4.0, 30, 7)]
 
 
@@ -183,7 +183,7 @@ def test_tiers_are_the_traces_or_drawn_by_share():
 
 
 def test_slowdowns_of_kinds_go_by_the_traces_prompts():
-    kind = kinds.chat(SLO(tpot=0.1), ttft_slowdown=3.0)
+    kind = request_kinds.chat(SLO(tpot=0.1), ttft_slowdown=3.0)
     load = traces.make("t", Trace("t", tuple(OFFERS)), [kind], prefill=lambda tokens: tokens / 64, texts=False)
     assert [load.slo(a) for a in load.arrivals] == [SLO(3 * o.prompt / 64, 0.1) for o in OFFERS]
 

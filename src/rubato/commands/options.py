@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from rubato.core.types import SLO
-from rubato.workloads import mix
-from rubato.workloads.kinds import Kind, chat, code, summary
+from rubato.workloads import kinds_file
+from rubato.workloads.request_kinds import Kind, chat, code, summary
 
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
@@ -29,7 +29,7 @@ def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 def kinds(args: argparse.Namespace) -> list[Kind]:
     """What `tiers` was told. Raises ValueError or OSError for a file of kinds that cannot be used."""
     if args.kinds:
-        return mix.read(args.kinds)
+        return kinds_file.read(args.kinds)
     return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
 
 

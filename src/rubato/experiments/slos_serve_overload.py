@@ -24,8 +24,8 @@ from rubato.records import Record
 from rubato.setting import Choice, Hardware, Setting, oracle, packaged
 from rubato.workloads import Workload
 from rubato.workloads.arrivals import Piecewise
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
 from rubato.workloads.scenarios import get
 
 SOURCE = "ours; soft admission as in SLOs-Serve, §3.2"

@@ -23,9 +23,9 @@ from rubato.alone import without_hopeless
 from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.intervals import Estimate, over_seeds
-from rubato.resample import Stretch
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.workloads import Workload
+from rubato.workloads.resample import Stretch
 
 SOURCE = "SLOs-Serve, Fig. 13 and §6.2"
 SECONDS = 1500.0

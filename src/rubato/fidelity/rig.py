@@ -28,8 +28,8 @@ from rubato.records import Run
 from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Workload
-from rubato.workloads.kinds import Kind, chat, code, summary
-from rubato.workloads.making import make
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind, chat, code, summary
 from rubato.workloads.texts import Count
 
 ENGINE: dict[str, Any] = {"kv_gib": 1.0, "max_seqs": 64, "max_tokens": 2048}

@@ -1,6 +1,6 @@
 """What is offered: which request arrives when, how long, under which SLOs. One seeded file for all."""
 
-from rubato.workloads.file import WorkloadError, read, write
 from rubato.workloads.workload import Arrival, Part, Workload
+from rubato.workloads.workload_file import WorkloadError, read, write
 
 __all__ = ["Arrival", "Part", "Workload", "WorkloadError", "read", "write"]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-from rubato.workloads import file, scenarios, traces
+from rubato.workloads import scenarios, traces, workload_file
 from rubato.workloads.arrivals import Process, parse
-from rubato.workloads.kinds import Kind
-from rubato.workloads.making import Prefill, make
+from rubato.workloads.generate import Prefill, make
+from rubato.workloads.request_kinds import Kind
 from rubato.workloads.texts import with_texts
 from rubato.workloads.workload import Workload
 
@@ -82,7 +82,7 @@ def from_file(args: argparse.Namespace) -> Workload:
     """The file of --workload, at --rate, with texts if asked for."""
     if args.kinds or args.arrivals_from or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
-    made = file.read(args.workload)
+    made = workload_file.read(args.workload)
     made = made if args.rate is None else made.rescaled(args.rate)
     made = made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
     return with_texts(made) if args.texts else made
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace, kinds: Callable[[], Sequence[Kind]]) -> int:
     if not path or (args.out and args.output):
         raise ValueError("name one file to write: -o FILE")
     made = asked(args, kinds, args.seed)
-    file.write(made, path)
+    workload_file.write(made, path)
     print(f"{path}: {len(made.arrivals)} requests in {made.duration:g} s")
     for name in ("empty", "skipped", "best_effort", "max_length"):
         if name in made.notes:

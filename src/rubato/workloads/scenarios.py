@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from rubato.core.types import SLO
 from rubato.policies import nearest
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
-from rubato.workloads.kinds import Change, Kind, Then, within
+from rubato.workloads.generate import Prefill
+from rubato.workloads.generate import make as drawn
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of
-from rubato.workloads.making import Prefill
-from rubato.workloads.making import make as drawn
+from rubato.workloads.request_kinds import Change, Kind, Then, within
 from rubato.workloads.workload import Workload, check_rate
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rubato import prompts
+from rubato.workloads import prompts
 from rubato.workloads.workload import Arrival, Workload
 
 Count = Callable[[str], int]

@@ -34,11 +34,11 @@ import orjson
 from rubato.core.types import SLO
 from rubato.policies import nearest
 from rubato.workloads.arrivals import Process, Replay
-from rubato.workloads.file import json_object
-from rubato.workloads.kinds import Kind, tiers_of
-from rubato.workloads.making import Prefill, Promises
+from rubato.workloads.generate import Prefill, Promises
+from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.texts import Count, with_texts
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
+from rubato.workloads.workload_file import json_object
 
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `making.make`'s
 

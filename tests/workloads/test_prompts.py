@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 
-from rubato import prompts
 from rubato.core.types import SLO, Limits
 from rubato.latency import affine
 from rubato.records import rejudged
 from rubato.simulate import Setup, simulated_run
-from rubato.workloads import Arrival, Part, Workload, scenarios
-from rubato.workloads.kinds import chat, code
-from rubato.workloads.making import make
+from rubato.workloads import Arrival, Part, Workload, prompts, scenarios
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import chat, code
 from rubato.workloads.texts import with_texts
 
 LIMITS = Limits(32, 1024, 16384, 8192, 16)

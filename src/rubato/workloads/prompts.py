@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rubato import prompt_parts as parts
+from rubato.workloads import prompt_fragments as parts
 
 # What byte-pair vocabularies of 30-130k entries do with English and Python: a common word with its leading space is
 # one token, a long one two, a run of digits or of punctuation one or more, a line break with its indentation one.

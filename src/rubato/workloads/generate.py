@@ -14,10 +14,10 @@ import numpy as np
 import orjson
 
 from rubato.core.types import SLO
-from rubato.prompts import TEXTS
 from rubato.workloads.arrivals import Poisson, Process, offered
-from rubato.workloads.kinds import Change, Kind, Then, tiers_of
 from rubato.workloads.lengths import Floats, Ints, of
+from rubato.workloads.prompts import TEXTS
+from rubato.workloads.request_kinds import Change, Kind, Then, tiers_of
 from rubato.workloads.texts import Count, with_texts
 from rubato.workloads.workload import Arrival, Part, Workload, check_rate
 

@@ -8,16 +8,15 @@ import numpy as np
 import orjson
 import pytest
 
-from rubato import prompts
 from rubato.core.types import SLO
-from rubato.workloads import Arrival, Part, Workload, WorkloadError, kinds, read, write
-from rubato.workloads.making import make
+from rubato.workloads import Arrival, Part, Workload, WorkloadError, prompts, read, request_kinds, write
+from rubato.workloads.generate import make
 
 CHAT, CODE, SUMMARY = SLO(ttft=1.0, tpot=0.08), SLO(tpot=0.05), SLO(e2e=20.0)
 KINDS = (
-    kinds.chat(CHAT, share=5),
-    kinds.code(CODE, share=3),
-    kinds.summary(SUMMARY, share=2, tier="batch"),
+    request_kinds.chat(CHAT, share=5),
+    request_kinds.code(CODE, share=3),
+    request_kinds.summary(SUMMARY, share=2, tier="batch"),
 )
 
 
@@ -111,7 +110,7 @@ def test_changing_the_tokenizer_changes_counts_only():
 
 
 def test_arrivals_are_poisson_at_the_rate_asked_for():
-    load = make("p", (kinds.chat(CHAT),), 4.0, duration=250.0, seed=1)
+    load = make("p", (request_kinds.chat(CHAT),), 4.0, duration=250.0, seed=1)
     gaps = np.diff([a.at for a in load.arrivals])
     assert load.duration == 250.0
     assert load.arrivals[-1].at < 250.0
@@ -174,11 +173,11 @@ def test_impossible_arguments_are_refused(arguments, message):
 
 def test_kinds_that_contradict_are_refused():
     with pytest.raises(ValueError, match="share the tier"):
-        make("x", (kinds.chat(CHAT), kinds.code(CODE, tier="chat")), 1.0, count=3)
+        make("x", (request_kinds.chat(CHAT), request_kinds.code(CODE, tier="chat")), 1.0, count=3)
     with pytest.raises(ValueError, match="has no texts"):
-        make("x", [kinds.Kind("chess", CHAT, (1, 2), (1, 2))], 1.0, count=3)
+        make("x", [request_kinds.Kind("chess", CHAT, (1, 2), (1, 2))], 1.0, count=3)
     with pytest.raises(ValueError, match=r"output is \(9, 3\)"):
-        kinds.chat(CHAT, output=(9, 3))
+        request_kinds.chat(CHAT, output=(9, 3))
 
 
 HEADER = {"format": "rubato-workload/1", "name": "n", "seed": 0, "tiers": {"chat": {"ttft": 1.0}}}

@@ -8,9 +8,9 @@ import pytest
 from rubato.core.types import SLO
 from rubato.workloads import Part
 from rubato.workloads.arrivals import Gamma, Poisson
-from rubato.workloads.kinds import Change, Kind, Then
+from rubato.workloads.generate import BEST_EFFORT, make
 from rubato.workloads.lengths import Normal, fixed
-from rubato.workloads.making import BEST_EFFORT, make
+from rubato.workloads.request_kinds import Change, Kind, Then
 
 A = Kind("a", SLO(tpot=0.05), (100, 200), (10, 20), ttft_slowdown=3.0, share=2.0, acceptance=(0.5, 0.9))
 B = Kind("b", SLO(ttft=1.0), (300, 400), (30, 40), tenant="acme")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rubato.core.types import SLO
-from rubato.workloads import kinds, mix
+from rubato.workloads import kinds_file, request_kinds
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 
 TEXT = """
@@ -27,10 +27,10 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_kinds_have_tiers_shares_and_lengths(tmp_path: Path) -> None:
-    assert mix.read(written(tmp_path, TEXT)) == [
-        kinds.chat(SLO(1.0, 0.08), share=6.0),
-        kinds.summary(SLO(e2e=60.0), tier="batch", prompt=(400, 900), output=(30, 80)),
-        kinds.code(SLO(), tier="free", share=3.0, prompt=(200, 200), output=(60, 60)),
+    assert kinds_file.read(written(tmp_path, TEXT)) == [
+        request_kinds.chat(SLO(1.0, 0.08), share=6.0),
+        request_kinds.summary(SLO(e2e=60.0), tier="batch", prompt=(400, 900), output=(30, 80)),
+        request_kinds.code(SLO(), tier="free", share=3.0, prompt=(200, 200), output=(60, 60)),
     ]
 
 
@@ -41,8 +41,8 @@ kinds:
   - {app: chat, tier: t, output: {mean: 60, std: 50, p99: 250}, ttft_slowdown: 4}
   - {app: search, tier: t, prompt: {mean: 900, p99: 4000}, output: {percentiles: {90: 120, 50: 40}}}
 """
-    one, two = mix.read(written(tmp_path, text))
-    assert one == kinds.chat(SLO(tpot=0.05), tier="t", output=log_normal(60, 50, 250), ttft_slowdown=4.0)
+    one, two = kinds_file.read(written(tmp_path, text))
+    assert one == request_kinds.chat(SLO(tpot=0.05), tier="t", output=log_normal(60, 50, 250), ttft_slowdown=4.0)
     assert two.prompt == log_normal_p99(900, 4000)
     assert two.output == Percentiles((0.5, 0.9), (40.0, 120.0))
 
@@ -70,5 +70,5 @@ kinds:
 )
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
-        mix.read(written(tmp_path, TEXT.replace(old, new, 1)))
+        kinds_file.read(written(tmp_path, TEXT.replace(old, new, 1)))
     assert "mix.yaml" in str(error.value)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rubato.resample import bootstrapped, busiest, multiplied, sampled, window
 from rubato.setting import Trace as Source
 from rubato.workloads import Workload
+from rubato.workloads.resample import bootstrapped, busiest, multiplied, sampled, window
 from rubato.workloads.traces import Offer, Trace, make
 from tests.experiments.machine import KINDS
 

@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rubato.config import TierSettings
 from rubato.policies import nearest
-from rubato.workloads.kinds import Kind, Range, chat, code, summary
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
+from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
 
 USUAL = {"chat": chat, "code": code, "summary": summary}
 
