@@ -23,7 +23,7 @@ from statistics import median
 import aiohttp
 
 from rubato.engines.torch import bundled_model
-from rubato.serverprocess import ServerProcess
+from rubato.measure.server_process import ServerProcess
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rubato.engines.torch import bundled_model
-from rubato.serverprocess import ServerProcess
+from rubato.measure.server_process import ServerProcess
 
 TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TTFT, TPOT
 KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}

@@ -17,10 +17,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rubato import results
 from rubato.fidelity.learned import Learned, say
 from rubato.fidelity.rig import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
 from rubato.fidelity.table import table
+from rubato.measure import results
 
 
 def told(what: Learned, rate: float, scale: Scale, threads: int | None) -> str:

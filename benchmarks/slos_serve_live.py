@@ -23,8 +23,8 @@ from typing import Any
 from rubato import demo
 from rubato.core.types import SLO
 from rubato.engines.torch import bundled_model
-from rubato.intervals import over_seeds
-from rubato.records import Run
+from rubato.measure.confidence import over_seeds
+from rubato.measure.records import Run
 from rubato.setting import Choice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind

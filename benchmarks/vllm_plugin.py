@@ -30,10 +30,10 @@ from typing import Any
 
 from vllm_env import ROOT, ensure_env
 
-from rubato import bench, results
 from rubato.core.types import SLO
 from rubato.demo import HOLDS, PROMPT, Unloaded, held, kinds
-from rubato.records import Run, summarise
+from rubato.measure import load_generator, results
+from rubato.measure.records import Run, summarise
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import code
@@ -61,7 +61,7 @@ class Contender:
     label: str
     scheduler: str
     flags: tuple[str, ...] = ()
-    slos: bench.TierField = "none"
+    slos: load_generator.TierField = "none"
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Load:
 
 def ask(server: Server, load: Workload) -> Run:
     return asyncio.run(
-        bench.run(
+        load_generator.run(
             load, server.url, MODEL, label=server.contender.label, tier_field=server.contender.slos, warmup=0,
             progress=False,
         )

@@ -18,8 +18,8 @@ import numpy as np
 from rubato import alone, cells
 from rubato.cells import Cell, Done
 from rubato.core.types import Shape
-from rubato.intervals import Estimate, over_seeds
-from rubato.records import Run, versions
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import Run, versions
 from rubato.setting import Setting, Source
 from rubato.sweep import markdown
 from rubato.workloads import Workload

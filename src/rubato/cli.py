@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from rubato import bench, compare, goodput, policies, profile, results
-from rubato import plot as plotting
+from rubato import policies
 from rubato.commands import capacity, figure, options, plan, sweep
 from rubato.config import Config, load
 from rubato.core import event_log
@@ -26,6 +25,8 @@ from rubato.core.slo import RULES
 from rubato.core.timeline import steps
 from rubato.core.types import Limits
 from rubato.latency import fit
+from rubato.measure import compare, goodput, load_generator, profile_engine, results
+from rubato.measure import plot as plotting
 from rubato.workloads import Workload
 from rubato.workloads import command as offered
 
@@ -123,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seconds", type=float, help="seconds of load per policy (default: by the machine's speed)")
     demo.add_argument("--seed", type=int, default=0)
 
-    profile.arguments(command("profile", profile.run, "make a hardware profile: measure a model, or ask kernel tables"))
+    profile_engine.arguments(
+        command("profile", profile_engine.run, "make a hardware profile: measure a model, or ask kernel tables")
+    )
     command("policies", _policies, "list policies, their settings and sources")
     return parser
 
@@ -230,14 +233,14 @@ def _bench(args: argparse.Namespace) -> int:
     loads = _loads(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
-    listed = asyncio.run(bench.look(args.url, args.api_key, headers))
-    slo_as: bench.TierField = "body" if listed.knows_slos else "none"
+    listed = asyncio.run(load_generator.look(args.url, args.api_key, headers))
+    slo_as: load_generator.TierField = "body" if listed.knows_slos else "none"
     if args.slo_as != "auto":
         slo_as = args.slo_as
     fixed = listed.fixed_lengths
     runs = [
         asyncio.run(
-            bench.run(
+            load_generator.run(
                 load,
                 args.url,
                 args.model or listed.first(args.url),

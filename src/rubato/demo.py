@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rubato import bench, plot, results
 from rubato.capacity import narrowed
 from rubato.core import event_log
 from rubato.core.clock import WallClock, process_cpu_time
@@ -31,9 +30,10 @@ from rubato.core.types import SLO, Limits, Sample, Shape
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
+from rubato.measure import load_generator, plot, results
+from rubato.measure.server_process import ServerProcess
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
-from rubato.serverprocess import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.generate import make
@@ -126,7 +126,7 @@ def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
     holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
     if not holding:
         lowest = min(rate for rate, _ in tries)
-        raise bench.BenchError(
+        raise load_generator.BenchError(
             f"{policy} held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
         )
     low, at_low = max(holding)
@@ -145,7 +145,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
 
     _check_able(policy)
     if seconds is not None and not 1.0 <= seconds <= 3600.0:
-        raise bench.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
+        raise load_generator.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     stage = Stage(out, str(bundled_model.ensure()), seed, Progress(policy))
@@ -389,7 +389,9 @@ class Stage:
         records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
         ttft, tpot = ([v for r in records[1:] if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
         if len(ttft) + len(tpot) < 10:
-            raise bench.BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
+            raise load_generator.BenchError(
+                f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}"
+            )
         return Unloaded(median(ttft), median(tpot))
 
     def _burst(self, url: str, requests: int) -> None:
@@ -482,9 +484,9 @@ class Stage:
         return ServerProcess(config, self.out / f"{name}.log")
 
     def _bench(
-        self, url: str, load: Workload, label: str, slo: bench.TierField = "body", warmup: int = 0
+        self, url: str, load: Workload, label: str, slo: load_generator.TierField = "body", warmup: int = 0
     ) -> results.Run:
-        how = bench.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=False)
+        how = load_generator.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=False)
         return asyncio.run(how)
 
     def _one(self, load: Workload, arrival: Arrival) -> Workload:

@@ -11,9 +11,9 @@ from rubato import alone
 from rubato.cells import Done
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Sample, Shape
-from rubato.intervals import Estimate
 from rubato.lean.run import Seconds
-from rubato.records import Record, versions
+from rubato.measure.confidence import Estimate
+from rubato.measure.records import Record, versions
 from rubato.setting import Setting, Source
 from rubato.simulate import uncollected
 from rubato.sweep import markdown, percent

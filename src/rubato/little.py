@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rubato.records import Run
+from rubato.measure.records import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rubato.intervals import ALL
-from rubato.plot import COLOURS, STYLES
+from rubato.measure.confidence import ALL
+from rubato.measure.plot import COLOURS, STYLES
 from rubato.sweep import Point
 
 

@@ -22,8 +22,8 @@ from rubato.core.length_prediction import Oracle
 from rubato.core.types import Limits, Shape
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
+from rubato.measure.records import Run
 from rubato.policies import load, router_for
-from rubato.records import Run
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make

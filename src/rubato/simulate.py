@@ -20,8 +20,8 @@ from rubato.latency.with_drafter import Drafted
 from rubato.lean.drive import drive
 from rubato.lean.host import LeanHost
 from rubato.lean.view import SUPPORTS
+from rubato.measure.records import Record, Run
 from rubato.policies import load, optional, router_for
-from rubato.records import Record, Run
 from rubato.workloads import Arrival, Workload
 
 

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rubato import cells, results
+from rubato import cells
 from rubato.cells import Cell, Done
-from rubato.intervals import ALL, Estimate, attainment_over_seeds, over_seeds
-from rubato.records import versions
+from rubato.measure import results
+from rubato.measure.confidence import ALL, Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.records import versions
 from rubato.setting import Setting, Source
 from rubato.workloads.workload import check_rate
 

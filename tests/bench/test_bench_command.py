@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from rubato.cli import main
-from tests.bench.test_bench import Scripted
+from tests.measure.test_load_generator import Scripted
 
 FIXED = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 PLAIN = {"stream_options": {"include_usage": True}}

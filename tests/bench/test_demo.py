@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rubato import demo
-from rubato.bench import BenchError
 from rubato.core.types import SLO, Shape, Verdict
 from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate, held
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
+from rubato.measure.load_generator import BenchError
+from rubato.measure.records import Record, Run
+from rubato.measure.results import compare
 from rubato.policies import PolicyError
-from rubato.records import Record, Run
-from rubato.results import compare
 from rubato.workloads import Workload
 
 FAST = affine.Model(k=(0.0, 1e-4), b=(0.01, 0.0), a=1e-7)

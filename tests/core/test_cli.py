@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rubato import results
 from rubato.cli import main
 from rubato.core import event_log
 from rubato.core.types import SLO, Limits
+from rubato.measure import results
 from rubato.simulate import Setup, simulate
 from rubato.workloads import read, write
 from rubato.workloads.generate import make

@@ -13,7 +13,7 @@ import pytest
 from rubato import experiments
 from rubato.cli import main
 from rubato.experiments import Claim, claims, failed, names
-from rubato.intervals import Estimate
+from rubato.measure.confidence import Estimate
 from rubato.papers import page
 
 ROOT = Path(__file__).parents[2]

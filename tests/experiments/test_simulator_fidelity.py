@@ -13,8 +13,8 @@ from rubato.core.types import SLO
 from rubato.experiments import simulator_fidelity as figure
 from rubato.fidelity.rig import Outcome
 from rubato.fidelity.table import Cell, Figures, Rule
-from rubato.intervals import Estimate
-from rubato.records import Run
+from rubato.measure.confidence import Estimate
+from rubato.measure.records import Run
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat

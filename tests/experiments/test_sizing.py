@@ -9,8 +9,8 @@ import pytest
 from rubato import sizing
 from rubato.core.types import SLO, Limits, Shape
 from rubato.fleetplan import Faster, Plan, Question, effect
-from rubato.intervals import Estimate, attainment_over_seeds
 from rubato.latency import profiles
+from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.setting import Choice, Setting
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, busiest, window

@@ -14,7 +14,7 @@ from rubato.experiments._promising import Log, Scheduler
 from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
 from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
-from rubato.records import Record, Run
+from rubato.measure.records import Record, Run
 from rubato.workloads import Arrival, Part, Workload
 from tests.policies.test_tables import prompt, seen
 

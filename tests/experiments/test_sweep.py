@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rubato import sweep
-from rubato.intervals import ALL
-from rubato.results import as_json
+from rubato.measure.confidence import ALL
+from rubato.measure.results import as_json
 from rubato.setting import Choice
 from rubato.sweep import Sweep
 from tests.experiments.machine import mix, setting

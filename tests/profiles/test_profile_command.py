@@ -7,14 +7,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato import profile
 from rubato.cli import main
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.types import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine, profiles, step_table
 from rubato.latency.fit_error import error_report
-from rubato.profile import points, profile_of
+from rubato.measure import profile_engine
+from rubato.measure.profile_engine import points, profile_of
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
 LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2900, block=16)
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured for a file that cannot be written")
 
-    monkeypatch.setattr(profile, "_measured", measured)
+    monkeypatch.setattr(profile_engine, "_measured", measured)
     assert main(["profile", "bundled", option, "/nonexistent/x.json"]) == 2
     assert f"{option} /nonexistent/x.json cannot be written: there is no folder" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import pytest
 
 from rubato.core.types import SLO, Limits
 from rubato.latency import affine
-from rubato.records import rejudged
+from rubato.measure.records import rejudged
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Part, Workload, prompts, scenarios
 from rubato.workloads.generate import make

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rubato import experiments, results
+from rubato import experiments
 from rubato.commands import options
+from rubato.measure import results
 from rubato.papers import bar, page, read
 from rubato.sweep import markdown
 

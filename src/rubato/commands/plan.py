@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato import results, sizing, sweep
+from rubato import sizing, sweep
 from rubato.commands import experiment, options
 from rubato.fleetplan import Question
+from rubato.measure import results
 
 
 def add(commands: Any) -> None:

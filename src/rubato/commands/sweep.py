@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato import results, sweep
+from rubato import sweep
 from rubato.commands import experiment, options
+from rubato.measure import results
 
 
 def add(commands: Any) -> None:

@@ -25,9 +25,9 @@ import yaml
 
 from rubato import cells
 from rubato.cells import Cell
-from rubato.intervals import Estimate
+from rubato.measure.confidence import Estimate
+from rubato.measure.records import versions
 from rubato.policies import nearest
-from rubato.records import versions
 
 FORMAT = "rubato-figure/1"
 Kind = Literal["check", "paper"]

@@ -16,9 +16,9 @@ import numpy as np
 from rubato.cells import Cell
 from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
-from rubato.intervals import Estimate, over_seeds
 from rubato.latency.affine import Model
 from rubato.little import little
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
 

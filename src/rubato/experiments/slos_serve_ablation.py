@@ -19,7 +19,7 @@ from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import ALPHA, drafter
 from rubato.experiments.slos_serve_scaling import Able, Scale, crossed
-from rubato.intervals import Estimate, over_seeds
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Choice, Scenario, Setting, oracle, packaged
 from rubato.sweep import markdown
 from rubato.workloads import scenarios

@@ -21,9 +21,9 @@ from rubato.cells import Cell
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
-from rubato.intervals import Estimate, over_seeds
 from rubato.latency import profiles
-from rubato.records import Run
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import Run
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.sweep import markdown
 from rubato.workloads import Arrival, Workload, scenarios

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
-from rubato.intervals import Estimate, over_seeds
-from rubato.records import Record
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import Record
 from rubato.setting import Choice, Setting, oracle
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"

@@ -17,8 +17,8 @@ from rubato.core.types import Shape
 from rubato.experiments import Found
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments.slos_serve_capacity import FULL, OPT, OURS, SMALL, Rates, Scale
-from rubato.intervals import Estimate
 from rubato.latency import profiles
+from rubato.measure.confidence import Estimate
 from rubato.sweep import markdown
 from rubato.workloads import scenarios
 

@@ -20,8 +20,8 @@ from rubato.core.types import Sample, Shape
 from rubato.experiments import Found
 from rubato.experiments._promising import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
-from rubato.intervals import Estimate, over_seeds
 from rubato.latency import affine
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Choice, Hardware, Setting, oracle
 from rubato.sweep import markdown
 

@@ -15,7 +15,7 @@ import numpy as np
 from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
-from rubato.intervals import Estimate, over_seeds
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Choice, Setting, oracle
 
 SOURCE = "SLOs-Serve, Fig. 12 and §6.1"

@@ -19,8 +19,8 @@ from rubato.cells import Cell
 from rubato.core.types import SLO
 from rubato.experiments import Found
 from rubato.experiments._promising import Log
-from rubato.intervals import Estimate, over_seeds
-from rubato.records import Record
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import Record
 from rubato.setting import Choice, Hardware, Setting, oracle, packaged
 from rubato.workloads import Workload
 from rubato.workloads.arrivals import Piecewise

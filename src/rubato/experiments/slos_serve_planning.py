@@ -22,7 +22,7 @@ from rubato.core.types import SLO, Finished, Request, Sampling, Shape, Stage
 from rubato.experiments import Found
 from rubato.experiments._timed import Planned
 from rubato.experiments.simulator_speed import loop_seconds
-from rubato.intervals import Estimate, over_seeds
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Hardware, packaged
 from rubato.simulate import Setup, simulate, uncollected
 

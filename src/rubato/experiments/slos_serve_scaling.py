@@ -22,7 +22,7 @@ from rubato import capacity
 from rubato.alone import without_hopeless
 from rubato.cells import Cell
 from rubato.experiments import Found
-from rubato.intervals import Estimate, over_seeds
+from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch

@@ -18,8 +18,8 @@ from typing import Any
 from rubato.cells import Cell
 from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
-from rubato.intervals import Estimate
 from rubato.latency.affine import Model
+from rubato.measure.confidence import Estimate
 from rubato.setting import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
 

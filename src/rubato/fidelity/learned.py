@@ -15,7 +15,7 @@ from rubato.core.types import SLO, Event, Finished, Offered, Sample, Shape, Step
 from rubato.latency import affine
 from rubato.latency.fit import fit
 from rubato.latency.fit_error import Report
-from rubato.records import Record, Run, verdict
+from rubato.measure.records import Record, Run, verdict
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
 

@@ -16,7 +16,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from rubato import bench, results
 from rubato.capacity import narrowed
 from rubato.core import event_log
 from rubato.core.types import SLO, Event, Limits, Offered
@@ -24,8 +23,9 @@ from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pac
 from rubato.fidelity.table import Cell, Rule, figures
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
-from rubato.records import Run
-from rubato.serverprocess import ServerProcess
+from rubato.measure import load_generator, results
+from rubato.measure.records import Run
+from rubato.measure.server_process import ServerProcess
 from rubato.simulate import Setup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
@@ -115,11 +115,15 @@ class Rig:
     def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> Run:
         """Raises BenchError when a request fails."""
         run = asyncio.run(
-            bench.run(load, url, "fidelity", label=label, tier_field="slo", warmup=warmup, progress=sys.stderr.isatty())
+            load_generator.run(
+                load, url, "fidelity", label=label, tier_field="slo", warmup=warmup, progress=sys.stderr.isatty()
+            )
         )
         failed = [r for r in run.records if r.outcome == "failed"]
         if failed:
-            raise bench.BenchError(f"{label}: {len(failed)} of {len(run.records)} requests failed: {failed[0].reason}")
+            raise load_generator.BenchError(
+                f"{label}: {len(failed)} of {len(run.records)} requests failed: {failed[0].reason}"
+            )
         for problem in run.problems:
             say(f"  {label}: {problem}")
         return run

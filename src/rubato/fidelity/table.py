@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rubato.intervals import Estimate, over_seeds
-from rubato.records import Run, summarise
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import Run, summarise
 
 SLACK = 1.5  # times what the live runs differ by
 HEAD = (

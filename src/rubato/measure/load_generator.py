@@ -21,12 +21,12 @@ import aiohttp
 import numpy as np
 from tqdm import tqdm
 
-from rubato.answer import Answer, ask
 from rubato.core.clock import process_cpu_time
 from rubato.core.types import Request
-from rubato.goodput import Bounds
-from rubato.records import Client, Record, Run, verdict, versions
-from rubato.target import BenchError, Endpoint, Target, TierField, look, v1
+from rubato.measure.goodput import Bounds
+from rubato.measure.http_client import BenchError, Endpoint, Target, TierField, look, v1
+from rubato.measure.http_response import Answer, ask
+from rubato.measure.records import Client, Record, Run, verdict, versions
 from rubato.workloads import Arrival, Workload, prompts
 
 __all__ = ["BenchError", "TierField", "delay_bound", "look", "run"]

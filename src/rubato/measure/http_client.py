@@ -14,8 +14,8 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from rubato.answer import told
 from rubato.core.types import SLO
+from rubato.measure.http_response import told
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]

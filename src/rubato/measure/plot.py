@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.records import Record, Run, summarise
+from rubato.measure.records import Record, Run, summarise
 
 # Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A7A7A")

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from rubato.intervals import Fate, Pair, paired, proportion, unpaired, wilson
+from rubato.measure.confidence import Fate, Pair, paired, proportion, unpaired, wilson
 
 
 @pytest.mark.parametrize(

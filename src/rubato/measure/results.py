@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from rubato.core.types import SLO
-from rubato.intervals import Difference, Pair, default_block, paired
-from rubato.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
+from rubato.measure.confidence import Difference, Pair, default_block, paired
+from rubato.measure.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
 
 __all__ = [
     "Client", "Comparison", "Record", "Row", "Run", "as_json", "compare", "comparison_text", "dumps", "fingerprint",

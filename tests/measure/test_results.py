@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 import orjson
 import pytest
 
-from rubato import plot, results
 from rubato.core.types import SLO
-from rubato.results import Client, Record, Run, compare, summarise, to_json, verdict
+from rubato.measure import plot, results
+from rubato.measure.results import Client, Record, Run, compare, summarise, to_json, verdict
 from rubato.workloads import Arrival, Workload
 
 TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}

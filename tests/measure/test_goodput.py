@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from rubato import results
-from rubato.goodput import Bounds, parse
-from rubato.records import summarise
-from tests.bench.test_results import FATES, run
+from rubato.measure import results
+from rubato.measure.goodput import Bounds, parse
+from rubato.measure.records import summarise
+from tests.measure.test_results import FATES, run
 
 
 def test_bounds_are_milliseconds_by_vllms_names():

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from rubato import compare, results
-from rubato.goodput import Bounds
-from tests.bench.test_results import run, workload
+from rubato.measure import compare, results
+from rubato.measure.goodput import Bounds
+from tests.measure.test_results import run, workload
 
 
 def steady(label, late, load=None, **changes):

@@ -20,8 +20,8 @@ import orjson
 
 from rubato.core.slo import StageTimes, judge
 from rubato.core.types import Outcome, Request, Verdict
-from rubato.goodput import Bounds
-from rubato.intervals import ALL, Fate, proportion, wilson
+from rubato.measure.confidence import ALL, Fate, proportion, wilson
+from rubato.measure.goodput import Bounds
 from rubato.workloads import Workload
 
 

@@ -8,10 +8,10 @@ import orjson
 import pytest
 from aiohttp import web
 
-from rubato import bench
-from rubato.bench import BenchError
 from rubato.core.types import SLO
-from rubato.target import Listed
+from rubato.measure import load_generator
+from rubato.measure.http_client import Listed
+from rubato.measure.load_generator import BenchError
 from rubato.workloads import Arrival, Workload
 
 PATIENT = 60.0  # a bound on the client's lateness that no busy test machine exceeds
@@ -247,7 +247,7 @@ def offer(workload, *, opens_at=0, key=None, model=None, suffix="", **options):
         try:
             arguments = {"progress": False, "warmup": 1, "max_delay": PATIENT} | options
             url = f"http://127.0.0.1:{port}{suffix}"
-            return await bench.run(workload, url, model or "tiny", **arguments), server
+            return await load_generator.run(workload, url, model or "tiny", **arguments), server
         finally:
             await runner.cleanup()
 
@@ -424,7 +424,9 @@ def test_a_stall_between_requests_shows_in_the_lag_of_the_loop():
 def test_the_bound_follows_the_tightest_ttft():
     def bound(*ttfts):
         arrival = Arrival("a", 0.0, "0", "", 1, 1)
-        return bench.delay_bound(Workload("w", 0, 1.0, 1.0, {str(i): SLO(t) for i, t in enumerate(ttfts)}, (arrival,)))
+        return load_generator.delay_bound(
+            Workload("w", 0, 1.0, 1.0, {str(i): SLO(t) for i, t in enumerate(ttfts)}, (arrival,))
+        )
 
     assert bound(3.0, 8.0) == 0.05
     assert bound(0.4, 8.0) == pytest.approx(0.02)
@@ -436,24 +438,24 @@ def test_a_run_that_cannot_begin_says_why():
     with pytest.raises(BenchError, match="has no model 'large': it has 'tiny'"):
         offer(load("good"), model="large")
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(bench.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
+        asyncio.run(load_generator.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(bench.look("http://127.0.0.1:1"))
+        asyncio.run(load_generator.look("http://127.0.0.1:1"))
     bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
     with pytest.raises(BenchError, match="no prompt text: make some"):
-        asyncio.run(bench.run(bare, "http://127.0.0.1:1", "tiny", progress=False))
+        asyncio.run(load_generator.run(bare, "http://127.0.0.1:1", "tiny", progress=False))
 
 
 def test_a_server_that_vanishes_is_a_problem_of_the_whole_run():
     async def main():
         workload = load("good", "good")
-        return await bench.run(workload, "http://127.0.0.1:1", "tiny", progress=False, max_delay=PATIENT)
+        return await load_generator.run(workload, "http://127.0.0.1:1", "tiny", progress=False, max_delay=PATIENT)
 
     async def ready(*arguments):
         return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "_prepare", ready)
+        patch.setattr(load_generator, "_prepare", ready)
         run = asyncio.run(main())
     assert [r.outcome for r in run.records] == ["failed", "failed"]
     assert any("no request got an answer over HTTP" in problem for problem in run.problems)

@@ -1,0 +1,1 @@
+"""Load generation, request records, confidence intervals, comparisons, plots, engine profiling."""
