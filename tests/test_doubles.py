@@ -16,14 +16,14 @@ from rubato.core.sequence import Seq
 from rubato.core.types import Event, Finished, Limits, Plan
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
-from rubato.lean.host import LeanHost
 from rubato.policies import load
-from rubato.simulate import Setup, simulate
+from rubato.simulation.fast_host import LeanHost
+from rubato.simulation.simulate import Setup, simulate
 from tests.core import test_speculation
 from tests.doubles import Linear, request
 from tests.fleet import test_cluster, test_handoff
-from tests.lean import test_equal
 from tests.policies import test_properties
+from tests.simulation import test_equal
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
 LOAD = test_properties.Load((request("a"), request("b", 30)), {"a": (5,), "b": (9,)}, LIMITS)

@@ -273,7 +273,7 @@ def _header(text: str) -> tuple[str, str]:
 
 def _simulate(args: argparse.Namespace) -> int:
     from rubato.configured import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
-    from rubato.simulate import Setup, simulated_run
+    from rubato.simulation.simulate import Setup, simulated_run
 
     config = _config(args)
     loads = _loads(args)

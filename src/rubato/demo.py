@@ -34,7 +34,7 @@ from rubato.measure import load_generator, plot, results
 from rubato.measure.server_process import ServerProcess
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
-from rubato.simulate import Setup, simulated_run
+from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind

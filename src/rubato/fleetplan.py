@@ -11,11 +11,11 @@ from rubato import alone
 from rubato.cells import Done
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Sample, Shape
-from rubato.lean.run import Seconds
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
 from rubato.setting import Setting, Source
-from rubato.simulate import uncollected
+from rubato.simulation.simulate import uncollected
+from rubato.simulation.step_run import Seconds
 from rubato.sweep import markdown, percent
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, bootstrapped, inside

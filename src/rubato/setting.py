@@ -24,7 +24,7 @@ from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run
 from rubato.policies import load, router_for
-from rubato.simulate import Setup, simulated_run
+from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind

@@ -23,7 +23,7 @@ from rubato.capacity import estimate
 from rubato.cells import Cell, Program, Wanted
 from rubato.fleetplan import Plan, Question, counted, effect, peak, survey, whole
 from rubato.measure.confidence import Estimate, attainment_over_seeds
-from rubato.simulate import uncollected
+from rubato.simulation.simulate import uncollected
 from rubato.sweep import percent
 from rubato.workloads.resample import bootstrapped, sampled
 

@@ -13,7 +13,7 @@ from rubato.fidelity.learned import Learned, delivered, learned, lengthened, out
 from rubato.fidelity.rig import apart, at_least
 from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
-from rubato.simulate import Setup, simulate, simulated_run
+from rubato.simulation.simulate import Setup, simulate, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat, code

@@ -13,7 +13,7 @@ from rubato.cli import main
 from rubato.core import event_log
 from rubato.core.types import SLO, Limits
 from rubato.measure import results
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from rubato.workloads import read, write
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind

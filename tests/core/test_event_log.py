@@ -7,7 +7,7 @@ import pytest
 from rubato.core.event_log import TraceWriter, encode, read, without_content
 from rubato.core.timeline import steps, timelines
 from rubato.core.types import SLO, Event, Limits, Request, Stage, Tokens
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=2, max_tokens=16, max_length=100, kv_blocks=6, block=8)

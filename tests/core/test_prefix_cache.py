@@ -23,7 +23,7 @@ from rubato.core.types import (
     Work,
 )
 from rubato.policies import describe, load
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})

@@ -35,7 +35,7 @@ from rubato.core.types import (
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.with_drafter import Drafted
-from rubato.simulate import Setup, simulate, simulated_run
+from rubato.simulation.simulate import Setup, simulate, simulated_run
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, request

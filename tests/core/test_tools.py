@@ -18,7 +18,7 @@ from rubato.core.types import (
     Started,
     Tokens,
 )
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.core.test_replica import replica, step
 from tests.doubles import Linear
 

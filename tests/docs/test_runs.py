@@ -12,7 +12,7 @@ import pytest
 from rubato.cli import main
 from rubato.core import event_log
 from rubato.core.types import Limits
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from rubato.workloads import read
 from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced
 from tests.doubles import Linear

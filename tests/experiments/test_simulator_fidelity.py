@@ -15,7 +15,7 @@ from rubato.fidelity.rig import Outcome
 from rubato.fidelity.table import Cell, Figures, Rule
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Run
-from rubato.simulate import Setup, simulated_run
+from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat
 

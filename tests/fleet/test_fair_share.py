@@ -15,7 +15,7 @@ import pytest
 from rubato.core.types import SLO, Finished, Limits, Request, Sampling, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear, request, view
 
 SCHEDULERS = sorted(

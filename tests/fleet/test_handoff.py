@@ -40,7 +40,7 @@ from rubato.core.types import (
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run
 

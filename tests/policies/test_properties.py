@@ -22,7 +22,7 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.conftest import few
 from tests.doubles import Linear
 

@@ -7,7 +7,7 @@ import pytest
 from rubato.core.types import SLO, Limits
 from rubato.latency import affine
 from rubato.measure.records import rejudged
-from rubato.simulate import Setup, simulated_run
+from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Part, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat, code

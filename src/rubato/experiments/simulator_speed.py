@@ -23,7 +23,7 @@ from rubato.core.types import SLO, Limits, Request, Sampling, Stage
 from rubato.experiments import Found
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.simulate import Setup, lean_lines, simulate
+from rubato.simulation.simulate import Setup, lean_lines, simulate
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
 SECONDS = 180.0

@@ -24,7 +24,7 @@ from rubato.experiments._timed import Planned
 from rubato.experiments.simulator_speed import loop_seconds
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.setting import Hardware, packaged
-from rubato.simulate import Setup, simulate, uncollected
+from rubato.simulation.simulate import Setup, simulate, uncollected
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 300.0

@@ -26,7 +26,7 @@ from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
-from rubato.simulate import Setup, simulated_run
+from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind, chat, code, summary

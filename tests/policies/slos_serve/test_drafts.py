@@ -19,7 +19,7 @@ from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, Stride
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.slos_serve.test_guarantee import promised

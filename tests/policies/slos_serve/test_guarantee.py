@@ -15,7 +15,7 @@ from rubato.core.types import SLO, Finished, Limits, OnDecline, Plan, Request, S
 from rubato.latency import affine, kernel_sum, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.conftest import few
 from tests.policies.test_properties import Load
 

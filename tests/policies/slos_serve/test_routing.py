@@ -18,7 +18,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import after_flight
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Seq, request
 from tests.policies.test_tables import decode, prompt, seen
 

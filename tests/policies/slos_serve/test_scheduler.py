@@ -19,7 +19,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, peak, round_of, tightened
-from rubato.simulate import Setup, simulate
+from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 

@@ -33,13 +33,13 @@ from rubato.core.types import (
     Role,
     Started,
 )
-from rubato.lean.blame import blame
-from rubato.lean.dues import Dues
-from rubato.lean.log import Log
-from rubato.lean.pool import Pool
-from rubato.lean.run import Part, Run, Steps
-from rubato.lean.seq import DECODING, PREFILLING, WAITING, LeanSeq
-from rubato.lean.view import LeanView
+from rubato.simulation.decode_pool import Pool
+from rubato.simulation.due_times import Dues
+from rubato.simulation.fast_miss_cause import blame
+from rubato.simulation.fast_sequence import DECODING, PREFILLING, WAITING, LeanSeq
+from rubato.simulation.fast_view import LeanView
+from rubato.simulation.step_log import Log
+from rubato.simulation.step_run import Part, Run, Steps
 
 NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain

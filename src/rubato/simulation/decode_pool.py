@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from rubato.lean.seq import DECODING, LeanSeq
+from rubato.simulation.fast_sequence import DECODING, LeanSeq
 
 NEVER = 1 << 60
 

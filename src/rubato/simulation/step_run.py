@@ -16,7 +16,7 @@ from rubato.core.types import Shape
 from rubato.engines.simulated import check_noise, factors
 
 if TYPE_CHECKING:
-    from rubato.lean.seq import LeanSeq
+    from rubato.simulation.fast_sequence import LeanSeq
 
 DRAWN = 1024  # step-time factors drawn at a time
 

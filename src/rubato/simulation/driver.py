@@ -11,8 +11,8 @@ from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.core.types import Request
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker, cluster_of
 from rubato.fleet.event_bus import Listener
-from rubato.lean.host import Agenda, LeanHost
 from rubato.policies import load
+from rubato.simulation.fast_host import Agenda, LeanHost
 
 Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host
 

@@ -16,12 +16,12 @@ from rubato.core.interfaces import Assigner, View
 from rubato.core.slo import StageTimes
 from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from rubato.latency import profiles
-from rubato.lean.drive import drive
-from rubato.lean.host import LeanHost
-from rubato.lean.run import Run
-from rubato.lean.view import SUPPORTS
 from rubato.policies import describe, load, load_router
-from rubato.simulate import Setup, simulate
+from rubato.simulation.driver import drive
+from rubato.simulation.fast_host import LeanHost
+from rubato.simulation.fast_view import SUPPORTS
+from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.step_run import Run
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
@@ -153,7 +153,7 @@ class Asking:
 def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limits: Limits, budget: int) -> int:
     asking = Asking(budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.lean.drive.load", lambda policy, settings: asking)
+        patch.setattr("rubato.simulation.driver.load", lambda policy, settings: asking)
         lean(requests, truth, Setup(Linear, limits, "sarathi", learns=False))
     return asking.asked
 

@@ -8,13 +8,13 @@ import pytest
 
 from rubato.core.types import SLO
 from rubato.engines.simulated import Drafter
-from rubato.simulate import Setup, lean_enough, simulated_run
+from rubato.simulation.simulate import Setup, lean_enough, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
 from rubato.workloads.request_kinds import Kind, Then
 from tests.experiments.machine import MACHINE, mix, setting
-from tests.lean.test_equal import SCHEDULERS
+from tests.simulation.test_equal import SCHEDULERS
 
 
 def setup(policy: str) -> Setup:

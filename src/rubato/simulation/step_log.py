@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import Shares, of_decode
-from rubato.lean.run import Run
+from rubato.simulation.step_run import Run
 
 LEAST = 1024  # runs kept before anybody asks which are still wanted
 

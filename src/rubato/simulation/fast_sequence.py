@@ -11,7 +11,7 @@ from rubato.core.slo import TOLERANCE, Deadlines, deadlines
 from rubato.core.types import Request, Stage
 
 if TYPE_CHECKING:
-    from rubato.lean.host import LeanHost
+    from rubato.simulation.fast_host import LeanHost
 
 WAITING, PREFILLING, DECODING = range(3)
 

@@ -17,11 +17,11 @@ from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.with_drafter import Drafted
-from rubato.lean.drive import drive
-from rubato.lean.host import LeanHost
-from rubato.lean.view import SUPPORTS
 from rubato.measure.records import Record, Run
 from rubato.policies import load, optional, router_for
+from rubato.simulation.driver import drive
+from rubato.simulation.fast_host import LeanHost
+from rubato.simulation.fast_view import SUPPORTS
 from rubato.workloads import Arrival, Workload
 
 

@@ -12,10 +12,10 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import of_chunk, of_decode, of_idle
 from rubato.core.slo import TOLERANCE, deadlines
 from rubato.core.types import Cause
-from rubato.lean.log import Log
+from rubato.simulation.step_log import Log
 
 if TYPE_CHECKING:
-    from rubato.lean.seq import LeanSeq
+    from rubato.simulation.fast_sequence import LeanSeq
 
 INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
 

@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.lean.seq import DECODING, LeanSeq
+from rubato.simulation.fast_sequence import DECODING, LeanSeq
 
 
 class Dues:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.types import ANY, Shape
-from rubato.lean.dues import Dues
+from rubato.simulation.due_times import Dues
 
 if TYPE_CHECKING:
-    from rubato.lean.host import LeanHost
+    from rubato.simulation.fast_host import LeanHost
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 
