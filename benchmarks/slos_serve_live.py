@@ -25,7 +25,7 @@ from rubato.core.types import SLO
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run
-from rubato.setting import Choice
+from rubato.planning.spec import Choice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
 

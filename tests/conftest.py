@@ -29,7 +29,7 @@ GROUPS = (
     PROCESSES + TIMED,
     ("engines/",),
     ("docs/test_site.py",),
-    ("experiments/test_sizing.py",),
+    ("planning/test_fleet_size.py",),
 )
 
 

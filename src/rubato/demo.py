@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rubato.capacity import narrowed
 from rubato.core import event_log
 from rubato.core.clock import WallClock, process_cpu_time
 from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable
@@ -32,6 +31,7 @@ from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
 from rubato.measure import load_generator, plot, results
 from rubato.measure.server_process import ServerProcess
+from rubato.planning.capacity import narrowed
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
 from rubato.simulation.simulate import Setup, simulated_run

@@ -10,7 +10,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from rubato import experiments
-from rubato.sweep import markdown
+from rubato.planning.sweep import markdown
 
 HEAD = """# Papers beside ours
 

@@ -10,7 +10,7 @@ import pytest
 from rubato.cli import main
 from rubato.core.types import Shape
 from rubato.latency.profiles import load
-from rubato.setting import packaged
+from rubato.planning.spec import packaged
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from rubato.little import little
 from rubato.policies import describe, load
-from tests.experiments.machine import mix, setting
+from tests.planning.machine import mix, setting
 
 # Machines of these tests have no drafter.
 SCHEDULERS = sorted({n for n, kind, *_ in describe() if kind == "scheduler" and not {"draft", "tree"} & load(n).needs})

@@ -13,7 +13,7 @@ from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
 from rubato.workloads.request_kinds import Kind, Then
-from tests.experiments.machine import MACHINE, mix, setting
+from tests.planning.machine import MACHINE, mix, setting
 from tests.simulation.test_equal import SCHEDULERS
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rubato.setting import Trace as Source
+from rubato.planning.spec import Trace as Source
 from rubato.workloads import Workload
 from rubato.workloads.resample import bootstrapped, busiest, multiplied, sampled, window
 from rubato.workloads.traces import Offer, Trace, make
-from tests.experiments.machine import KINDS
+from tests.planning.machine import KINDS
 
 OFFERS = [Offer(t * 1.7 + (t % 7), 10 + t, 1 + t % 5) for t in range(200)]
 OFFERS.sort(key=lambda o: o.at)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato import capacity, sweep
 from rubato.commands import experiment, options
 from rubato.measure import results
+from rubato.planning import capacity, sweep
 
 
 def add(commands: Any) -> None:

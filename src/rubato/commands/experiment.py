@@ -12,7 +12,7 @@ from rubato.config import load
 from rubato.configured import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.core.slo import RULES
 from rubato.core.types import Limits
-from rubato.setting import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
+from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.workloads.workload import check_rate
 
 

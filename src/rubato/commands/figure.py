@@ -11,7 +11,7 @@ from rubato import experiments
 from rubato.commands import options
 from rubato.measure import results
 from rubato.papers import bar, page, read
-from rubato.sweep import markdown
+from rubato.planning.sweep import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs
 
@@ -70,7 +70,7 @@ def _figure(args: argparse.Namespace) -> int:
         draw = getattr(figure, "draw", None)
         if draw is None:
             raise ValueError(f"figure {args.name!r} has no picture: leave out --plot")
-        from rubato.plot_sweep import picture
+        from rubato.planning.plot import picture
 
         picture(args.plot, lambda axes: draw(data["data"], axes), data["about"])
     if file is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato import sizing, sweep
 from rubato.commands import experiment, options
-from rubato.fleetplan import Question
 from rubato.measure import results
+from rubato.planning import fleet_size, sweep
+from rubato.planning.fleet_size_model import Question
 
 
 def add(commands: Any) -> None:
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
         args.exclude_hopeless,
         args.price,
     )
-    plan = sizing.plan(question, **experiment.how(args))
+    plan = fleet_size.plan(question, **experiment.how(args))
     options.write(args.json, plan.text(), results.as_json(plan.to_json()))
     if args.report:
         sweep.write(args.report, "Fleet", plan.text())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato import sweep
 from rubato.commands import experiment, options
 from rubato.measure import results
+from rubato.planning import sweep
 
 
 def add(commands: Any) -> None:
@@ -34,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.report:
         sweep.write(args.report, "Attainment by rate", outcome.text(), "\n".join(outcome.notes))
     if args.plot:
-        from rubato.plot_sweep import plot
+        from rubato.planning.plot import plot
 
         plot(args.plot, outcome.points())
     return 0

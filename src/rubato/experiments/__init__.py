@@ -2,7 +2,7 @@
 
 A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS` (of a full run, on one core) and
 
-    def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.cells`
+    def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the cells returned, in order
 
 and may have `ALONE = True`, for a figure that measures time and must not share the machine with itself, `draw(data,
@@ -23,10 +23,10 @@ from typing import Any, Literal, Protocol, cast
 
 import yaml
 
-from rubato import cells
-from rubato.cells import Cell
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
+from rubato.planning import jobs
+from rubato.planning.jobs import Cell
 from rubato.policies import nearest
 
 FORMAT = "rubato-figure/1"
@@ -106,7 +106,7 @@ def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
     figure = load(name)
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
-    done = cells.run(figure.cells(small), head={"figure": name, "small": small}, about=name, **how)
+    done = jobs.run(figure.cells(small), head={"figure": name, "small": small}, about=name, **how)
     found = figure.found(done.values, small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():

@@ -20,13 +20,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from rubato.cells import Cell
 from rubato.core.types import Limits
 from rubato.engines.simulated import ByteText
 from rubato.experiments import Found
 from rubato.fidelity.rig import ENGINE, HOLDS, LOADS, Ground, Outcome, Rig, Scale, torch_rig
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
+from rubato.planning.jobs import Cell
 
 SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live runs differ by"
 SECONDS = 1800.0

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from rubato.cells import Cell
 from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
 from rubato.latency.affine import Model
 from rubato.little import little
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.setting import Choice, Hardware, Setting
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "Pollaczek-Khinchine; Lindley (1952); Little (1961)"

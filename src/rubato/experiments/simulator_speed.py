@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from rubato.capacity import narrowed
-from rubato.cells import Cell
 from rubato.core.clock import measured
 from rubato.core.timeline import Timeline, timelines
 from rubato.core.types import SLO, Limits, Request, Sampling, Stage
 from rubato.experiments import Found
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.capacity import narrowed
+from rubato.planning.jobs import Cell
 from rubato.simulation.simulate import Setup, lean_lines, simulate
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"

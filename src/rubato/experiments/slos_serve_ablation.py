@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from rubato import capacity
-from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import ALPHA, drafter
 from rubato.experiments.slos_serve_scaling import Able, Scale, crossed
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.setting import Choice, Scenario, Setting, oracle, packaged
-from rubato.sweep import markdown
+from rubato.planning import capacity
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Scenario, Setting, oracle, packaged
+from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "SLOs-Serve, Fig. 14 and §6.3"

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from rubato import capacity
-from rubato.cells import Cell
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
-from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
-from rubato.sweep import markdown
+from rubato.planning import capacity
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Scenario, Setting, oracle, packaged
+from rubato.planning.sweep import markdown
 from rubato.workloads import Arrival, Workload, scenarios
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
-from rubato.setting import Choice, Setting, oracle
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Setting, oracle
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"
 SECONDS = 5.0

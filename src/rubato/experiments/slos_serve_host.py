@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rubato.cells import Cell
 from rubato.core.types import Shape
 from rubato.experiments import Found
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments.slos_serve_capacity import FULL, OPT, OURS, SMALL, Rates, Scale
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate
-from rubato.sweep import markdown
+from rubato.planning.jobs import Cell
+from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9"

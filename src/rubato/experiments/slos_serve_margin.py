@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from rubato.cells import Cell
 from rubato.core.types import Sample, Shape
 from rubato.experiments import Found
 from rubato.experiments._promising import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.setting import Choice, Hardware, Setting, oracle
-from rubato.sweep import markdown
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Setting, oracle
+from rubato.planning.sweep import markdown
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
 SECONDS = 600.0

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rubato.cells import Cell
 from rubato.core.types import SLO
 from rubato.experiments import Found
 from rubato.experiments._promising import Log
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
-from rubato.setting import Choice, Hardware, Setting, oracle, packaged
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Setting, oracle, packaged
 from rubato.workloads import Workload
 from rubato.workloads.arrivals import Piecewise
 from rubato.workloads.generate import make

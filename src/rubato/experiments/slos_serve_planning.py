@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rubato.cells import Cell
 from rubato.core.length_prediction import Oracle
 from rubato.core.types import SLO, Finished, Request, Sampling, Shape, Stage
 from rubato.experiments import Found
 from rubato.experiments._timed import Planned
 from rubato.experiments.simulator_speed import loop_seconds
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.setting import Hardware, packaged
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Hardware, packaged
 from rubato.simulation.simulate import Setup, simulate, uncollected
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from rubato import capacity
-from rubato.alone import without_hopeless
-from rubato.cells import Cell
 from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.setting import Choice, Hardware, Scenario, Setting, oracle, packaged
+from rubato.planning import capacity
+from rubato.planning.feasibility import without_hopeless
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Scenario, Setting, oracle, packaged
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rubato.cells import Cell
 from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
-from rubato.setting import Choice, Hardware, Setting
+from rubato.planning.jobs import Cell
+from rubato.planning.spec import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "SLOs-Serve, Fig. 3 and §2.3"

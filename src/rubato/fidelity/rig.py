@@ -16,7 +16,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from rubato.capacity import narrowed
 from rubato.core import event_log
 from rubato.core.types import SLO, Event, Limits, Offered
 from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pace, promises, say, scaled
@@ -26,6 +25,7 @@ from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
+from rubato.planning.capacity import narrowed
 from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make

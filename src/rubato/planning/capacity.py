@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rubato import alone, cells
-from rubato.cells import Cell, Done
 from rubato.core.types import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run, versions
-from rubato.setting import Setting, Source
-from rubato.sweep import markdown
+from rubato.planning import feasibility, jobs
+from rubato.planning.jobs import Cell, Done
+from rubato.planning.spec import Setting, Source
+from rubato.planning.sweep import markdown
 from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
 
@@ -78,7 +78,7 @@ class Question:
 def run(question: Question, **how: Any) -> Outcome:
     """`how`: as `cells.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
     return Outcome(
-        question, cells.run(question.cells(), head={"capacity": question.describe()}, about="capacity", **how)
+        question, jobs.run(question.cells(), head={"capacity": question.describe()}, about="capacity", **how)
     )
 
 
@@ -89,7 +89,7 @@ def search(
     load = source.make(seed)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
-    alone.alone(load, setting.hardware, setting.rule).check(max(targets))
+    feasibility.alone(load, setting.hardware, setting.rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rubato import cells
-from rubato.cells import Cell, Done
 from rubato.measure import results
 from rubato.measure.confidence import ALL, Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import versions
-from rubato.setting import Setting, Source
+from rubato.planning import jobs
+from rubato.planning.jobs import Cell, Done
+from rubato.planning.spec import Setting, Source
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-sweep/1"
@@ -61,7 +61,7 @@ def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, A
 
 def run(asked: Sweep, **how: Any) -> Outcome:
     """`how`: as `cells.run` takes it (file, workers, progress)."""
-    return Outcome(asked, cells.run(asked.cells(), head={"sweep": asked.describe()}, about="sweep", **how))
+    return Outcome(asked, jobs.run(asked.cells(), head={"sweep": asked.describe()}, about="sweep", **how))
 
 
 @dataclass(frozen=True, slots=True)

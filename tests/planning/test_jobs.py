@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rubato import cells
-from rubato.cells import Cell, Program, Wanted
+from rubato.planning import jobs
+from rubato.planning.jobs import Cell, Program, Wanted
 
 HEAD = {"of": "a test"}
 
@@ -28,8 +28,8 @@ def squares(count: int, log: str = "") -> list[Cell]:
 
 
 def test_parallel_equals_serial(tmp_path: Path) -> None:
-    one = cells.run(squares(5), workers=1)
-    several = cells.run(squares(5), workers=2, file=tmp_path / "cells", head=HEAD)
+    one = jobs.run(squares(5), workers=1)
+    several = jobs.run(squares(5), workers=2, file=tmp_path / "cells", head=HEAD)
     assert one.values == several.values == [{"square": i * i} for i in range(5)]
     assert [result.key for result in several.results] == [f"n={i}" for i in range(5)]
 
@@ -37,12 +37,12 @@ def test_parallel_equals_serial(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     file, log = tmp_path / "cells", tmp_path / "log"
     with pytest.raises(ValueError, match="-1 is negative"):
-        cells.run([*squares(3, str(log)), Cell("bad", square, (-1,))], file=file, head=HEAD, workers=1)
-    done = cells.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
+        jobs.run([*squares(3, str(log)), Cell("bad", square, (-1,))], file=file, head=HEAD, workers=1)
+    done = jobs.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
     assert (done.resumed, done.dropped) == (3, 0)
     assert done.values == [{"square": i * i} for i in range(5)]
     assert log.read_text().split() == ["0", "1", "2", "3", "4"]  # nothing ran twice
-    again = cells.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
+    again = jobs.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
     assert again.results == done.results
     assert "5 of 5 cells were in the file already" in again.notes[0]
 
@@ -50,29 +50,29 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 9, 30])
 def test_a_half_written_last_line_is_dropped_and_counted(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "cells"
-    cells.run(squares(3), file=file, head=HEAD, workers=1)
+    jobs.run(squares(3), file=file, head=HEAD, workers=1)
     file.write_bytes(file.read_bytes()[:-cut])
-    done = cells.run(squares(3), file=file, head=HEAD, workers=1)
+    done = jobs.run(squares(3), file=file, head=HEAD, workers=1)
     assert (done.resumed, done.dropped) == (2, 1)
     assert done.values == [{"square": i * i} for i in range(3)]
     assert "1 half-written line dropped" in done.notes[1]
-    assert cells.run(squares(3), file=file, head=HEAD, workers=1).dropped == 0  # the file is whole again
+    assert jobs.run(squares(3), file=file, head=HEAD, workers=1).dropped == 0  # the file is whole again
 
 
 def test_a_half_written_head_is_written_anew(tmp_path: Path) -> None:
     file = tmp_path / "cells"
     file.write_bytes(b'{"format": "rub')
-    assert cells.run(squares(2), file=file, head=HEAD, workers=1).dropped == 1
-    assert cells.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2
+    assert jobs.run(squares(2), file=file, head=HEAD, workers=1).dropped == 1
+    assert jobs.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2
 
 
 def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "cells"
-    cells.run(squares(3), file=file, head=HEAD, workers=1)
+    jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], lines[2][:10] + b"\n", lines[3]]))
     with pytest.raises(ValueError, match="cells, line 3: not JSON"):
-        cells.run(squares(3), file=file, head=HEAD, workers=1)
+        jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
 @pytest.mark.parametrize(
@@ -80,31 +80,31 @@ def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -
 )
 def test_a_damaged_value_is_an_error_that_names_the_line(tmp_path: Path, was: bytes, becomes: bytes) -> None:
     file = tmp_path / "cells"
-    cells.run(squares(3), file=file, head=HEAD, workers=1)
+    jobs.run(squares(3), file=file, head=HEAD, workers=1)
     file.write_bytes(file.read_bytes().replace(was, becomes))
     with pytest.raises(ValueError, match="cells, line 3: not as it was written: remove the line"):
-        cells.run(squares(3), file=file, head=HEAD, workers=1)
+        jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], b'{"key": "n=1"}\n', lines[3]]))
     with pytest.raises(ValueError, match="cells, line 3: not a cell"):
-        cells.run(squares(3), file=file, head=HEAD, workers=1)
+        jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
 def test_a_file_of_other_cells_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cells"
-    cells.run(squares(1), file=file, head=HEAD, workers=1)
+    jobs.run(squares(1), file=file, head=HEAD, workers=1)
     with pytest.raises(ValueError, match=r"holds the cells of another run \(what differs: of\): name"):
-        cells.run(squares(1), file=file, head={"of": "something else"}, workers=1)
+        jobs.run(squares(1), file=file, head={"of": "something else"}, workers=1)
     (tmp_path / "other").write_text('{"format": "rubato-workload/1"}\n')
     with pytest.raises(ValueError, match=r"is not a file of cells \(rubato-cells/2, but 'rubato-workload/1'"):
-        cells.run(squares(1), file=tmp_path / "other", head=HEAD, workers=1)
+        jobs.run(squares(1), file=tmp_path / "other", head=HEAD, workers=1)
 
 
 def test_keys_are_unique_and_workers_some() -> None:
     with pytest.raises(ValueError, match="two cells have the same key"):
-        cells.run([*squares(1), *squares(1)])
+        jobs.run([*squares(1), *squares(1)])
     with pytest.raises(ValueError, match="0 workers: give 1 or more"):
-        cells.run(squares(2), workers=0)
+        jobs.run(squares(2), workers=0)
 
 
 # --------------------------------------------------------------------------- programs that choose their cells
@@ -126,18 +126,18 @@ def squares_up_to(most: int, log: str = "", soon: int = 0) -> Any:
 
 
 def test_a_program_goes_by_what_its_cells_returned() -> None:
-    answer, done = cells.follow(squares_up_to(100), workers=1)
+    answer, done = jobs.follow(squares_up_to(100), workers=1)
     assert answer == 8
     assert [result.key for result in done.results] == ["n=1", "n=2", "n=4", "n=8", "n=16"]
 
 
 def test_with_what_comes_soon_the_answer_is_the_same(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    answer, done = cells.follow(squares_up_to(100, str(log), soon=3), workers=2)
+    answer, done = jobs.follow(squares_up_to(100, str(log), soon=3), workers=2)
     assert answer == 8
     assert {result.key for result in done.results} >= {f"n={n}" for n in (1, 2, 4, 8, 16)}
     assert len(log.read_text().split()) == len(set(log.read_text().split()))  # nothing ran twice
-    alone, serial = cells.follow(squares_up_to(100, soon=3), workers=1)
+    alone, serial = jobs.follow(squares_up_to(100, soon=3), workers=1)
     assert (alone, len(serial.results)) == (8, 5)  # no process is idle where there is one
 
 
@@ -152,14 +152,14 @@ def test_with_what_comes_soon_the_answer_is_the_same(tmp_path: Path) -> None:
 )
 def test_idle_processes_begin_what_comes_soon(begun: set[str], idle: int, begins: list[int]) -> None:
     five = squares(5)
-    assert cells._begin(five[:2], lambda: five, begun, idle) == [five[i] for i in begins]
+    assert jobs._begin(five[:2], lambda: five, begun, idle) == [five[i] for i in begins]
 
 
 def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file, log = tmp_path / "cells", tmp_path / "log"
-    first = cells.follow(squares_up_to(10, str(log)), file=file, head=HEAD, workers=1)
+    first = jobs.follow(squares_up_to(10, str(log)), file=file, head=HEAD, workers=1)
     assert (first[0], first[1].resumed) == (2, 0)
-    again = cells.follow(squares_up_to(100, str(log)), file=file, head=HEAD, workers=1)
+    again = jobs.follow(squares_up_to(100, str(log)), file=file, head=HEAD, workers=1)
     assert (again[0], again[1].resumed) == (8, 3)
     assert log.read_text().split() == ["1", "2", "4", "8", "16"]
 
@@ -171,5 +171,5 @@ def test_what_a_program_raises_leaves_what_has_finished(tmp_path: Path) -> None:
 
     file = tmp_path / "cells"
     with pytest.raises(ValueError, match="2 are enough"):
-        cells.follow(program, file=file, head=HEAD, workers=1)
-    assert cells.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2
+        jobs.follow(program, file=file, head=HEAD, workers=1)
+    assert jobs.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from rubato import capacity
-from rubato.capacity import Question, crossing
 from rubato.core.types import SLO
-from rubato.fleetplan import Faster
-from rubato.setting import Choice, Hardware, Setting
+from rubato.planning import capacity
+from rubato.planning.capacity import Question, crossing
+from rubato.planning.fleet_size_model import Faster
+from rubato.planning.spec import Choice, Hardware, Setting
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.resample import Stretch
-from tests.experiments.machine import MACHINE, mix, setting
+from tests.planning.machine import MACHINE, mix, setting
 
 
 @pytest.mark.parametrize("start", [0.01, 1.0, 7.3, 500.0])

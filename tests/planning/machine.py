@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rubato.core.types import SLO, Limits
 from rubato.latency.affine import Model
-from rubato.setting import Choice, Hardware, Mix, Setting
+from rubato.planning.spec import Choice, Hardware, Mix, Setting
 from rubato.workloads.request_kinds import chat, code, summary
 
 LIMITS = Limits(max_seqs=16, max_tokens=512, max_length=4096, kv_blocks=512, block=16)

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
-from rubato import alone
-from rubato.cells import Done
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Sample, Shape
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
-from rubato.setting import Setting, Source
+from rubato.planning import feasibility
+from rubato.planning.jobs import Done
+from rubato.planning.spec import Setting, Source
+from rubato.planning.sweep import markdown, percent
 from rubato.simulation.simulate import uncollected
 from rubato.simulation.step_run import Seconds
-from rubato.sweep import markdown, percent
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, bootstrapped, inside
 
@@ -56,7 +56,7 @@ class Question:
     def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
         """The whole workload under a seed, or a stretch of it."""
         made = self.source.make(seed, stretch)
-        return alone.without_hopeless(made, self.setting.hardware, self.setting.rule) if self.exclude else made
+        return feasibility.without_hopeless(made, self.setting.hardware, self.setting.rule) if self.exclude else made
 
 
 # --------------------------------------------------------------------------- cells
@@ -71,7 +71,7 @@ def survey(question: Question) -> dict[str, Any]:
     return {
         "stretch": question.stretch(0),
         "promised": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
-        "hopeless": asdict(alone.alone(load, question.setting.hardware, question.setting.rule)),
+        "hopeless": asdict(feasibility.alone(load, question.setting.hardware, question.setting.rule)),
     }
 
 
@@ -173,7 +173,7 @@ class Plan:
     relaxed: Mapping[str, float]
     relaxed_by: float
     relaxed_seeds: Mapping[str, int]
-    hopeless: alone.Alone
+    hopeless: feasibility.Alone
     done: Done = field(default_factory=lambda: Done(()))
 
     @property

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rubato import sweep
 from rubato.measure.confidence import ALL
 from rubato.measure.results import as_json
-from rubato.setting import Choice
-from rubato.sweep import Sweep
-from tests.experiments.machine import mix, setting
+from rubato.planning import sweep
+from rubato.planning.spec import Choice
+from rubato.planning.sweep import Sweep
+from tests.planning.machine import mix, setting
 
 ASKED = Sweep(mix(), (setting("sarathi"), setting("vllm@random:seed=3")), (2.0, 60.0), (0, 1))
 
@@ -75,7 +75,7 @@ def test_one_seed_has_the_interval_of_its_run() -> None:
 
 def test_a_picture(serial: sweep.Outcome, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from rubato.plot_sweep import plot
+    from rubato.planning.plot import plot
 
     plot(tmp_path / "sweep.png", serial.points())
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rubato import sizing
 from rubato.core.types import SLO, Limits, Shape
-from rubato.fleetplan import Faster, Plan, Question, effect
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, attainment_over_seeds
-from rubato.setting import Choice, Setting
+from rubato.planning import fleet_size
+from rubato.planning.fleet_size_model import Faster, Plan, Question, effect
+from rubato.planning.spec import Choice, Setting
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, busiest, window
-from tests.experiments.machine import KINDS, MACHINE, mix, setting
+from tests.planning.machine import KINDS, MACHINE, mix, setting
 from tests.workloads.test_resample import OFFERS, drawn
 
 
@@ -40,7 +40,7 @@ QUESTION = Question(Traced(), Setting(SLOW, Choice("sarathi")), seconds=60.0, se
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return sizing.plan(QUESTION, workers=1)
+    return fleet_size.plan(QUESTION, workers=1)
 
 
 def test_n_is_enough_and_one_fewer_is_not(plan: Plan) -> None:
@@ -87,8 +87,8 @@ def test_compute_binds_where_kv_is_plenty(plan: Plan) -> None:
 
 @pytest.mark.parametrize("guessed", [1, 5])
 def test_the_answer_does_not_depend_on_the_guess(plan: Plan, monkeypatch: pytest.MonkeyPatch, guessed: int) -> None:
-    monkeypatch.setattr(sizing, "guess", lambda question: {"replicas": guessed})
-    other = sizing.plan(QUESTION, workers=1)
+    monkeypatch.setattr(fleet_size, "guess", lambda question: {"replicas": guessed})
+    other = fleet_size.plan(QUESTION, workers=1)
     assert replace(other, done=plan.done) == plan
 
 
@@ -119,8 +119,8 @@ def test_what_relaxing_does_is_seen_under_a_second_seed_where_it_is_near_the_tar
     def attained(question: Question, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
         return counts(x=relaxed if thing else 0.99 if replicas > 2 else 0.8)["x"]
 
-    monkeypatch.setattr(sizing, "peak", attained)
-    found = sizing.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    monkeypatch.setattr(fleet_size, "peak", attained)
+    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
     assert found.replicas == 3
     assert set(found.relaxed_seeds.values()) == {seeds}
     assert found.binds == (["compute", "kv", "ttft", "tpot"] if relaxed >= 0.9 else [])
@@ -128,11 +128,11 @@ def test_what_relaxing_does_is_seen_under_a_second_seed_where_it_is_near_the_tar
 
 def test_the_whole_begins_early_only_if_the_seeds_agree() -> None:
     values = {"survey": {"promised": ["ttft"]}, **{f"n=3 seed={i}": counts(x=0.95)["x"] for i in range(3)}}
-    search = sizing._Search(QUESTION, values)
+    search = fleet_size._Search(QUESTION, values)
     early = [cell.key for cell in search.likely(3, 4)]
     assert early == ["whole n=3", *(f"n=2 {thing} relaxed seed=0" for thing in ("compute", "kv", "ttft"))]
-    assert sizing._Search(QUESTION, values | {"n=2 seed=0": counts(x=0.91)["x"]}).likely(3, 4) == []
-    assert sizing._Search(QUESTION, values | {"n=3 seed=3": counts(x=0.6)["x"]}).likely(3, 4) == []
+    assert fleet_size._Search(QUESTION, values | {"n=2 seed=0": counts(x=0.91)["x"]}).likely(3, 4) == []
+    assert fleet_size._Search(QUESTION, values | {"n=3 seed=3": counts(x=0.6)["x"]}).likely(3, 4) == []
 
 
 def test_kv_binds_where_it_is_scarce() -> None:
@@ -141,7 +141,7 @@ def test_kv_binds_where_it_is_scarce() -> None:
     scarce = replace(MACHINE, model=free, limits=Limits(64, 512, 4096, kv_blocks=70, block=16))
     kinds = tuple(replace(kind, slo=SLO(ttft=0.12), output=(20, 30)) for kind in KINDS)
     source = replace(mix(60), kinds=kinds, rate=8.0)
-    found = sizing.plan(Question(source, Setting(scarce, Choice("vllm")), seeds=(4, 8)), workers=1)
+    found = fleet_size.plan(Question(source, Setting(scarce, Choice("vllm")), seeds=(4, 8)), workers=1)
     assert found.decided
     assert "kv" in found.binds
     assert "tpot" not in found.relaxed  # nothing promises one
@@ -159,7 +159,7 @@ def test_text_and_json_say_it(plan: Plan) -> None:
 
 
 def test_one_replica_is_enough_for_little() -> None:
-    found = sizing.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
+    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
     assert (found.replicas, found.decided, found.binds) == (1, True, [])
     assert found.with_one_fewer.value == 0.0
     assert "What binds" not in found.text()
@@ -170,8 +170,8 @@ def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> 
     tight = tuple(replace(kind, slo=SLO(0.01, 0.03)) if kind.tier == "code" else kind for kind in KINDS)
     source = replace(mix(60), kinds=tight, rate=1.0)
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: \d+ of 60 requests \(\d+ of code\)"):
-        sizing.plan(Question(source, setting(), seeds=(2, 2)), workers=1)
-    found = sizing.plan(Question(source, setting(), seeds=(2, 2), exclude=True), workers=1)
+        fleet_size.plan(Question(source, setting(), seeds=(2, 2)), workers=1)
+    found = fleet_size.plan(Question(source, setting(), seeds=(2, 2), exclude=True), workers=1)
     hopeless = found.hopeless.count
     assert 0 < hopeless < 60
     assert found.whole["offered"] == 60 - hopeless
@@ -183,10 +183,10 @@ def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
     monkeypatch: pytest.MonkeyPatch, met: int
 ) -> None:
     """85 %, and a mean just above the target whose interval stays below."""
-    monkeypatch.setattr(sizing, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
+    monkeypatch.setattr(fleet_size, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
     question = Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
     with pytest.raises(ValueError, match=rf"{met / 10:.1f} % .*more of them would not attain 90 %"):
-        sizing.plan(question, workers=1)
+        fleet_size.plan(question, workers=1)
 
 
 def test_where_the_mean_of_one_fewer_attains_nothing_is_said_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +195,9 @@ def test_where_the_mean_of_one_fewer_attains_nothing_is_said_to_bind(monkeypatch
     def attained(question: Question, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
         return counts(x=0.5 if replicas < 2 else 0.82 + 0.18 * (seed % 2) if replicas < 3 else 0.99)["x"]
 
-    monkeypatch.setattr(sizing, "peak", attained)
-    monkeypatch.setattr(sizing, "guess", lambda question: {"replicas": 2})
-    found = sizing.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    monkeypatch.setattr(fleet_size, "peak", attained)
+    monkeypatch.setattr(fleet_size, "guess", lambda question: {"replicas": 2})
+    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
     assert (found.replicas, found.decided, dict(found.relaxed), found.binds) == (3, False, {}, [])
     assert "What binds cannot be told: in the mean, 2 replicas would do." in found.text()
     assert "is on the safe side" in found.text()

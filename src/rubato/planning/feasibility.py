@@ -9,7 +9,7 @@ from math import inf
 
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
 from rubato.core.types import Shape
-from rubato.setting import Hardware, prefill_time
+from rubato.planning.spec import Hardware, prefill_time
 from rubato.workloads import Arrival, Part, Workload
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rubato.measure.confidence import ALL
 from rubato.measure.plot import COLOURS, STYLES
-from rubato.sweep import Point
+from rubato.planning.sweep import Point
 
 
 def plot(path: str | Path, points: Sequence[Point]) -> None:

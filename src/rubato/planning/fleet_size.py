@@ -18,13 +18,13 @@ from math import ceil, inf
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rubato import alone, cells
-from rubato.capacity import estimate
-from rubato.cells import Cell, Program, Wanted
-from rubato.fleetplan import Plan, Question, counted, effect, peak, survey, whole
 from rubato.measure.confidence import Estimate, attainment_over_seeds
+from rubato.planning import feasibility, jobs
+from rubato.planning.capacity import estimate
+from rubato.planning.fleet_size_model import Plan, Question, counted, effect, peak, survey, whole
+from rubato.planning.jobs import Cell, Program, Wanted
+from rubato.planning.sweep import percent
 from rubato.simulation.simulate import uncollected
-from rubato.sweep import percent
 from rubato.workloads.resample import bootstrapped, sampled
 
 MOST_REPLICAS = 1024
@@ -41,7 +41,7 @@ Asking = Generator[Wanted, None, T]
 def plan(question: Question, **how: Any) -> Plan:
     """`how`: as `cells.follow` takes it. Raises ValueError when no fleet of any size would do, and says why."""
     head = {"plan": question.describe()}
-    found, done = cells.follow(lambda values: _Search(question, values).program(), head=head, **how)
+    found, done = jobs.follow(lambda values: _Search(question, values).program(), head=head, **how)
     return replace(found, done=done)
 
 
@@ -81,7 +81,7 @@ class _Search:
         question = self.question
         about, began = Cell("survey", survey, (question,)), Cell("guess", guess, (question,))
         yield Wanted([about], "search", lambda: [began])
-        hopeless = alone.Alone(**self.values["survey"]["hopeless"])
+        hopeless = feasibility.Alone(**self.values["survey"]["hopeless"])
         if not question.exclude:
             hopeless.check(question.target)
         yield Wanted([began], "search")

@@ -1,0 +1,1 @@
+"""Parallel resumable jobs, run specifications, sweeps, capacity search, fleet size."""
