@@ -19,7 +19,6 @@ import yaml
 
 from rubato import policies
 from rubato.commands import capacity, figure, options, plan, sweep
-from rubato.config import Config, load
 from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
@@ -27,6 +26,7 @@ from rubato.core.types import Limits
 from rubato.latency import fit
 from rubato.measure import compare, goodput, load_generator, profile_engine, results
 from rubato.measure import plot as plotting
+from rubato.serving.config import Config, load
 from rubato.workloads import Workload
 from rubato.workloads import command as offered
 
@@ -190,7 +190,7 @@ def _result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rubato.serve import serve  # the server's libraries are not needed by the other commands
+    from rubato.serving.serve import serve  # the server's libraries are not needed by the other commands
 
     return serve(_config(args, model=args.model, host=args.host, port=args.port, trace=args.trace))
 
@@ -272,7 +272,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.configured import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
+    from rubato.serving.build import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
     from rubato.simulation.simulate import Setup, simulated_run
 
     config = _config(args)
@@ -315,7 +315,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
     """What of the replica nobody has said, "" if nothing. meant: profiles that the workload is made for."""
-    from rubato.configured import guessed, simulation_limits
+    from rubato.serving.build import guessed, simulation_limits
 
     parts, missing = [], [] if args.steps else guessed(config)
     if missing:

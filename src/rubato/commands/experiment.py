@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from rubato.commands import options
-from rubato.config import load
-from rubato.configured import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.core.slo import RULES
 from rubato.core.types import Limits
 from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
+from rubato.serving.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
+from rubato.serving.config import load
 from rubato.workloads.workload import check_rate
 
 

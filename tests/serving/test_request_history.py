@@ -24,10 +24,10 @@ from rubato.core.types import (
     Verdict,
 )
 from rubato.fleet.fair_share import FairShare
-from rubato.server import debug, logs
-from rubato.server.debug import MOST_STEPS, Recorder
-from rubato.server.slo_input import Tier, Tiers
-from tests.server.conftest import STEP, Edge, key, tenant
+from rubato.serving import logs, request_history
+from rubato.serving.request_history import MOST_STEPS, Recorder
+from rubato.serving.slo_tiers import Tier, Tiers
+from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
@@ -129,7 +129,7 @@ def test_all_choices_of_one_request(edge: Runs) -> None:
 
 
 def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debug, "KEEP", 10)
+    monkeypatch.setattr(request_history, "KEEP", 10)
     recorder = Recorder()
     for i in range(30):
         request = Request(f"q{i}", (Stage(1),), float(i))
@@ -157,7 +157,7 @@ def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
     recorder(Started(10.0, "q"))
     for at, stage in ((10.5, 0), (10.6, 0), (10.7, 1)):
         recorder(Tokens(at, "q", 1, stage=stage))
-    told = debug.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
+    told = request_history.shown("q", recorder.find("q"), [], 11.0, fair=False)["choices"][0]["deadlines"]
     assert [(d["first_token_due_ms"], d["then_every_ms"], d["tokens"]) for d in told] == [
         (1000.0, 100.0, 2),
         (1300.0, 200.0, 1),  # the last of the first stage was due at 1100

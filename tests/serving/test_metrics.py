@@ -8,9 +8,9 @@ from collections.abc import Callable
 from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.types import SLO, Finished, Offered, Request, Stage, Stepped, Verdict
-from rubato.server.prometheus import MOST_REASONS, Metrics
-from rubato.server.slo_input import Tier, Tiers
-from tests.server.conftest import STEP, Edge, key, tenant
+from rubato.serving.metrics import MOST_REASONS, Metrics
+from rubato.serving.slo_tiers import Tier, Tiers
+from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]
 Key = tuple[str, frozenset[tuple[str, str]]]

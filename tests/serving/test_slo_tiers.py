@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rubato.core.types import SLO
-from rubato.server.errors import ApiError
-from rubato.server.schemas import SLOBody
-from rubato.server.slo_input import Tier, Tiers, stages
+from rubato.serving.errors import ApiError
+from rubato.serving.schemas import SLOBody
+from rubato.serving.slo_tiers import Tier, Tiers, stages
 
 GOLD = Tier("gold", SLO(0.2, 0.05, 5.0), "refuse")
 TIERS = Tiers([GOLD, Tier("basic", SLO(ttft=2.0))], default="basic")

@@ -17,12 +17,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.server import debug, logs, offers, openapi, schemas, slo_input
-from rubato.server.errors import ApiError
-from rubato.server.limits import Books, Door, Meter
-from rubato.server.prometheus import Metrics
-from rubato.server.slo_input import Tiers
-from rubato.server.tenants import Tenant, Tenants
+from rubato.serving import intake, logs, openapi, request_history, schemas, slo_tiers
+from rubato.serving.errors import ApiError
+from rubato.serving.metrics import Metrics
+from rubato.serving.rate_limits import Books, Door, Meter
+from rubato.serving.slo_tiers import Tiers
+from rubato.serving.tenants import Tenant, Tenants
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 16_384  # characters; tokenizing more than this would hold up the loop, and all streams, by milliseconds
@@ -79,7 +79,7 @@ class _Edge:
         self.metrics = Metrics(
             service.names[0], service.views, lambda: service.cluster.in_flight, lambda: service.cluster.listener_errors
         )
-        self.recorder = debug.Recorder(logs.finished)
+        self.recorder = request_history.Recorder(logs.finished)
         self.books.listen(self.metrics)
         self.books.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
@@ -177,7 +177,7 @@ def _add_operations(app: FastAPI, edge: _Edge) -> None:
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()
-        return _json(debug.shown(id, records, service.views(), now, fair=service.fair))
+        return _json(request_history.shown(id, records, service.views(), now, fair=service.fair))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request
@@ -237,7 +237,7 @@ def _offer(
 ) -> Response:
     service = edge.service
     tier = edge.tenants.tiers(tenant).resolve(body.service_tier)
-    requests = offers.requests(
+    requests = intake.requests(
         body,
         prompts,
         http.headers,
@@ -249,8 +249,8 @@ def _offer(
     meter = edge.meters.get(tenant.name)
     door = service.cluster if meter is None else Door(edge.books, meter, requests)
     created = int(service.created_offset + arrival)
-    reply = offers.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
-    less = slo_input.clamped(http.headers, body.slo, tier)
+    reply = intake.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
+    less = slo_tiers.clamped(http.headers, body.slo, tier)
     if body.service_tier not in (None, "auto") and service.tiers.resolve(body.service_tier).name != tier.name:
         less.insert(0, "service_tier")
     granted = [(b"x-rubato-clamped", ", ".join(less).encode())] if less else []

@@ -11,11 +11,11 @@ import pytest
 
 from rubato.core.types import SLO, Finished, Limits, Offered, Request
 from rubato.engines.simulated import Engine
-from rubato.server.app import LONG_TEXT
-from tests.server.conftest import STEP, Edge, key, tenant
-from tests.server.test_answers import Client, events
-from tests.server.test_choices import Uneven, by_choice, ended, offered
-from tests.server.test_debug import page
+from rubato.serving.app import LONG_TEXT
+from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.serving.test_choices import Uneven, by_choice, ended, offered
+from tests.serving.test_request_history import page
+from tests.serving.test_response import Client, events
 
 Runs = Callable[..., None]
 WORDS = ["a", "bb", "ccc"]

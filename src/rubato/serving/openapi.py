@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from rubato.server import schemas
-from rubato.server.slo_input import HEADERS
+from rubato.serving import schemas
+from rubato.serving.slo_tiers import HEADERS
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERROR: Mapping[str, Any] = {

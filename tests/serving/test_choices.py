@@ -10,9 +10,9 @@ import pytest
 
 from rubato.core.types import SLO, Batch, Finished, Limits, Offered, Request, Started, StepResult
 from rubato.engines.simulated import Engine
-from rubato.server.slo_input import Tier, Tiers
-from tests.server.conftest import STEP, Edge
-from tests.server.test_answers import Client, events
+from rubato.serving.slo_tiers import Tier, Tiers
+from tests.serving.conftest import STEP, Edge
+from tests.serving.test_response import Client, events
 
 Runs = Callable[..., None]
 TEXT = "la ti do "

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rubato.config import Config, ConfigError, load
-from rubato.configured import fair_share_of
 from rubato.core.clock import VirtualClock
 from rubato.core.types import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serve import build, tenants_of
-from rubato.server.tenants import Quota, Tenant
+from rubato.serving.build import fair_share_of
+from rubato.serving.config import Config, ConfigError, load
+from rubato.serving.serve import build, tenants_of
+from rubato.serving.tenants import Quota, Tenant
 
 YAML = """
 model: some-model

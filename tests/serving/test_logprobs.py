@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rubato.core.types import Logprob
-from rubato.server import logprobs
-from tests.server.conftest import Edge
-from tests.server.test_answers import events
+from rubato.serving import logprobs
+from tests.serving.conftest import Edge
+from tests.serving.test_response import events
 
 Runs = Callable[..., None]
 EACH = pytest.approx(-math.log(8))  # the simulated model: eight words, equally likely

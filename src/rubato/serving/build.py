@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
-from rubato.config import Config, ConfigError, Named
 from rubato.core.clock import Clock
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean
@@ -23,6 +22,7 @@ from rubato.latency import profiles
 from rubato.latency.models import MODELS
 from rubato.latency.with_drafter import Drafted
 from rubato.policies import nearest
+from rubato.serving.config import Config, ConfigError, Named
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without

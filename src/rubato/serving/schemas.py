@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from rubato.core.types import Sampling
-from rubato.server.errors import ApiError
+from rubato.serving.errors import ApiError
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

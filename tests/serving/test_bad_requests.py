@@ -13,10 +13,10 @@ from rubato.core.types import Finished, Request
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
-from rubato.server import schemas
-from rubato.server.app import Service, create_app
-from rubato.server.schemas import UNSUPPORTED
-from tests.server.conftest import Edge
+from rubato.serving import schemas
+from rubato.serving.app import Service, create_app
+from rubato.serving.schemas import UNSUPPORTED
+from tests.serving.conftest import Edge
 
 
 def dumps(body: object) -> bytes:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from rubato.core.types import Finished, Offered
-from rubato.server.limits import Bucket
-from tests.server.conftest import STEP, Edge, key, tenant
-from tests.server.test_metrics import scrape
+from rubato.serving.rate_limits import Bucket
+from tests.serving.conftest import STEP, Edge, key, tenant
+from tests.serving.test_metrics import scrape
 
 Runs = Callable[..., None]
 

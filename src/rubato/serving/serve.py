@@ -21,8 +21,6 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.config import Config, ConfigError
-from rubato.configured import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.event_log import TraceWriter
 from rubato.core.interfaces import Engine, LatencyModel
@@ -30,11 +28,13 @@ from rubato.core.types import Stepped
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load, nearest, router_for
-from rubato.server import logs
-from rubato.server.app import Service, create_app
-from rubato.server.patience import SEND_BUFFER, patient
-from rubato.server.slo_input import Tier, Tiers
-from rubato.server.tenants import Quota, Tenant, Tenants
+from rubato.serving import logs
+from rubato.serving.app import Service, create_app
+from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of
+from rubato.serving.config import Config, ConfigError
+from rubato.serving.slo_tiers import Tier, Tiers
+from rubato.serving.stall_guard import SEND_BUFFER, patient
+from rubato.serving.tenants import Quota, Tenant, Tenants
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 

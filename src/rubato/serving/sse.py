@@ -13,9 +13,9 @@ from typing import Any, Literal
 import orjson
 
 from rubato.core.types import Finished, Logprob, Request
-from rubato.server import logprobs
-from rubato.server.choices import firsts
-from rubato.server.verdict import report, served_tier, usage
+from rubato.serving import logprobs
+from rubato.serving.choices import firsts
+from rubato.serving.slo_report import report, served_tier, usage
 
 DONE = b"data: [DONE]\n\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.types import SLO
-from rubato.server.slo_input import Tier, Tiers
-from tests.server.conftest import Edge
+from rubato.serving.slo_tiers import Tier, Tiers
+from tests.serving.conftest import Edge
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

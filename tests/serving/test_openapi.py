@@ -29,11 +29,11 @@ from rubato.core.types import SLO, Limits
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import local_cluster
 from rubato.latency.affine import Model
-from rubato.server.app import Service, create_app
-from rubato.server.patience import patient
-from rubato.server.slo_input import Tier, Tiers
-from rubato.server.tenants import Tenants
-from tests.server.conftest import key, tenant
+from rubato.serving.app import Service, create_app
+from rubato.serving.slo_tiers import Tier, Tiers
+from rubato.serving.stall_guard import patient
+from rubato.serving.tenants import Tenants
+from tests.serving.conftest import key, tenant
 
 CHECKS = [
     not_a_server_error,

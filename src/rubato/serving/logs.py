@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from rubato.server.debug import Record, verdict
+from rubato.serving.request_history import Record, verdict
 
 requests = logging.getLogger("rubato.requests")
 

@@ -17,9 +17,9 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
-from rubato.server.app import Service, create_app
-from rubato.server.slo_input import Tiers
-from rubato.server.tenants import Quota, Tenant, Tenants
+from rubato.serving.app import Service, create_app
+from rubato.serving.slo_tiers import Tiers
+from rubato.serving.tenants import Quota, Tenant, Tenants
 
 STEP = 0.1  # seconds, whatever the batch
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rubato.core.types import SLO, Finished, Offered
-from rubato.server.slo_input import Bounds, Tier, Tiers
-from rubato.server.tenants import Tenants
-from tests.server.conftest import Edge, key, tenant
+from rubato.serving.slo_tiers import Bounds, Tier, Tiers
+from rubato.serving.tenants import Tenants
+from tests.serving.conftest import Edge, key, tenant
 
 Runs = Callable[..., None]
 FAST, SLOW = Tier("fast", SLO(1.0, 0.2)), Tier("slow", SLO(5.0, 0.5, 60.0))

@@ -7,10 +7,10 @@ from typing import Literal
 from uuid import uuid4
 
 from rubato.core.types import Request
-from rubato.server import choices, schemas, slo_input, sse
-from rubato.server.errors import ApiError
-from rubato.server.live import Answer, Intake
-from rubato.server.slo_input import Tier
+from rubato.serving import choices, schemas, slo_tiers, sse
+from rubato.serving.errors import ApiError
+from rubato.serving.response import Answer, Intake
+from rubato.serving.slo_tiers import Tier
 
 
 def requests(
@@ -33,7 +33,7 @@ def requests(
     offers = [
         Request(
             id=id,
-            stages=slo_input.stages(prompt, headers, body.slo, tier),
+            stages=slo_tiers.stages(prompt, headers, body.slo, tier),
             arrival=arrival,
             tier=tier.name,
             tenant=tenant,

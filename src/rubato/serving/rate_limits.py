@@ -15,8 +15,8 @@ from rubato.core.slo import judge
 from rubato.core.types import Event, Finished, Offered, Request
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.event_bus import Listener, Listeners
-from rubato.server.choices import firsts, prompt_of
-from rubato.server.tenants import Quota
+from rubato.serving.choices import firsts, prompt_of
+from rubato.serving.tenants import Quota
 
 RATE = "rejected-rate-limit"
 AT_ONCE = "rejected-tenant-saturated"

@@ -19,8 +19,8 @@ from difflib import get_close_matches
 from math import inf
 
 from rubato.core.types import SLO, OnDecline, Stage
-from rubato.server.errors import ApiError
-from rubato.server.schemas import LONGEST_NAME, SLOBody, StageBody
+from rubato.serving.errors import ApiError
+from rubato.serving.schemas import LONGEST_NAME, SLOBody, StageBody
 
 # The dimension -> headers that state it in milliseconds, the first of which wins.
 HEADERS: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from rubato.core.types import SLO, Finished, Request
-from rubato.server.slo_input import BEST_EFFORT
+from rubato.serving.slo_tiers import BEST_EFFORT
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:

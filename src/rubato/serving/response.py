@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rubato.core.types import Event, Finished, Logprob, Request, Started, Tokens
-from rubato.server import sse
-from rubato.server.choices import firsts
-from rubato.server.errors import ApiError, from_finished
-from rubato.server.verdict import served_tier
+from rubato.serving import sse
+from rubato.serving.choices import firsts
+from rubato.serving.errors import ApiError, from_finished
+from rubato.serving.slo_report import served_tier
 
 
 class Intake(Protocol):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 
-from rubato.server.errors import ApiError
-from rubato.server.slo_input import TenantTiers, Tiers
+from rubato.serving.errors import ApiError
+from rubato.serving.slo_tiers import TenantTiers, Tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from rubato.core.types import (
     Tokens,
     Transferred,
 )
-from rubato.server.choices import answer_of, firsts
+from rubato.serving.choices import answer_of, firsts
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one

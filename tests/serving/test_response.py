@@ -26,8 +26,8 @@ from rubato.core.types import (
 )
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster
-from rubato.server.slo_input import Tier, Tiers
-from tests.server.conftest import STEP, Edge
+from rubato.serving.slo_tiers import Tier, Tiers
+from tests.serving.conftest import STEP, Edge
 
 Runs = Callable[..., None]
 GOLD = Tiers(
