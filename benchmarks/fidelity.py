@@ -1,4 +1,4 @@
-"""`rubato.fidelity` on the bundled model, and the table in docs/fidelity.md.
+"""`rubato.experiments.fidelity` on the bundled model, and the table in docs/fidelity.md.
 
     python benchmarks/fidelity.py --table docs/fidelity.md --json results/fidelity.json [--loads | --quick]
 
@@ -17,9 +17,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rubato.fidelity.learned import Learned, say
-from rubato.fidelity.rig import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
-from rubato.fidelity.table import table
+from rubato.experiments.fidelity.fit_run import Learned, say
+from rubato.experiments.fidelity.live_runs import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
+from rubato.experiments.fidelity.table import table
 from rubato.measure import results
 
 

@@ -11,8 +11,8 @@ import pytest
 from rubato import experiments
 from rubato.core.types import SLO
 from rubato.experiments import simulator_fidelity as figure
-from rubato.fidelity.rig import Outcome
-from rubato.fidelity.table import Cell, Figures, Rule
+from rubato.experiments.fidelity.live_runs import Outcome
+from rubato.experiments.fidelity.table import Cell, Figures, Rule
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Run
 from rubato.simulation.simulate import Setup, simulated_run

@@ -10,7 +10,7 @@ import pytest
 
 from rubato.core.types import SLO, Verdict
 from rubato.experiments import slos_serve_capacity as capacity
-from rubato.experiments._promising import Log, Scheduler
+from rubato.experiments._recording_slos_serve import Log, Scheduler
 from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
 from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept

@@ -9,8 +9,8 @@ from typing import Any
 
 from rubato import experiments
 from rubato.commands import options
+from rubato.experiments.paper_page import bar, page, read
 from rubato.measure import results
-from rubato.papers import bar, page, read
 from rubato.planning.sweep import markdown
 
 RUNS = Path("docs/figures")  # the JSON of full runs

@@ -1,10 +1,10 @@
 """The simulator against live runs: the same requests on a server twice, and in simulation.
 
 The embedded engine with the bundled model, `vllm` and `edf` at 60, 90 and 120 % of what simulated `vllm` holds, 300
-requests or more in each live run, the latency model from other runs (`rubato.fidelity`). It needs the torch extra and
-two free cores. A small run does without: a server of the simulated engine in real time, whose step times are given, one
-policy at one load for half a second, both live runs on one server. What then differs is the event loop, HTTP and
-whatever else the machine does.
+requests or more in each live run, the latency model from other runs (`rubato.experiments.fidelity`). It needs the torch
+extra and two free cores. A small run does without: a server of the simulated engine in real time, whose step times are
+given, one policy at one load for half a second, both live runs on one server. What then differs is the event loop, HTTP
+and whatever else the machine does.
 
 A cell is one policy at one load. They share one fit run, made by the first; a run that is resumed fits again, and the
 rates and SLOs of its cells follow from that fit: each cell's data says which.
@@ -23,7 +23,7 @@ from typing import Any
 from rubato.core.types import Limits
 from rubato.engines.simulated import ByteText
 from rubato.experiments import Found
-from rubato.fidelity.rig import ENGINE, HOLDS, LOADS, Ground, Outcome, Rig, Scale, torch_rig
+from rubato.experiments.fidelity.live_runs import ENGINE, HOLDS, LOADS, Ground, Outcome, Rig, Scale, torch_rig
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Cell

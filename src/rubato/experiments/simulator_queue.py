@@ -15,8 +15,8 @@ import numpy as np
 
 from rubato.core.types import SLO, Limits
 from rubato.experiments import Found
+from rubato.experiments.littles_law import little
 from rubato.latency.affine import Model
-from rubato.little import little
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Cell
 from rubato.planning.spec import Choice, Hardware, Setting

@@ -17,7 +17,7 @@ import numpy as np
 
 from rubato.core.types import Sample, Shape
 from rubato.experiments import Found
-from rubato.experiments._promising import Log
+from rubato.experiments._recording_slos_serve import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
@@ -28,7 +28,7 @@ from rubato.planning.sweep import markdown
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
 SECONDS = 600.0
 
-POLICY = "rubato.experiments._promising"
+POLICY = "rubato.experiments._recording_slos_serve"
 RATES = {"chatbot": 5.0, "coder": 2.2, "mixed": 6.0}  # requests/s, 1.2 to 1.3 times what it holds
 NOISES = (0.0, 0.1, 0.2)  # relative spread of step times
 MARGINS = (0.0, 0.05, 0.1, 0.2, None)  # None: the default, as much as the model has been off

@@ -17,7 +17,7 @@ import numpy as np
 
 from rubato.core.types import SLO
 from rubato.experiments import Found
-from rubato.experiments._promising import Log
+from rubato.experiments._recording_slos_serve import Log
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.jobs import Cell
@@ -37,7 +37,7 @@ RATES = {"gold": 13.0, "low": 37.0, "batch": 1.0}  # requests/s while it lasts
 SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
 HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
 BACKLOG = 64
-LOGGED = "rubato.experiments._promising"  # writes down whom it promised, also those given up later
+LOGGED = "rubato.experiments._recording_slos_serve"  # writes down whom it promised, also those given up later
 KEEPS = {"values": {"gold": 4.0}, "reserve": 0.6, "backlog": BACKLOG}
 POLICIES = {
     "slos_serve": Choice("slos_serve", KEEPS),

@@ -19,7 +19,7 @@ import numpy as np
 from rubato.core.length_prediction import Oracle
 from rubato.core.types import SLO, Finished, Request, Sampling, Shape, Stage
 from rubato.experiments import Found
-from rubato.experiments._timed import Planned
+from rubato.experiments._timed_slos_serve import Planned
 from rubato.experiments.simulator_speed import loop_seconds
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Cell
@@ -30,7 +30,7 @@ SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 300.0
 ALONE = True
 
-PROFILE, POLICY = "llama-3.1-8b-h200", "rubato.experiments._timed"
+PROFILE, POLICY = "llama-3.1-8b-h200", "rubato.experiments._timed_slos_serve"
 RUNNING, NEW = (10, 100, 500), (1, 10, 50)
 TPOTS = {1: (0.1,), 3: (0.05, 0.1, 0.2)}  # seconds, by how many tiers there are
 SLOWDOWN = 5.0  # TTFT of a burst's, of the prefill alone

@@ -9,9 +9,9 @@ import pytest
 
 from rubato.core.timeline import timelines
 from rubato.core.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
-from rubato.fidelity.learned import Learned, delivered, learned, lengthened, outside
-from rubato.fidelity.rig import apart, at_least
-from rubato.fidelity.table import Cell, Figures, Off, Rule, figures, table
+from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, outside
+from rubato.experiments.fidelity.live_runs import apart, at_least
+from rubato.experiments.fidelity.table import Cell, Figures, Off, Rule, figures, table
 from rubato.latency import affine
 from rubato.simulation.simulate import Setup, simulate, simulated_run
 from rubato.workloads import Workload

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from rubato.core import event_log
 from rubato.core.types import SLO, Event, Limits, Offered
-from rubato.fidelity.learned import Learned, delivered, learned, lengthened, pace, promises, say, scaled
-from rubato.fidelity.table import Cell, Rule, figures
+from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, pace, promises, say, scaled
+from rubato.experiments.fidelity.table import Cell, Rule, figures
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.little import little
+from rubato.experiments.littles_law import little
 from rubato.policies import describe, load
 from tests.planning.machine import mix, setting
 
