@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rubato import demo
+from rubato.cli import demo
 from rubato.core.types import SLO
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds

@@ -30,8 +30,8 @@ from typing import Any
 
 from vllm_env import ROOT, ensure_env
 
+from rubato.cli.demo import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.core.types import SLO
-from rubato.demo import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run, summarise
 from rubato.workloads import Workload

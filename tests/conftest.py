@@ -21,7 +21,16 @@ settings.load_profile(PROFILE)
 few = settings(max_examples=10 if PROFILE == "ci" else settings.default.max_examples)  # whole simulations
 
 FIGURE = "experiments/test_figures.py::test_a_figure_gives_its_claims_and_its_checks_hold"
-PROCESSES = ("bench/", "measure/", "docs/test_runs.py", "fleet/test_ray.py", "processes/", "serving/test_openapi.py")
+PROCESSES = (
+    "cli/test_bench.py",
+    "cli/test_demo.py",
+    "experiments/test_fidelity.py",
+    "measure/",
+    "docs/test_runs.py",
+    "fleet/test_ray_host.py",
+    "processes/",
+    "serving/test_openapi.py",
+)
 TIMED = tuple(f"{FIGURE}[{name}]" for name in ("simulator-fidelity", "simulator-speed", "slos-serve-planning"))
 # Tests that one worker of pytest-xdist runs one after another: those with processes, sockets and real time; PyTorch's;
 # those of a file whose fixture takes long.

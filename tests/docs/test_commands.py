@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rubato.cli import _parser
+from rubato.cli.main import _parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rubato import policies
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.core import interfaces
 from rubato.core.interfaces import SeqView, View
 from rubato.core.types import Plan, Work

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.workloads import kinds_file, read, scenarios
 from rubato.workloads.arrivals import parse
 from tests.docs.pages import PAGES, blocks, commands

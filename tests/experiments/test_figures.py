@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rubato import experiments
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.experiments import Claim, claims, failed, names
 from rubato.experiments.paper_page import page
 from rubato.measure.confidence import Estimate

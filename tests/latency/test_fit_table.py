@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.core.types import Sample
 from rubato.latency import affine, profiles, step_table
 from rubato.latency.fit import fit_file, fit_groups

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.policies import PolicyError, load, load_router, router_for
 
 GOOD = """

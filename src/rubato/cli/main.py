@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from rubato import policies
-from rubato.commands import capacity, figure, options, plan, sweep
+from rubato.cli import capacity, common_options, figure, plan, sweep
+from rubato.cli import workload as offered
 from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
@@ -28,7 +29,6 @@ from rubato.measure import compare, goodput, load_generator, profile_engine, res
 from rubato.measure import plot as plotting
 from rubato.serving.config import Config, load
 from rubato.workloads import Workload
-from rubato.workloads import command as offered
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     _end_on_sigterm()
     try:
-        options.check_results(args)
-        options.check_seeds(args)
+        common_options.check_results(args)
+        common_options.check_seeds(args)
         return run(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"rubato {args.command}: {options.sentence(error, args)}", file=sys.stderr)
+        print(f"rubato {args.command}: {common_options.sentence(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -167,10 +167,10 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
         parser.add_argument("--workload", help="workload file (default: one is made)")
         several = parser.add_mutually_exclusive_group()
         several.add_argument(
-            "--seeds", type=options.seeds, metavar="0,1,2", help="one run for each, pooled in the table"
+            "--seeds", type=common_options.seeds, metavar="0,1,2", help="one run for each, pooled in the table"
         )
         several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
-    options.tiers(parser)
+    common_options.tiers(parser)
     offered.options(parser)
     parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     if file:
@@ -221,12 +221,12 @@ def _loads(args: argparse.Namespace) -> list[Workload]:
         if args.seeds:
             raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
         return [offered.from_file(args)] * (args.rounds or 1)
-    kinds = partial(options.kinds, args)
+    kinds = partial(common_options.kinds, args)
     return [offered.asked(args, kinds, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
 
 
 def _workload(args: argparse.Namespace) -> int:
-    return offered.run(args, partial(options.kinds, args))
+    return offered.run(args, partial(common_options.kinds, args))
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -333,18 +333,18 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
 
 def _compare(args: argparse.Namespace) -> int:
     report = compare.compare(compare.read(args.a), compare.read(args.b))
-    options.write(args.json, report.text(), results.as_json(report.to_json()))
+    common_options.write(args.json, report.text(), results.as_json(report.to_json()))
     return 0
 
 
 def _fit(args: argparse.Namespace) -> int:
     fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
-    options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    common_options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0
 
 
 def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
-    options.write(args.json, results.table(runs), results.dumps(runs))
+    common_options.write(args.json, results.table(runs), results.dumps(runs))
     if args.records:
         results.write_records(args.records, runs)
     if args.plot:
@@ -352,7 +352,7 @@ def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from rubato.demo import demo
+    from rubato.cli.demo import demo
 
     return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed)
 
@@ -364,7 +364,3 @@ def _policies(args: argparse.Namespace) -> int:
             print(f"    --set {setting}={yaml.safe_dump(default).split(chr(10))[0]}")
         print()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato.commands import experiment, options
+from rubato.cli import common_options, simulation_options
 from rubato.measure import results
 from rubato.planning import capacity, sweep
 
@@ -14,28 +14,32 @@ def add(commands: Any) -> None:
     about = "the largest rate at which a fleet attains 90 and 98 %% of its requests, per replica and per GPU"
     parser = commands.add_parser("capacity", help=about, description=about)
     parser.set_defaults(run=_run)
-    experiment.add(parser)
+    simulation_options.add(parser)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument(
-        "--targets", type=options.numbers, default=list(capacity.TARGETS), metavar="0.9,0.98", help="shares to attain"
+        "--targets",
+        type=common_options.numbers,
+        default=list(capacity.TARGETS),
+        metavar="0.9,0.98",
+        help="shares to attain",
     )
     parser.add_argument("--tolerance", type=float, default=0.02, help="relative width of a search's last bracket")
     parser.add_argument("--start", type=float, help="requests/s at which searches begin")
 
 
 def _run(args: argparse.Namespace) -> int:
-    machine = experiment.hardware(args)
+    machine = simulation_options.hardware(args)
     question = capacity.Question(
-        experiment.source(args, machine),
-        experiment.settings(args, machine, args.replicas),
+        simulation_options.source(args, machine),
+        simulation_options.settings(args, machine, args.replicas),
         tuple(args.seeds),
         tuple(args.targets),
         args.tolerance,
         args.start,
     )
-    outcome = capacity.run(question, **experiment.how(args))
+    outcome = capacity.run(question, **simulation_options.how(args))
     notes = "\n".join(f"Note: {note}." for note in outcome.notes)
-    options.write(args.json, f"{outcome.text()}\n{notes}", results.as_json(outcome.to_json()))
+    common_options.write(args.json, f"{outcome.text()}\n{notes}", results.as_json(outcome.to_json()))
     if args.report:
         sweep.write(args.report, "Capacity", outcome.text(), notes)
     return 0

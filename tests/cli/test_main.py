@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.core import event_log
 from rubato.core.types import SLO, Limits
 from rubato.measure import results

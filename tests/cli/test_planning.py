@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.core.types import Shape
 from rubato.latency.profiles import load
 from rubato.planning.spec import packaged

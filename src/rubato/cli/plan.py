@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rubato.commands import experiment, options
+from rubato.cli import common_options, simulation_options
 from rubato.measure import results
 from rubato.planning import fleet_size, sweep
 from rubato.planning.fleet_size_model import Question
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     about = "the smallest fleet that attains a share of a trace's requests, what it costs and what binds it"
     parser = commands.add_parser("plan", help=about, description=about)
     parser.set_defaults(run=_run)
-    experiment.add(parser, seeds=False)
+    simulation_options.add(parser, seeds=False)
     parser.add_argument("--rate", type=float, help="requests/s of a scenario or a mix (default 1)")
     parser.add_argument("--target", type=float, default=0.9, help="share of requests to attain")
     parser.add_argument("--window", type=float, default=600.0, help="seconds of the busiest stretch, sized on")
@@ -28,12 +28,12 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    machine = experiment.hardware(args)
-    settings = experiment.settings(args, machine)
+    machine = simulation_options.hardware(args)
+    settings = simulation_options.settings(args, machine)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
     question = Question(
-        experiment.source(args, machine, args.rate, drawn=False),
+        simulation_options.source(args, machine, args.rate, drawn=False),
         settings[0],
         args.target,
         args.window,
@@ -41,8 +41,8 @@ def _run(args: argparse.Namespace) -> int:
         args.exclude_hopeless,
         args.price,
     )
-    plan = fleet_size.plan(question, **experiment.how(args))
-    options.write(args.json, plan.text(), results.as_json(plan.to_json()))
+    plan = fleet_size.plan(question, **simulation_options.how(args))
+    common_options.write(args.json, plan.text(), results.as_json(plan.to_json()))
     if args.report:
         sweep.write(args.report, "Fleet", plan.text())
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rubato import experiments
-from rubato.commands import options
+from rubato.cli import common_options
 from rubato.experiments.paper_page import bar, page, read
 from rubato.measure import results
 from rubato.planning.sweep import markdown
@@ -65,7 +65,7 @@ def _figure(args: argparse.Namespace) -> int:
     for c in data["claims"]:
         numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
         rows.append([c["name"], c["kind"], *numbers, c["unit"], c["verdict"]])
-    options.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
+    common_options.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
     if args.plot:
         draw = getattr(figure, "draw", None)
         if draw is None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from rubato.cli import main
+from rubato.cli.main import main
 from tests.measure.test_load_generator import Scripted
 
 FIXED = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rubato.commands import options
+from rubato.cli import common_options
 from rubato.core.slo import RULES
 from rubato.core.types import Limits
 from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
@@ -47,11 +47,11 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
         "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
     )
     requests.add_argument("--scale", type=float, default=1.0, help="with --trace: so many times its traffic")
-    options.tiers(requests)
+    common_options.tiers(requests)
     requests.add_argument("--count", type=int, help="so many requests (of a trace: its first)")
     requests.add_argument("--duration", type=float, help="seconds of arrivals (of a trace: its first)")
     if seeds:
-        requests.add_argument("--seeds", type=options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
+        requests.add_argument("--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
     running = parser.add_argument_group("running and results")
     running.add_argument("--workers", type=int, help="processes (default: one a core)")
     running.add_argument(
@@ -136,8 +136,8 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
     if args.workload:
         return File(args.workload, drawn)
     if args.trace:
-        return Trace(args.trace, tuple(options.kinds(args)), args.scale, args.duration, args.count, drawn)
+        return Trace(args.trace, tuple(common_options.kinds(args)), args.scale, args.duration, args.count, drawn)
     count = args.count if args.count is not None or args.duration is not None else 1000
     if args.scenario:
         return Scenario(args.scenario, machine, rate or 1.0, count, args.duration)
-    return Mix(tuple(options.kinds(args)), rate or 1.0, count, args.duration)
+    return Mix(tuple(common_options.kinds(args)), rate or 1.0, count, args.duration)

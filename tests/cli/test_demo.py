@@ -9,9 +9,21 @@ from typing import Any
 
 import pytest
 
-from rubato import demo
+from rubato.cli import demo
+from rubato.cli.demo import (
+    LEAST,
+    OVERLOAD,
+    SCALES,
+    SECONDS,
+    TIERS,
+    Progress,
+    Stage,
+    Unloaded,
+    burst_of,
+    checked_rate,
+    held,
+)
 from rubato.core.types import SLO, Shape, Verdict
-from rubato.demo import LEAST, OVERLOAD, SCALES, SECONDS, TIERS, Progress, Stage, Unloaded, burst_of, checked_rate, held
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
 from rubato.measure.load_generator import BenchError
@@ -187,7 +199,7 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
 
 
 def test_what_to_try_next_are_commands_that_exist(tmp_path: Path) -> None:
-    from rubato.cli import _parser
+    from rubato.cli.main import _parser
 
     for line in demo.next_commands(tmp_path):
         words = line.split("#")[0].split()

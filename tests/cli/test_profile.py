@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato.cli import main
+from rubato.cli.main import main
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.types import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link

@@ -1,0 +1,1 @@
+"""`rubato VERB`: words in, text out. A verb a module: `add` says what can be said, the rest does it."""
