@@ -10,8 +10,8 @@ from rubato.measure.records import rejudged
 from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Part, Workload, prompts, scenarios
 from rubato.workloads.generate import make
+from rubato.workloads.prompts import with_texts
 from rubato.workloads.request_kinds import chat, code
-from rubato.workloads.texts import with_texts
 
 LIMITS = Limits(32, 1024, 16384, 8192, 16)
 

@@ -37,8 +37,8 @@ from rubato.policies import load as load_policy
 from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.generate import make
+from rubato.workloads.prompts import Count
 from rubato.workloads.request_kinds import Kind
-from rubato.workloads.texts import Count
 
 OVERLOAD = 1.3  # times the rate that vllm holds
 HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)

@@ -70,7 +70,7 @@ def _figure(args: argparse.Namespace) -> int:
         draw = getattr(figure, "draw", None)
         if draw is None:
             raise ValueError(f"figure {args.name!r} has no picture: leave out --plot")
-        from rubato.planning.plot import picture
+        from rubato.measure.plot import picture
 
         picture(args.plot, lambda axes: draw(data["data"], axes), data["about"])
     if file is not None:

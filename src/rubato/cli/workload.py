@@ -10,8 +10,8 @@ from pathlib import Path
 from rubato.workloads import scenarios, traces, workload_file
 from rubato.workloads.arrivals import Process, parse
 from rubato.workloads.generate import Prefill, make
+from rubato.workloads.prompts import with_texts
 from rubato.workloads.request_kinds import Kind
-from rubato.workloads.texts import with_texts
 from rubato.workloads.workload import Workload
 
 

@@ -220,6 +220,10 @@ class Limits:
     block: int  # tokens a block holds
     max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
 
+    def blocks(self, tokens: int) -> int:
+        """KV blocks that so many tokens of one sequence take."""
+        return -(-tokens // self.block)
+
 
 # Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a
 # third of the time that frozen dataclasses do.

@@ -22,11 +22,11 @@ from typing import Any, Literal, Protocol, cast
 
 import yaml
 
+from rubato.core.suggest import nearest
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Cell
-from rubato.policies import nearest
 
 FORMAT = "rubato-figure/1"
 Kind = Literal["check", "paper"]

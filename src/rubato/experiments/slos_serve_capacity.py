@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rubato.core.slo import StageTimes, judge
+from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
 from rubato.experiments import Found
-from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
 from rubato.planning import capacity
@@ -59,7 +59,7 @@ class System:
 
 def drafter() -> Drafter:
     """What drafts beside OPT."""
-    return profiles.drafter("opt-125m-a100-40g", alpha=ALPHA)
+    return simulated.drafter("opt-125m-a100-40g", alpha=ALPHA)
 
 
 def _alone(*settings: str) -> tuple[tuple[str, int], ...]:

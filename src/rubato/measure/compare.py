@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.suggest import nearest
 from rubato.measure.confidence import ALL, Difference, Fate, Pair, default_block, paired, unpaired
 from rubato.measure.results import FORMAT
-from rubato.policies import nearest
 
 QUANTILES = (0.5, 0.9, 0.99)
 MEASURES = ("ttft", "tpot", "e2e")

@@ -24,8 +24,7 @@ from tqdm import tqdm
 from rubato.core.clock import process_cpu_time
 from rubato.core.types import Request
 from rubato.measure.goodput import Bounds
-from rubato.measure.http_client import BenchError, Endpoint, Target, TierField, look, v1
-from rubato.measure.http_response import Answer, ask
+from rubato.measure.http_client import Answer, BenchError, Endpoint, Target, TierField, ask, look, v1
 from rubato.measure.records import Client, Record, Run, verdict, versions
 from rubato.workloads import Arrival, Workload, prompts
 

@@ -30,11 +30,6 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Non
     of *offered* requests within it. Raises ValueError without runs or with mixed judges, ImportError, with what to
     install, without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
     if not runs or len({run.rule for run in runs}) != 1:
         raise ValueError("give one or more runs, all judged by one rule")
     policies: dict[str, list[Run]] = {}
@@ -43,8 +38,7 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Non
     slos = {tier: slo for run in runs for tier, slo in run.workload.tiers.items()}
     offered = {record.tier for run in runs for record in run.records}
     tiers = [tier for tier in slos if tier in offered]
-    figure = Figure(figsize=(max(7.5, 3.7 * len(tiers)), 9.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(max(7.5, 3.7 * len(tiers)), 9.6)
     grid = figure.add_gridspec(3, len(tiers), height_ratios=(1.15, 1, 1))
     _attainment(figure.add_subplot(grid[0, :]), policies, tiers)
     for line, (name, label, measure) in enumerate(MEASURES, start=1):
@@ -151,3 +145,25 @@ def _clean(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.7)
     axes.set_axisbelow(True)
+
+
+def picture(path: str | Path, draw: Callable[[Any], None], title: str) -> None:
+    """A PNG with one pair of axes. Raises ImportError without matplotlib."""
+    figure = _figure(7.5, 4.6)
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, format="png")
+
+
+def _figure(width: float, height: float) -> Any:
+    """An empty one, in inches. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

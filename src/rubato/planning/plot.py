@@ -1,16 +1,16 @@
-"""Pictures of experiments: attainment by rate with its intervals, and a figure's own.
+"""A picture of a sweep: attainment by rate with its intervals.
 
 Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rubato.measure.confidence import ALL
-from rubato.measure.plot import COLOURS, STYLES
+from rubato.measure.plot import COLOURS, STYLES, picture
 from rubato.planning.sweep import Point
 
 
@@ -34,19 +34,3 @@ def plot(path: str | Path, points: Sequence[Point]) -> None:
         axes.legend(frameon=False)
 
     picture(path, draw, "Attainment by rate with 95 % intervals; line at 90 %")
-
-
-def picture(path: str | Path, draw: Callable[[Any], None], title: str) -> None:
-    """A PNG with one pair of axes. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
-    figure = Figure(figsize=(7.5, 4.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, format="png")

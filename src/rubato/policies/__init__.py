@@ -8,17 +8,17 @@ anyone's.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from rubato.core.interfaces import Router, Scheduler
+from rubato.core.suggest import nearest
 
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
 
@@ -145,12 +145,3 @@ def _same_kind(value: object, default: object) -> bool:
     if isinstance(default, float):
         return isinstance(value, int | float)
     return isinstance(value, type(default))
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: what was meant, or what there is."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    if close:
-        return f": did you mean {close[0]!r}?"
-    return f": known are {', '.join(names)}" if names else ": there is none"

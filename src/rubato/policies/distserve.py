@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, memory, run_in_order
 from rubato.core.interfaces import Dispatch, View
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.types import Event, HandoffReason, Plan, Request, Role
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -138,7 +137,7 @@ class Router:
                     full = True
                 else:
                     place[request.id] = taker.id
-                    free[taker.id] -= blocks_for(tokens, taker.limits.block)
+                    free[taker.id] -= taker.limits.blocks(tokens)
         return Dispatch(place, reject)
 
     def _free(self, view: View) -> int:
@@ -154,14 +153,14 @@ class Router:
             alone = free[view.id] == view.kv_total
             spare = 0 if alone else int(self.watermark * view.kv_total)
             slot = view.limits.max_running is None or len(view.running) < view.limits.max_running
-            if slot and _could_hold(view, request) and blocks_for(tokens, view.limits.block) + spare <= free[view.id]:
+            if slot and _could_hold(view, request) and view.limits.blocks(tokens) + spare <= free[view.id]:
                 able.append(view)
         return max(able, key=lambda v: free[v.id] / v.kv_total, default=None)
 
 
 def _could_hold(view: View, request: Request) -> bool:
     most = _longest(request)
-    return most <= view.limits.max_length and blocks_for(most, view.limits.block) <= view.kv_total
+    return most <= view.limits.max_length and view.limits.blocks(most) <= view.kv_total
 
 
 def _longest(request: Request) -> int:

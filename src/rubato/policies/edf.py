@@ -22,7 +22,6 @@ from typing import ClassVar
 
 from rubato.core.batch_builder import Packing
 from rubato.core.interfaces import SeqView, View, untold
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
@@ -302,7 +301,7 @@ class Scheduler:
     def _make_room(self, packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
         """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
         able = [v for v in victims if v.own_blocks and v is not seq and v not in packing.preempted]
-        lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
+        lacking = packing.view.limits.blocks(seq.cached + tokens) - seq.blocks - packing.kv_left
         if lacking > sum(v.own_blocks for v in able) or (packing.lacks_slot(seq) and not able):
             return False
         for victim in able:

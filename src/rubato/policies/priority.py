@@ -21,7 +21,6 @@ from typing import ClassVar
 
 from rubato.core.batch_builder import Packing
 from rubato.core.interfaces import SeqView, View
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.types import Event, Plan
 
 SOURCE = (
@@ -114,7 +113,7 @@ def make_room(packing: Packing, seq: SeqView, tokens: int, victims: Iterable[Seq
 
     Victims must not be in the batch yet.
     """
-    lacking = blocks_for(seq.cached + tokens, packing.view.limits.block) - seq.blocks - packing.kv_left
+    lacking = packing.view.limits.blocks(seq.cached + tokens) - seq.blocks - packing.kv_left
     slot = packing.lacks_slot(seq)
     if lacking <= 0 and not slot:
         return True

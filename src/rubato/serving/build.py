@@ -15,13 +15,12 @@ from typing import Any, cast
 from rubato.core.clock import Clock
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean
+from rubato.core.suggest import nearest
 from rubato.core.types import Limits
-from rubato.engines.simulated import Drafter, Link
+from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.fair_share import FairShare
-from rubato.latency import profiles
 from rubato.latency.models import MODELS
 from rubato.latency.with_drafter import Drafted
-from rubato.policies import nearest
 from rubato.serving.config import Config, ConfigError, Named
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
@@ -84,7 +83,7 @@ def drafter_of(config: Config) -> Drafter | None:
     if not isinstance(name, str):
         raise ConfigError(f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g")
     try:
-        return profiles.drafter(name, **settings)
+        return drafter(name, **settings)
     except ValueError as error:
         raise ConfigError(f"engine.drafter: {error}") from error
 

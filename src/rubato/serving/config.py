@@ -24,9 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
@@ -35,22 +33,18 @@ from pydantic import (
 )
 
 from rubato.core.slo import RULES
-from rubato.core.types import SLO, OnDecline
-from rubato.policies import nearest
+from rubato.core.suggest import nearest
+from rubato.core.tier_settings import StrictSettings, TierSettings
 
 
 class ConfigError(ValueError):
     """A setting that is unknown or impossible; the message names it, and what would do."""
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
 S = TypeVar("S", bound="Named")
 
 
-class Named(_Settings):
+class Named(StrictSettings):
     """Something chosen by name, with settings of its own that what is chosen checks itself."""
 
     name: str = Field(min_length=1)
@@ -71,19 +65,6 @@ class Named(_Settings):
         return {"name": name, "settings": rest}
 
 
-class TierSettings(_Settings):
-    """A promise in milliseconds, and what becomes of a request whose promise cannot be kept."""
-
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
-    on_decline: OnDecline = "best_effort"
-
-    @property
-    def slo(self) -> SLO:
-        return SLO(*(None if ms is None else ms / 1e3 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)))
-
-
 def _digest(value: Any) -> bytes:
     """Of a key's SHA-256: the key itself is not kept. Raises ValueError for what no client could send."""
     if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
@@ -91,7 +72,7 @@ def _digest(value: Any) -> bytes:
     return sha256(value.encode()).digest()
 
 
-class TenantSettings(_Settings):
+class TenantSettings(StrictSettings):
     """Who may ask for what, and how much of it. Keys stand here, in a file (one a line, # comments), or in an
     environment variable (separated by blanks or commas); only their digests are kept.
 
@@ -147,19 +128,19 @@ class TenantSettings(_Settings):
         return keys
 
 
-class FairShareSettings(_Settings):
+class FairShareSettings(StrictSettings):
     """window: requests that one replica sustains before tenants are held to their shares; null = worked out from the
     tightest TPOT promised and the replica's step times."""
 
     window: int | None = Field(default=None, ge=1)
 
 
-class LogSettings(_Settings):
+class LogSettings(StrictSettings):
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class TLSSettings(_Settings):
+class TLSSettings(StrictSettings):
     """Paths of PEM files; key_password: of an encrypted key. Uvicorn's ssl_certfile, ssl_keyfile, ..._password."""
 
     cert: str
@@ -167,7 +148,7 @@ class TLSSettings(_Settings):
     key_password: SecretStr | None = None
 
 
-PARTS: Mapping[str, type[_Settings]] = {
+PARTS: Mapping[str, type[StrictSettings]] = {
     "tiers": TierSettings,
     "tenants": TenantSettings,
     "fair_share": FairShareSettings,
@@ -176,7 +157,7 @@ PARTS: Mapping[str, type[_Settings]] = {
 }
 
 
-class Config(_Settings):
+class Config(StrictSettings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound).
 
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).

@@ -24,10 +24,11 @@ from fastapi import FastAPI
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.event_log import TraceWriter
 from rubato.core.interfaces import Engine, LatencyModel
+from rubato.core.suggest import nearest
 from rubato.core.types import Stepped
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.event_bus import Listener
-from rubato.policies import load, nearest, router_for
+from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of

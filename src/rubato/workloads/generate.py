@@ -16,9 +16,8 @@ import orjson
 from rubato.core.types import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.lengths import Floats, Ints, of
-from rubato.workloads.prompts import TEXTS
+from rubato.workloads.prompts import TEXTS, Count, with_texts
 from rubato.workloads.request_kinds import Change, Kind, Then, tiers_of
-from rubato.workloads.texts import Count, with_texts
 from rubato.workloads.workload import Arrival, Part, Workload, check_rate
 
 _ARRIVALS, _KINDS, _LENGTHS = 0, 1, 2  # random streams; 3 is `texts.STREAM`

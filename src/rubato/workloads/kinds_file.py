@@ -23,8 +23,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rubato.policies import nearest
-from rubato.serving.config import TierSettings
+from rubato.core.suggest import nearest
+from rubato.core.tier_settings import TierSettings
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
 

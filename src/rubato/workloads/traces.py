@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.suggest import nearest
 from rubato.core.types import SLO
-from rubato.policies import nearest
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, Promises
+from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
-from rubato.workloads.texts import Count, with_texts
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
 from rubato.workloads.workload_file import json_object
 

@@ -6,8 +6,9 @@ On the virtual clock it is the simulator; on the wall clock it stands in for a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf, log
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from rubato.core.clock import COMPLETION, Clock
 from rubato.core.interfaces import KV, LatencyModel
 from rubato.core.stop_strings import StopText
+from rubato.core.suggest import nearest
 from rubato.core.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
+from rubato.latency import profiles
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 
@@ -69,6 +72,19 @@ class Drafter:
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     latency: LatencyModel | None = None
+
+
+def drafter(name: str, **acceptance: Any) -> Drafter:
+    """The profile of a small model as a drafter; acceptance: as `Acceptance` takes it, such as alpha=0.8. Raises
+    ValueError for an unknown profile or setting, or one that cannot be."""
+    known = [f.name for f in fields(Acceptance) if f.name != "requests"]
+    for setting in acceptance:
+        if setting not in known:
+            raise ValueError(f"drafter {name!r} has no setting {setting!r}{nearest(setting, known)}")
+    try:
+        return Drafter(Acceptance(**acceptance), profiles.load(name).model())
+    except TypeError as error:
+        raise ValueError(f"drafter {name!r}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from rubato.core.kv_blocks import blocks_for
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan_check import PlanError, check, spelled_out
 from rubato.core.slo import RULES, StageTimes, judge
+from rubato.core.suggest import nearest
 from rubato.core.types import (
     Demoted,
     Event,
@@ -36,7 +37,7 @@ from rubato.core.types import (
 )
 from rubato.engines.vllm.sequence import Seq, request_of
 from rubato.latency import affine
-from rubato.policies import PolicyError, load, nearest
+from rubato.policies import PolicyError, load
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})

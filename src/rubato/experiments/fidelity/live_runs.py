@@ -29,8 +29,8 @@ from rubato.planning.capacity import narrowed
 from rubato.simulation.simulate import Setup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
+from rubato.workloads.prompts import Count
 from rubato.workloads.request_kinds import Kind, chat, code, summary
-from rubato.workloads.texts import Count
 
 ENGINE: dict[str, Any] = {"kv_gib": 1.0, "max_seqs": 64, "max_tokens": 2048}
 HOLDS = 0.9  # attainment at which vllm holds a rate

@@ -7,17 +7,14 @@ makes more.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from rubato.engines.simulated import Drafter
-from rubato.engines.simulated.acceptance import Acceptance
+from rubato.core.suggest import nearest
 from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
-from rubato.policies import nearest
 
-__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "drafter", "load", "names"]
+__all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "names"]
 
 _DATA = resources.files("rubato.latency.profiles") / "data"
 POLYSERVE_HOST = 10.2e-3  # seconds a step: the paper's 15 ms at batch 1 less the 4.8 ms that the kernels sum to
@@ -69,16 +66,3 @@ def load(
         host_term=Host(scale * base, scale * per, "given" if given else term.source),
         factors={**profile.factors, **own},
     )
-
-
-def drafter(name: str, **acceptance: Any) -> Drafter:
-    """The profile of a small model as a simulated engine's drafter; acceptance: as `Acceptance` takes it, such as
-    alpha=0.8. Raises ValueError for an unknown profile or setting, or one that cannot be."""
-    known = [f.name for f in fields(Acceptance) if f.name != "requests"]
-    for setting in acceptance:
-        if setting not in known:
-            raise ValueError(f"drafter {name!r} has no setting {setting!r}{nearest(setting, known)}")
-    try:
-        return Drafter(Acceptance(**acceptance), load(name).model())
-    except TypeError as error:
-        raise ValueError(f"drafter {name!r}: {error}") from error

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rubato.core.suggest import nearest
 from rubato.latency.model_dims import Dims
-from rubato.policies import nearest
 
 TOKENS = (
     *(1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80), *range(96, 256, 16), *range(256, 512, 32),

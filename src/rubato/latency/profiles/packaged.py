@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rubato.core.suggest import nearest
 from rubato.latency import bilinear
 from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator
 from rubato.latency.profiles.profile import Factor, Host, Profile
-from rubato.policies import nearest
 
 CONTEXT = 32768  # tokens: what the attention tables reach, for models that could take more
 

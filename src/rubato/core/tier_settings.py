@@ -1,0 +1,26 @@
+"""A tier as an operator writes it, for a server or in a file of request kinds: its SLO in milliseconds."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rubato.core.types import SLO, OnDecline
+
+
+class StrictSettings(BaseModel):
+    """Settings of which every name and type must be right."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class TierSettings(StrictSettings):
+    """A promise in milliseconds, and what becomes of a request whose promise cannot be kept."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+    on_decline: OnDecline = "best_effort"
+
+    @property
+    def slo(self) -> SLO:
+        return SLO(*(None if ms is None else ms / 1e3 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)))
