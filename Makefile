@@ -47,10 +47,11 @@ serve: setup  ## serve the bundled model on PORT until stopped
 docs: setup  ## the manual as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-check: setup  ## lint, format, types
+check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: setup
 	$(BIN)/ruff check --fix .
