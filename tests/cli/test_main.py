@@ -179,14 +179,32 @@ def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pyte
         return capsys.readouterr().err
 
     said = noted(mix)
-    assert "a guess, not your machine's: step times (affine without k, b: give --steps LOG" in said
-    assert "KV capacity (65536 tokens: give --set engine.kv_blocks=N)" in said
+    assert "a guess, not your machine's: step times (affine without k, b: give --profile NAME" in said
+    assert "KV capacity (65536 tokens: give --kv-tokens N)" in said
     assert "is made for" not in said
     assert "step times" not in noted(mix, *FAST)
     assert noted(mix, *FAST, "--set", "engine.kv_blocks=999") == ""
     meant = tmp_path / "meant.jsonl"
     write(replace(read(mix), profile="opt-13b-a100"), meant)
-    assert "the workload is made for profile opt-13b-a100" in noted(meant)
+    assert "the workload is made for --profile opt-13b-a100" in noted(meant)
+    assert noted(mix, "--profile", "llama-3.1-8b-h200") == ""
+
+
+def test_a_profile_is_a_replica_that_the_engine_settings_change(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """`simulate` takes --profile and a policy as `sweep` does; engine.max_length lifts what the profile takes."""
+    trace = tmp_path / "long.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 2}\n' * 2)
+    words = ["simulate", "--profile", "llama-3.1-8b-h200", "--trace", str(trace), "--no-texts", "--json", "-"]
+    policy = "sarathi:budget=512@random:seed=3"
+    for more, outcome in (([], "refused"), (["--set", "engine.max_length=65536"], "completed")):
+        assert main([*words, "--policy", policy, *more]) == 0
+        (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
+        assert (run["settings"]["policy"], run["settings"]["settings"]) == ("sarathi", {"budget": 512})
+        assert run["settings"]["router"] == "random"
+        assert run["requests"]["outcome"] == [outcome] * 2
+    assert main([*words, "--steps", str(trace)]) == 2
 
 
 def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import copy
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -18,15 +19,15 @@ from typing import Any
 import yaml
 
 from rubato import policies
-from rubato.cli import capacity, common_options, figure, plan, sweep
+from rubato.cli import capacity, common_options, figure, plan, simulation_options, sweep
 from rubato.cli import workload as offered
 from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
-from rubato.core.types import Limits
 from rubato.latency import fit
 from rubato.measure import compare, goodput, load_generator, profile_engine, results
 from rubato.measure import plot as plotting
+from rubato.planning.spec import Choice
 from rubato.serving.config import Config, load
 from rubato.workloads import Workload
 
@@ -92,8 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = command("simulate", _simulate, "run a workload through the same cluster code on a virtual clock")
     _workload_options(simulate)
     _server_options(simulate)
-    simulate.add_argument("--steps", help="event log of a live run: fit the latency model on its steps")
-    simulate.add_argument("--noise", type=float, default=0.0, help="relative spread of simulated step times")
+    simulation_options.replica(simulate)
+    simulate.add_argument("--steps", metavar="LOG", help="event log of a live run: fit the latency model on its steps")
+    simulate.add_argument("--label", help="what the table calls this run (default: the policy)")
     _result_options(simulate)
 
     against = command(
@@ -133,7 +135,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file")
-    parser.add_argument("--policy", help="scheduling policy: a name, a file.py or a dotted module")
+    parser.add_argument(
+        "--policy", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
+        help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",
+    )  # fmt: skip
     parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")
     parser.add_argument("--replicas", type=int)
     parser.add_argument(
@@ -198,10 +203,14 @@ def _serve(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace, **given: Any) -> Config:
     """The configuration of --config, changed by options: a bare --set is a setting of the policy."""
     overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if args.policy:
-        overrides.append(f"policy={args.policy}")
-    if args.router:
-        overrides.append(f"router={args.router}")
+    if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
+        choice = Choice.parse(args.policy, args.router or "auto")
+        overrides += [f"policy={choice.policy}", f"router={choice.router}"]
+        overrides += [f"policy.{name}={json.dumps(value)}" for name, value in choice.settings.items()]
+        overrides += [f"router.{name}={json.dumps(value)}" for name, value in choice.router_settings.items()]
+    else:
+        given = {"policy": args.policy, "router": args.router}
+        overrides += [f"{name}={value}" for name, value in given.items() if value]
     if args.replicas is not None:
         overrides.append(f"replicas={args.replicas}")
     for setting in args.set:
@@ -272,12 +281,17 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serving.build import drafter_of, fair_share_of, latency_of, lengths_of, link_of, simulation_limits
+    from rubato.serving.build import drafter_of, fair_share_of, lengths_of, link_of
     from rubato.simulation.simulate import Setup, simulated_run
 
+    if args.steps and args.profile:
+        raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
     config = _config(args)
+    machine = simulation_options.replica_of(args, config)
+    if args.profile and args.prefill_ms is None:
+        args.prefill_ms = machine.prefill  # what TTFTs that are slowdowns are multiples of
     loads = _loads(args)
-    model = latency_of(config)
+    model = machine.model
     if args.steps:
         model.fit(steps(event_log.read(args.steps)))
     bounds = goodput.parse(args.goodput) if args.goodput else None
@@ -291,7 +305,7 @@ def _simulate(args: argparse.Namespace) -> int:
     def setup(number: int, load: Workload) -> Setup:
         return Setup(
             latency=lambda: copy.deepcopy(model),
-            limits=Limits(**simulation_limits(config)),
+            limits=machine.limits,
             policy=config.policy.name,
             settings=config.policy.settings,
             router=config.router.name,
@@ -308,7 +322,7 @@ def _simulate(args: argparse.Namespace) -> int:
             fair=partial(fair_share_of, config) if config.tenants else None,
         )
 
-    runs = [simulated_run(load, setup(number, load)) for number, load in enumerate(loads)]
+    runs = [simulated_run(load, setup(number, load), args.label) for number, load in enumerate(loads)]
     _report(args, [dataclasses.replace(run, goodput=bounds) for run in runs])
     return 0
 
@@ -317,17 +331,19 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
     """What of the replica nobody has said, "" if nothing. meant: profiles that the workload is made for."""
     from rubato.serving.build import guessed, simulation_limits
 
+    if args.profile:
+        return ""
     parts, missing = [], [] if args.steps else guessed(config)
     if missing:
         kind = config.latency.name if config.latency else "affine"
-        how = "give --steps LOG, or --config with what `rubato fit` prints"
+        how = "give --profile NAME, --steps LOG, or --config with what `rubato fit` prints"
         parts.append(f"step times ({kind} without {', '.join(missing)}: {how})")
-    if "kv_blocks" not in config.engine.settings:
+    if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
         limits = simulation_limits(config)
-        parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block']} tokens: give --set engine.kv_blocks=N)")
+        parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block']} tokens: give --kv-tokens N)")
     if not parts:
         return ""
-    takes = f"; the workload is made for profile {', '.join(sorted(meant))}, which `rubato sweep --profile` takes"
+    takes = f"; the workload is made for --profile {', '.join(sorted(meant))}"
     return f"a guess, not your machine's: {' and '.join(parts)}{takes if meant else ''}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,25 +11,30 @@ from rubato.core.slo import RULES
 from rubato.core.types import Limits
 from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.serving.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
-from rubato.serving.config import load
+from rubato.serving.config import Config, load
 from rubato.workloads.workload import check_rate
 
 
-def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
-    replica = parser.add_argument_group("a replica")
-    replica.add_argument("--profile", help="packaged hardware profile: step times, KV capacity, GPUs")
-    replica.add_argument("--config", help="YAML file whose latency and engine say what a replica is")
-    replica.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block=16`)"
-    )
-    replica.add_argument("--max-seqs", type=int, help="sequences in a batch")
-    replica.add_argument("--max-tokens", type=int, help="tokens in a batch")
-    replica.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
-    replica.add_argument(
+def replica(parser: argparse.ArgumentParser) -> None:
+    """Options that say what a replica is, beside those of its configuration."""
+    options = parser.add_argument_group("a replica")
+    options.add_argument("--profile", help="packaged hardware profile, or FILE.json: step times, KV capacity, GPUs")
+    options.add_argument("--max-seqs", type=int, help="sequences in a batch")
+    options.add_argument("--max-tokens", type=int, help="tokens in a batch")
+    options.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
+    options.add_argument(
         "--host-scale", type=float, default=1.0, metavar="F",
         help="with --profile: seconds of a step outside the device, times this (0.5, 1.5: what hangs on it)",
     )  # fmt: skip
-    replica.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
+    options.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
+
+
+def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
+    replica(parser)
+    parser.add_argument("--config", help="YAML file whose latency and engine say what a replica is")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block=16`)"
+    )
     policies = parser.add_argument_group("policies")
     policies.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
@@ -69,36 +73,46 @@ def how(args: argparse.Namespace) -> dict[str, Any]:
 
 def hardware(args: argparse.Namespace) -> Hardware:
     """Raises ValueError when it is not said how long a step takes or how much KV there is."""
-    if args.profile:
-        most = {"max_seqs": args.max_seqs, "max_tokens": args.max_tokens}
-        given = {name: n for name, n in most.items() if n is not None}
-        return packaged(args.profile, args.kv_tokens, args.host_scale, **given)
-    if args.host_scale != 1.0:
-        raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
     config = load(args.config or {}, args.set)
-    if config.latency is None:
+    machine = replica_of(args, config)
+    if config.latency is None and not args.profile:
         raise ValueError(
             "what is a replica? give --profile NAME, or its step times (--config FILE with what `rubato fit` prints)"
         )
-    limits = Limits(**simulation_limits(config))
-    if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
+    if not args.profile and args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
         raise ValueError("a replica without KV capacity: give --kv-tokens, or engine.kv_blocks in the configuration")
-    if args.kv_tokens is not None:
-        if args.kv_tokens < limits.block:
-            raise ValueError(f"--kv-tokens {args.kv_tokens}: give at least a block, {limits.block} tokens")
-        limits = replace(limits, kv_blocks=args.kv_tokens // limits.block)
-    given = {name: n for name in ("max_seqs", "max_tokens") if (n := getattr(args, name)) is not None}
-    for name, n in given.items():
-        if n < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
-    limits = replace(limits, **given)
-    model, missing = latency_of(config), guessed(config)
+    missing = [] if args.profile else guessed(config)
     if missing:
+        kind = config.latency.name if config.latency else "affine"
         raise ValueError(
-            f"a replica without step times: latency {config.latency.name!r} has no {' and no '.join(missing)}; "
+            f"a replica without step times: latency {kind!r} has no {' and no '.join(missing)}; "
             "give what `rubato fit` prints (--config), or --profile NAME"
         )
-    return Hardware("the configured replica", model, limits)
+    return machine
+
+
+def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
+    """The replica that a configuration describes; with --profile, that of the profile, changed by the settings of
+    `engine` that the configuration has. Raises ValueError (ConfigError)."""
+    options = {name: n for name in ("max_seqs", "max_tokens", "kv_tokens") if (n := getattr(args, name)) is not None}
+    for name, n in options.items():
+        if n < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
+    kv_tokens = options.pop("kv_tokens", None)
+    limits = simulation_limits(config)
+    if args.profile:
+        limits = {name: n for name, n in limits.items() if name in config.engine.settings}
+        blocks = limits.pop("kv_blocks", None)
+        if kv_tokens is None and blocks is not None:
+            kv_tokens = blocks * limits.get("block", 16)
+        return packaged(args.profile, kv_tokens, args.host_scale, **{**limits, **options})
+    if args.host_scale != 1.0:
+        raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
+    if kv_tokens is not None:
+        if kv_tokens < limits["block"]:
+            raise ValueError(f"--kv-tokens {kv_tokens}: give at least a block, {limits['block']} tokens")
+        limits["kv_blocks"] = kv_tokens // limits["block"]
+    return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
 
 
 def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:

@@ -82,7 +82,7 @@ def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:
     fits = min(limits.max_length, limits.kv_blocks * limits.block)
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
-        return f"is {length} tokens long and {fits} fit"
+        return f"is {length} tokens long and {fits} fit (--set engine.max_length={length}, and --kv-tokens, lift that)"
     cached, start = 0, 0.0
     continues: float | None = None
     for part in parts:
