@@ -9,10 +9,11 @@ from math import inf
 
 from rubato.core.interfaces import View
 from rubato.core.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
+from rubato.latency.defaults import Defaults
 
 
 @dataclass
-class Linear:
+class Linear(Defaults):
     """fixed + per_token * tokens + per_kv * kv seconds."""
 
     fixed: float = 0.01

@@ -147,17 +147,42 @@ class View:
 
 
 # (fixed, y, slope, x, until): step time of so many decodes as their KV grows, fixed + (y + slope·(kv - x)) seconds for
-# kv below `until`. A latency model may offer `line(seqs, kv)`, and `seconds` with a shape's features as numbers, to
-# those who ask for many steps in a row (`lean`); both must equal `step_time` to the last bit.
+# kv below `until`.
 Line = tuple[float, float, float, float, float]
 
 
 class LatencyModel(Protocol):
-    """Step time from batch shape (SYSTEMS: §0, latency models)."""
+    """Step time from batch shape (SYSTEMS: §0, latency models). `rubato.latency.defaults.Defaults` has all of it that
+    follows from `step_time`: a model that inherits it defines `step_time`, `largest_chunk`, `fit` and `update`."""
+
+    @property
+    def spread(self) -> float:
+        """How far steps have been off what was predicted for them of late: relative, root mean square. 0 where that is
+        not known, and of models that do not learn."""
+        ...
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes: above 0, finite, never less when an entry is added to the batch or
         one in it grows."""
+        ...
+
+    def seconds_of(
+        self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
+    ) -> float:
+        """`step_time` of a shape with these features and no draft steps, equal to the last bit, without making the
+        shape: for callers that ask for many steps in a row."""
+        ...
+
+    def line(self, seqs: int, kv: int) -> Line | None:
+        """The step time of `seqs` decodes that read `kv` tokens of KV together, and of as many that read more, as a
+        straight line, equal to `step_time` to the last bit. None, whatever is asked, of a model that has no lines."""
+        ...
+
+    def knee(self, base: Shape) -> int:
+        """How many tokens can be added to a batch before its time grows: up to where compute takes as long as reading
+        weights and KV does, 0 for a batch that is there already. They are tokens of sequences that are in the batch,
+        such as drafted ones to be verified. It is AdaServe's verification budget B, roots not counted (§3: "determined
+        based on hardware profiling"; the authors' artifact: 256 and 512 tokens a step)."""
         ...
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
@@ -170,6 +195,11 @@ class LatencyModel(Protocol):
 
     def update(self, sample: Sample) -> None:
         """Learn from one more step, at a bounded cost."""
+        ...
+
+    def idle(self, seconds: float) -> None:
+        """No step has run for so many seconds; whoever owns the model says so before it is asked. A policy that goes by
+        its prediction and refuses everybody runs no step, so a slow spell must be forgotten without one."""
         ...
 
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from rubato.core.interfaces import Line
 from rubato.core.types import Sample, Shape
+from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Array, Coefficients, fit_planes, largest, numbers
+from rubato.latency.plane_fit import Array, Coefficients, crossing, fit_planes, largest, numbers
 
 MIN_SAMPLES = 12  # for eight coefficients
 FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")
@@ -72,16 +73,23 @@ class Model(Learns):
         rest = s * shape.seqs + a * shape.kv + d * shape.chunk_context + e * shape.chunk_sq
         return (high if high > low else low) + rest
 
-    def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
-        """`step_time` of a shape's features, without the shape."""
+    def seconds_of(
+        self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
+    ) -> float:
         k, b, k_, b_, s, a, d, e = self._flat
         low, high = k * tokens + b, k_ * tokens + b_
-        return (high if high > low else low) + (s * seqs + a * kv + d * context + e * square)
+        return (high if high > low else low) + (s * seqs + a * kv + d * chunk_context + e * chunk_sq)
 
     def line(self, seqs: int, kv: int) -> Line:
         """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more."""
         k, b, k_, b_, s, a, _, _ = self._flat
         return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf
+
+    def knee(self, base: Shape) -> int:
+        """Where the planes cross; by default where they do not."""
+        k, b, k_, b_ = self._flat[:4]
+        found = crossing((k, b), (k_, b_), base.tokens)
+        return knee_of(self, base) if found is None else found
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""

@@ -29,6 +29,7 @@ from scipy.optimize import isotonic_regression, nnls
 
 from rubato.core.interfaces import Line
 from rubato.core.types import Sample, Shape
+from rubato.latency.defaults import Defaults
 from rubato.latency.plane_fit import Array, largest
 
 FEW = 16  # tokens up to which `decode_gemm` holds
@@ -141,7 +142,7 @@ def knots() -> Array:
 
 
 @dataclass(slots=True)
-class Model:
+class Model(Defaults):
     """host, host_per_seq: seconds of every step, and of each sequence in it, spent outside the device."""
 
     tables: Tables
@@ -164,7 +165,7 @@ class Model:
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes."""
-        return self.seconds(
+        return self.seconds_of(
             shape.tokens, shape.seqs, shape.kv, shape.chunk_context, shape.chunk_sq, shape.chunks, shape.chunk_kv
         )
 
@@ -179,8 +180,8 @@ class Model:
 
         def fits(c: int) -> bool:
             if c == 1:  # a decode
-                time = self.seconds(tokens + 1, seqs, kv + 1, context, square, chunks - 1, chunk_kv - cached)
-            else:  # `seconds`, operation by operation, of which one search asks ten
+                time = self.seconds_of(tokens + 1, seqs, kv + 1, context, square, chunks - 1, chunk_kv - cached)
+            else:  # `seconds_of`, operation by operation, of which one search asks ten
                 time = self._fixed(tokens + c, seqs) + beside
                 compute = f + g * (tokens + c - decodes) + e * (square + c * c) + d * (context + c * cached)
                 read = alone(chunks, chunk_kv + c)
@@ -225,15 +226,16 @@ class Model:
         tables = Tables(**{name: data[name] for name in names})
         return cls(tables, Factors(**data["factors"]), data["host"], data["host_per_seq"])
 
-    def seconds(self, tokens: int, seqs: int, kv: int, context: int, square: int, chunks: int, chunk_kv: int) -> float:
-        """`step_time` of a shape's features, without the shape."""
+    def seconds_of(
+        self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
+    ) -> float:
         time = self._fixed(tokens, seqs)
         decodes = seqs - chunks
         if decodes:
             time += self._decode.time(decodes, kv - chunk_kv)
-        if square:
+        if chunk_sq:
             f, g, e, d = self._chunk
-            compute = f + g * (tokens - decodes) + e * square + d * context
+            compute = f + g * (tokens - decodes) + e * chunk_sq + d * chunk_context
             read = self._decode.time(chunks, chunk_kv)
             time += compute if compute > read else read
         return time

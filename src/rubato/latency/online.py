@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Shape
+from rubato.latency.defaults import Defaults
 from rubato.latency.plane_fit import Array, Coefficients, fit_planes
 
 EVERY = 128  # steps between refits
@@ -123,7 +123,7 @@ class Online:
         return table[:, : self.columns], table[:, self.columns : -1], table[:, -1]
 
 
-class Learns:
+class Learns(Defaults):
     """A latency model that has an `Online`."""
 
     __slots__ = ()
@@ -131,14 +131,8 @@ class Learns:
 
     @property
     def spread(self) -> float:
-        """`Online.spread`. A latency model need not have it: ask `spread_of`."""
+        """`Online.spread`."""
         return self.online.spread
-
-
-def spread_of(model: LatencyModel) -> float:
-    """`Online.spread` of a model that has one; 0 of others."""
-    spread: float = getattr(model, "spread", 0.0)
-    return spread
 
 
 def _left(logs: Array) -> Array:

@@ -11,6 +11,7 @@ Rows are divided by the measured seconds, so that 3 ms and 300 ms count alike; a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ ALTERNATIONS = 16
 CUTS = (0.05, 0.2, 0.35, 0.5, 0.7, 0.9)  # where the knee is looked for, as quantiles of distinct values
 CUTS_NEAR = (0.3, 0.7)  # when there is a prior, whose own knee is tried too
 ROBUST_ROUNDS = 3
+ROUNDING = 1e-9  # relative, of differences and quotients of coefficients
 
 # The pull towards known coefficients, as relative standard deviations: of one measured step over that of a coefficient,
 # and the share of a step's time that a coefficient now at 0 may be expected to explain.
@@ -163,6 +165,16 @@ def _splits(x: Array, parts: tuple[float, ...]) -> Iterable[NDArray[np.bool_]]:
         if len(values) > 1:
             for cut in sorted({max(int(len(values) * part), 1) for part in parts}):
                 yield column >= values[cut]
+
+
+def crossing(first: tuple[float, float], second: tuple[float, float], tokens: int) -> int | None:
+    """How many more than `tokens` tokens there are where two lines (seconds per token, seconds) cross, at least 0; None
+    where they do not, so that one of them holds for every number of tokens."""
+    (k, b), (k_, b_) = sorted((first, second))
+    if not (k < k_ and b > b_):
+        return None
+    at = (b - b_) / (k_ - k) * (1.0 + ROUNDING)
+    return max(0, int(min(at, sys.maxsize)) - tokens)
 
 
 def largest(fits: Callable[[int], bool], most: int, guess: float) -> int:

@@ -16,8 +16,9 @@ from typing import ClassVar
 import numpy as np
 
 from rubato.core.types import Sample, Shape
+from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Coefficients, fit_planes, largest, numbers
+from rubato.latency.plane_fit import Coefficients, crossing, fit_planes, largest, numbers
 
 MIN_SAMPLES = 8
 MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
@@ -57,6 +58,13 @@ class Model(Learns):
         low = k * tokens + s * steps + b
         high = k_ * tokens + s_ * steps + b_
         return high if high > low else low
+
+    def knee(self, base: Shape) -> int:
+        """Where the planes cross; by default where they do not."""
+        k, s, b, k_, s_, b_ = self._flat
+        steps = base.spec_steps
+        found = crossing((k, s * steps + b), (k_, s_ * steps + b_), base.tokens)
+        return knee_of(self, base) if found is None else found
 
     def time2bs(self, t: float, spec_steps: int = 0) -> int:
         """The most tokens a batch may have to end within `t` seconds, `min_l ⌊(t − b_l − k2_l·spec_steps)/k1_l⌋`; 0 if

@@ -21,6 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
 from rubato.core.types import Sample, Shape
+from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.plane_fit import Array, largest, numbers
 
@@ -72,6 +73,10 @@ class Model(Learns):
         low = down[j - 1] + u * (up[j - 1] - down[j - 1])
         high = down[j] + u * (up[j] - down[j])
         return self.online.factor * (low + v * max(high - low, 0.0))
+
+    def knee(self, base: Shape) -> int:
+        """By default, within the measured range."""
+        return knee_of(self, base, max(0, int(self.tokens[-1]) - base.tokens))
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""

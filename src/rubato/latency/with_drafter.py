@@ -12,44 +12,43 @@ from dataclasses import dataclass
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.types import Sample, Shape
-from rubato.latency.online import spread_of
 from rubato.latency.plane_fit import largest
+from rubato.latency.wrapped import Wrapped
 
 LEAST = 1e-6  # seconds: what a step without its drafts took at least
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """target: of the model alone; drafter: of one of its steps, which never learns."""
+class Drafted(Wrapped):
+    """model: of the target alone; drafter: of one of its steps, which never learns. What is asked without draft steps
+    is the target's."""
 
-    target: LatencyModel
     drafter: LatencyModel
 
     def step_time(self, shape: Shape) -> float:
         if not shape.spec_steps:
-            return self.target.step_time(shape)
+            return self.model.step_time(shape)
         plain = shape._replace(spec_steps=0)
-        return self.target.step_time(plain) + self._drafting(plain, shape.spec_steps)
+        return self.model.step_time(plain) + self._drafting(plain, shape.spec_steps)
 
-    @property
-    def spread(self) -> float:
-        """Of the target."""
-        return spread_of(self.target)
+    def knee(self, base: Shape) -> int:
+        """Of the target: drafts are over when it verifies."""
+        return self.model.knee(base._replace(spec_steps=0))
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
-        chunk = self.target.largest_chunk(seconds, base._replace(spec_steps=0), cached, most)
+        chunk = self.model.largest_chunk(seconds, base._replace(spec_steps=0), cached, most)
         if not base.spec_steps:
             return chunk
         return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, chunk, float(chunk))
 
     def fit(self, samples: Sequence[Sample]) -> None:
         """Fit the target, to what steps took without their drafts. Raises as it does."""
-        self.target.fit([self._without(sample) for sample in samples])
+        self.model.fit([self._without(sample) for sample in samples])
 
     def update(self, sample: Sample) -> None:
         """The target learns."""
-        self.target.update(self._without(sample))
+        self.model.update(self._without(sample))
 
     def _without(self, sample: Sample) -> Sample:
         shape = sample.shape

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
-from rubato.core.interfaces import LatencyModel
+from rubato.core.interfaces import Line
 from rubato.core.types import Sample, Shape
+from rubato.latency.wrapped import Wrapped
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
 from rubato.planning import feasibility
@@ -16,7 +17,6 @@ from rubato.planning.jobs import Done
 from rubato.planning.spec import Setting, Source
 from rubato.planning.sweep import markdown, percent
 from rubato.simulation.simulate import uncollected
-from rubato.simulation.step_run import Seconds
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, bootstrapped, inside
 
@@ -110,20 +110,22 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Faster:
+class Faster(Wrapped):
     """A latency model whose steps take 1/by of the time."""
 
-    model: LatencyModel
     by: float
-
-    @property
-    def seconds(self) -> Seconds | None:
-        """As the model has it, if it does: `lean` is faster by it."""
-        seconds, by = getattr(self.model, "seconds", None), self.by
-        return None if seconds is None else lambda *features: seconds(*features) / by
 
     def step_time(self, shape: Shape) -> float:
         return self.model.step_time(shape) / self.by
+
+    def seconds_of(
+        self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
+    ) -> float:
+        return self.model.seconds_of(tokens, seqs, kv, chunk_context, chunk_sq, chunks, chunk_kv) / self.by
+
+    def line(self, seqs: int, kv: int) -> Line | None:
+        """None: a quotient of sums is not the sum of quotients to the last bit."""
+        return None
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
         return self.model.largest_chunk(seconds * self.by, base, cached, most)

@@ -19,6 +19,7 @@ from rubato.core.suggest import nearest
 from rubato.core.types import Limits
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.fair_share import FairShare
+from rubato.latency.defaults import completed
 from rubato.latency.models import MODELS
 from rubato.latency.with_drafter import Drafted
 from rubato.serving.config import Config, ConfigError, Named
@@ -104,12 +105,16 @@ def believed_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model`; by default `affine`, which
-    begins with a guess and learns from each step."""
+    """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model` (what it lacks of a `LatencyModel`
+    beyond step_time, largest_chunk, fit and update is added by `latency.defaults`); by default `affine`, which begins
+    with a guess and learns from each step. Raises ConfigError."""
     named = config.latency or Named(name="affine")
     cls = _latency_class(named.name)
     model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
-    return cast(LatencyModel, model)
+    try:
+        return completed(model)
+    except TypeError as error:
+        raise ConfigError(f"latency: {error}") from error
 
 
 def guessed(config: Config) -> list[str]:

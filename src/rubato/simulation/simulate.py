@@ -12,11 +12,12 @@ from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.slo import StageTimes
 from rubato.core.timeline import Timeline, timelines
-from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Shape, Tokens
+from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Tokens
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.with_drafter import Drafted
+from rubato.latency.wrapped import Wrapped
 from rubato.measure.records import Record, Run
 from rubato.policies import load, optional, router_for
 from rubato.simulation.driver import drive
@@ -74,21 +75,16 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A latency model that does not learn."""
-
-    model: LatencyModel
-
-    def step_time(self, shape: Shape) -> float:
-        return self.model.step_time(shape)
-
-    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        return self.model.largest_chunk(seconds, base, cached, most)
+class Fixed(Wrapped):
+    """A latency model that does not learn, nor forget."""
 
     def fit(self, samples: Sequence[Sample]) -> None:
         raise ValueError("this latency model is fixed for a simulation: fit it before")
 
     def update(self, sample: Sample) -> None:
+        pass
+
+    def idle(self, seconds: float) -> None:
         pass
 
 

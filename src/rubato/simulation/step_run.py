@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DRAWN = 1024  # step-time factors drawn at a time
 
-Seconds = Callable[[int, int, int, int, int, int, int], float]  # of a shape's features, but for draft steps
+Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.seconds_of`
 
 
 class Part(NamedTuple):
@@ -100,9 +100,8 @@ class Steps:
 
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
         check_noise(noise)
-        self._truth = truth
-        self._seconds: Seconds | None = getattr(truth, "seconds", None)
-        self._line: Callable[[int, int], Line] | None = getattr(truth, "line", None)
+        self._seconds: Seconds = truth.seconds_of
+        self._line = None if truth.line(1, 1) is None else cast(Callable[[int, int], Line], truth.line)
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._factors: list[float] = []
@@ -112,12 +111,10 @@ class Steps:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
-        if self._line is not None and steps > 1 and not (run.chunks or self._noise or seconds is None):
+        if self._line is not None and steps > 1 and not (run.chunks or self._noise):
             run.ends = _ends_along(self._line, n, kv, steps, run.begin)
             return
-        if seconds is None:
-            took = [self._truth.step_time(run.shape(i)) for i in range(steps)]
-        elif run.chunks:
+        if run.chunks:
             took = self._with_chunks(run, steps, seconds)
         elif steps == 1:
             took = [seconds(n, n, kv + n, 0, 0, 0, 0)]

@@ -12,7 +12,6 @@ from rubato.core.batch_builder import memory
 from rubato.core.interfaces import SeqView, View, untold
 from rubato.core.slo import TOLERANCE
 from rubato.core.types import SATURATED, Event, Finished, Plan, Shape
-from rubato.latency.online import spread_of
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, room
@@ -244,7 +243,7 @@ class Scheduler:
         return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view), self._drafts.chance)
 
     def _margin(self, view: View) -> float:
-        return spread_of(view.latency) if self.margin is None else self.margin
+        return view.latency.spread if self.margin is None else self.margin
 
     def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
         """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
@@ -497,7 +496,7 @@ def conceivable(view: View, seq: SeqView) -> bool:
     """Whether a lone request would be in time if a latency model that has been wrong were too slow."""
     tpot = view.latency.step_time(Shape(1, 1, seq.length)) / DOUBT
     return (
-        spread_of(view.latency) > 0.0
+        view.latency.spread > 0.0
         and any(view.now + seconds / DOUBT <= seq.due for seconds in alone(view, seq))
         and tpot <= pace(seq)
         and memory(seq, view.limits.block) <= view.kv_total
