@@ -10,6 +10,7 @@ import pytest
 from rubato.core.types import Sample, Shape
 from rubato.latency import affine, roofline
 from rubato.latency.fit_error import error_report
+from rubato.latency.models import MODELS, Model
 from tests.latency.steps import decodes, mixed, run, with_chunk
 
 TRUTH = affine.Model(k=(1e-5, 1e-3), b=(0.04, 0.025), a=3e-7, d=1e-8, e=1e-8, host=0.001, host_per_seq=1e-4)
@@ -17,7 +18,7 @@ Models = Callable[[], affine.Model | roofline.Model]
 BOTH = pytest.mark.parametrize("new", [affine.Model, roofline.Model])
 
 
-def learn(model: affine.Model | roofline.Model, steps: list[Sample]) -> None:
+def learn(model: Model, steps: list[Sample]) -> None:
     for sample in steps:
         model.update(sample)
 
@@ -159,3 +160,74 @@ def test_steps_as_predicted_have_no_spread() -> None:
     model = known()
     learn(model, run(TRUTH, mixed, 200, random.Random(1)))
     assert model.spread == 0.0
+
+
+PROBE = Shape(8, 8, 800)
+
+
+def slowed(slow: float, steps: int = 8) -> affine.Model:
+    """One whose last steps took so many times what its coefficients say."""
+    model = known()
+    learn(model, [Sample(PROBE, slow * TRUTH.step_time(PROBE))] * steps)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("slow", "idle", "predicted"),
+    [
+        (4.0, 10.0, 4.0),  # a slowdown stands for ten seconds
+        (4.0, 12.0, 2.0),  # then its logarithm halves every two
+        (4.0, 14.0, 2.0**0.5),
+        (4.0, 30.0, 1.0),
+        (4.0, 40.0, 0.5),  # after thirty the coefficients are doubted, too
+        (4.0, 1e9, 0.125),
+        (0.5, 20.0, 0.5),  # what was fast is not forgotten
+        (0.5, 40.0, 0.25),
+        (1.0, 20.0, 1.0),
+    ],
+)
+def test_what_was_slow_is_forgotten_while_nothing_runs(slow: float, idle: float, predicted: float) -> None:
+    model = slowed(slow)
+    for seconds in (3.0, idle):
+        model.idle(seconds)
+    own = TRUTH.step_time(PROBE)
+    assert model.step_time(PROBE) == pytest.approx(predicted * own, rel=0.01)
+    assert model.largest_chunk(predicted * own * 1.01, PROBE._replace(tokens=0, seqs=0, kv=0), 0, 100) >= 0
+    model.idle(0.0)  # as if it had not been asked
+    assert model.step_time(PROBE) == pytest.approx(slow * own, rel=0.01)
+
+
+def test_a_step_ends_the_doubt_and_what_was_forgotten_stays_so() -> None:
+    own = TRUTH.step_time(PROBE)
+    model = slowed(4.0)
+    model.idle(1000.0)
+    model.update(Sample(PROBE, own))
+    model.idle(0.01)
+    assert model.step_time(PROBE) == pytest.approx(own)
+    model = slowed(4.0)
+    model.idle(1000.0)
+    learn(model, [Sample(PROBE, 4.0 * own)] * 5)  # it was no spell
+    assert model.step_time(PROBE) == pytest.approx(4.0 * own)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_model_that_learns_forgets(kind: str) -> None:
+    model = MODELS[kind]()
+    before = model.step_time(PROBE)
+    learn(model, [Sample(PROBE, 3.0 * before)] * 8)
+    assert model.step_time(PROBE) == pytest.approx(3.0 * before)
+    model.idle(30.0)
+    assert model.step_time(PROBE) == pytest.approx(before, rel=0.01)
+
+
+def test_the_spread_is_forgotten_with_the_slowdown() -> None:
+    """A margin as wide as the spread could refuse everybody, too."""
+    model = known()
+    learn(model, run(TRUTH, mixed, 200, random.Random(1), noise=0.1))
+    spread = model.spread
+    model.idle(12.0)
+    assert model.spread == pytest.approx(spread / 2)
+    model.idle(60.0)
+    assert model.spread == 0.0
+    learn(model, run(TRUTH, mixed, 1, random.Random(2)))
+    assert model.spread == pytest.approx(spread)  # it is not off what it doubted

@@ -9,7 +9,8 @@ import pytest
 from rubato import policies
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan_check import check, spelled_out
-from rubato.core.types import Finished, Handoff, Limits, Plan, Request, Role, Tree, Verdict, Work
+from rubato.core.types import Finished, Handoff, Limits, Plan, Request, Role, Sample, Shape, Tree, Verdict, Work
+from rubato.latency import affine
 from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router, ideal_ratio
 from tests.doubles import Linear, Seq, request, view
@@ -162,16 +163,26 @@ def test_edf_prompts_wait_when_one_more_decode_would_break_the_tightest_tpot() -
     assert "a" not in work(plan)
 
 
-def test_edf_doubts_a_prediction_after_idle_seconds() -> None:
+def test_edf_tries_again_when_its_model_has_forgotten_a_slow_spell() -> None:
     """A refused request runs no step: a model that saw a slow machine must not refuse on an idle one for ever."""
-    policy = load("edf", {**EDF, "stale": 5.0})
-    assert work(policy.plan(seen([prompt("warm", 10)], []))) == {"warm": 10}
-    hopeful = prompt("a", 100, ttft=0.05, refuse=True)  # predicted at 110 ms
-    assert policy.plan(seen([hopeful], [], now=0.01)).drop == {"a": "rejected-slo-infeasible"}
-    later = Seq(request("b", 100, ttft=0.05, refuse=True, arrival=6.0), 100, due=6.05)
-    assert work(policy.plan(seen([later], [], now=6.0))) == {"b": 100}
-    absurd = Seq(request("c", 100, ttft=0.001, refuse=True, arrival=20.0), 100, due=20.001)
-    assert policy.plan(seen([absurd], [], now=20.0)).drop == {"c": "rejected-slo-infeasible"}
+    model = affine.Model(k=(1e-3, 1e-3), b=(0.01, 0.01))
+    for _ in range(8):
+        model.update(Sample(Shape(10, 1, 10), 0.06))  # three times as long as it says
+    policy = load("edf", EDF)
+
+    def asked(id: str, idle: float, ttft: float) -> Plan:
+        seq = Seq(request(id, 100, ttft=ttft, refuse=True, arrival=idle), 100, due=idle + ttft)
+        model.idle(idle)
+        return policy.plan(replace(seen([seq], [], now=idle), latency=model))
+
+    assert asked("a", 1.0, ttft=0.2).drop == {"a": "rejected-slo-infeasible"}  # predicted at 330 ms
+    assert work(asked("b", 20.0, ttft=0.2)) == {"b": 100}
+    assert asked("c", 20.0, ttft=0.1).drop == {"c": "rejected-slo-infeasible"}  # 110 ms at the best
+
+
+def test_edf_still_takes_the_setting_that_has_no_effect_any_more() -> None:
+    with pytest.warns(UserWarning, match="the setting stale has no effect any more"):
+        load("edf", {"stale": 5.0})
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,8 @@ class Replica:
     # ----------------------------------------------------------------- one step
 
     def view(self, now: float) -> View:
+        if self.in_flight is None:
+            self.latency.idle(now - self.busy_until)
         for seq in self.waiting:
             if seq.seen != self.kv.version:
                 self._look_up(seq)

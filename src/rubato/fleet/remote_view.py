@@ -78,6 +78,7 @@ class Mirror:
         self._leaving: dict[str, RemoteSeq] = {}
         self._arriving: dict[str, RemoteSeq] = {}
         self._role = ANY
+        self._stepped = now
         self._submitted = 0
 
     @property
@@ -111,6 +112,8 @@ class Mirror:
         self._busy_until = report.busy_until
 
     def view(self, now: float) -> View:
+        if self._busy_until <= now:
+            self.latency.idle(now - self._stepped)
         waiting = list(self._waiting.values())
         waiting.sort(key=lambda s: s.key)
         moving = (*self._leaving.values(), *self._arriving.values())
@@ -141,6 +144,7 @@ class Mirror:
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
+            self._stepped = event.at
             return
         seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
         if seq is None:

@@ -5,6 +5,12 @@ median of measured / predicted over the last few steps, follows within five step
 The coefficients change slowly: every `EVERY` steps they are refitted to the window, and the refit is taken only if it
 explains the most recent steps clearly better than the present coefficients times a factor; else drift would be
 written into coefficients that it does not belong to (KV grows with time, so a slowdown looks like dearer KV).
+
+Without steps nothing is learnt, and a policy that refuses everybody by a prediction runs none. So what was slow is
+forgotten while nothing runs (`idle`). A slowdown, and the spread, stand for `STALE` seconds; then its logarithm halves
+every `HALVING`, down to what the coefficients say. A slow spell may be in these, too (a first refit comes after 16
+steps): so after `DOUBTED` seconds predictions halve every `DOUBTING`, down to 1/`FACTOR`, until a step has run, which
+ends that doubt at once. What was fast is not forgotten: that would be to predict more, and to refuse more.
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ CLEARLY = 2.0  # standard errors by which a refit must predict the recent steps 
 BLOCK = 64  # recent steps that are compared under one factor
 ERROR_CAP = 0.7  # of |log(measured / predicted)|, so that outliers do not decide
 FINEST = 1e-3  # a spread below it is rounding
+STALE, HALVING = 10.0, 2.0  # idle seconds: a slowdown stands as measured so long, and is half believed so much later
+DOUBTED, DOUBTING = 30.0, 10.0  # idle seconds: the coefficients stand so long, and predict half so much later
 
 Row = tuple[float, ...]
 
@@ -58,7 +66,9 @@ class Window:
 
 @dataclass(slots=True)
 class Online:
-    """What a model with `columns` plane features learns from. A row is (plane features, shared features, seconds)."""
+    """What a model with `columns` plane features learns from. A row is (plane features, shared features, seconds).
+
+    factor: what the coefficients' predictions are multiplied by; its maker's to read, after each `seen` and `idle`."""
 
     columns: int
     size: int = 512
@@ -69,6 +79,8 @@ class Online:
     _errors: deque[float] = field(init=False)  # log(measured / predicted), squared, of the last EVERY steps
     _wait: int = field(init=False, default=FIRST)
     _left: int = field(init=False, default=FIRST)
+    _belief: float = field(init=False, default=1.0)  # in the slowdown and the spread as measured
+    _doubt: float = field(init=False, default=1.0)  # what predictions are multiplied by for long idleness
 
     def __post_init__(self) -> None:
         if self.size < 2 * FIRST:
@@ -80,12 +92,21 @@ class Online:
 
     @property
     def spread(self) -> float:
-        """How far steps are off what was predicted for them, relative, root mean square of the last EVERY; 0 while
-        fewer than FIRST are known."""
+        """How far steps are off what was predicted for them, relative, root mean square of the last EVERY, less what
+        idle time has made one forget; 0 while fewer than FIRST are known."""
         if len(self._errors) < FIRST:
             return 0.0
-        spread = math.sqrt(math.fsum(self._errors) / len(self._errors))
+        spread = self._belief * math.sqrt(math.fsum(self._errors) / len(self._errors))
         return spread if spread >= FINEST else 0.0
+
+    def idle(self, seconds: float) -> bool:
+        """No step has run for so long, the last one included. Whether the factor has changed."""
+        if seconds <= STALE and self._belief == 1.0:
+            return False
+        self._belief = 0.5 ** (max(0.0, seconds - STALE) / HALVING)
+        self._doubt = 0.5 ** (max(0.0, seconds - DOUBTED) / DOUBTING)
+        before, self.factor = self.factor, self._believed()
+        return self.factor != before
 
     def seen(self, shape: Shape, row: Row, raw: float) -> bool:
         """One step, and what the coefficients alone (factor 1) predicted for it. True: a refit is due."""
@@ -95,9 +116,13 @@ class Online:
         self.window.add(shape, row)
         self._recent.append(row)
         ratio = seconds / max(raw, 1e-12)
-        self._errors.append(min(abs(math.log(ratio / self.factor)), ERROR_CAP) ** 2)
+        if self._belief == 1.0:
+            self._errors.append(min(abs(math.log(ratio / self.factor)), ERROR_CAP) ** 2)
+        else:  # what was forgotten stays so, and what was doubted was no prediction
+            self._ratios = deque([r**self._belief if r > 1.0 else r for r in self._ratios], maxlen=RATIOS)
+            self._belief = self._doubt = 1.0
         self._ratios.append(ratio)
-        self.factor = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
+        self.factor = self._believed()
         self._left -= 1
         if self._left > 0:
             return False
@@ -115,8 +140,16 @@ class Online:
         if not np.isfinite(new).all() or not _clearly_less(_left(new), _left(old)):
             return None
         self._ratios.extend(np.exp(new[-RATIOS:]).tolist())
-        self.factor = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
+        self.factor = self._believed()
         return found
+
+    def _believed(self) -> float:
+        measured = min(max(statistics.median(self._ratios), 1.0 / FACTOR), FACTOR)
+        if self._belief == 1.0:
+            return measured
+        if measured > 1.0:
+            measured = measured**self._belief
+        return max(measured * self._doubt, 1.0 / FACTOR)
 
     def _split(self, rows: list[Row]) -> tuple[Array, Array, Array]:
         table = np.array(rows, dtype=np.float64)
@@ -133,6 +166,14 @@ class Learns(Defaults):
     def spread(self) -> float:
         """`Online.spread`."""
         return self.online.spread
+
+    def idle(self, seconds: float) -> None:
+        """`Online.idle`."""
+        if self.online.idle(seconds):
+            self._flatten()
+
+    def _flatten(self) -> None:
+        """Make anew what is kept of the coefficients times the factor, if anything is."""
 
 
 def _left(logs: Array) -> Array:

@@ -14,6 +14,7 @@ back if it could still be in time after all, and its oldest gets a turn now and 
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from rubato.core.types import Event, Finished, Plan, Shape
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
-DOUBT = 8.0  # how much too slow a stale model may be: the bound of the drift that latency models follow
 MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
 RECENT = 64  # requests that the tightest TTFT is remembered over
 
@@ -39,9 +39,9 @@ class Scheduler:
     every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
     share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
     cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
-    stale: after so many idle seconds predictions are doubted, and a request is tried unless it is far from possible.
     fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all before its requests are
     protected from being set aside; 1 = never.
+    stale: without effect; latency models forget a slow spell by themselves (`LatencyModel.idle`). Goes with 0.4.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -52,11 +52,9 @@ class Scheduler:
     least: int = 16
     fairness: float = 0.03
     cushion: float = 3.0
-    stale: float = 10.0
     share: float = 0.9
+    stale: float | None = None
     _turn: int = field(default=0, init=False)
-    _worked: float = field(default=-inf, init=False)
-    _probe: str = field(default="", init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
     _lost: dict[str, float] = field(default_factory=dict, init=False)  # of these: set aside, or missed
@@ -71,6 +69,8 @@ class Scheduler:
             )
         if self.every < 2 or self.least < 1:
             raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
+        if self.stale is not None:
+            warnings.warn("edf: the setting stale has no effect any more and goes with 0.4: leave it out", stacklevel=2)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -102,8 +102,6 @@ class Scheduler:
         if not packing.work and able:
             first = able[0]
             self._force(packing, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
-        if packing.work:
-            self._worked = view.now
         return packing.plan(
             demote=[s.id for s in declined if s.id not in drop],
             promote=[s.id for s in strict if s.demoted],
@@ -156,11 +154,6 @@ class Scheduler:
         # A protected one may count on decodes that end meanwhile: others are not started at its expense.
         safe = {s.id for s in able if self._protected(s) and view.now + rate.seconds_alone(s.pending) <= s.due}
         kept = self._schedulable(able, rate, view.now, safe)
-        stale = not view.running and view.now - self._worked > self.stale
-        if stale and not kept and fresh and rate.seconds_alone(fresh[0].pending) / DOUBT <= fresh[0].due - view.now:
-            # A refused request runs no step, so a model that once saw a slow machine would refuse for ever: try one.
-            kept = fresh[:1]
-            self._probe = fresh[0].id
         aside.update(s.id for s in fresh if s not in kept)
         # Set-aside ones come back when they fit beside all that are kept, by a margin, cheapest first.
         for seq in sorted((s for s in jobs if s.demoted), key=lambda s: s.pending):
@@ -215,7 +208,7 @@ class Scheduler:
         return end <= seq.request.arrival + seq.away + slo.e2e
 
     def _refusable(self, seq: SeqView) -> bool:
-        return seq.request.on_decline == "refuse" and untold(seq) and seq.id != self._probe
+        return seq.request.on_decline == "refuse" and untold(seq)
 
     # ----------------------------------------------------------------- what they get
 

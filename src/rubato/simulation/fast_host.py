@@ -54,9 +54,10 @@ class Agenda:
 
 
 class LeanHost:
-    """truth: the time steps take; latency: what the scheduler believes, which does not learn here. targets: request id
-    -> output tokens of each stage. It tells of what begins and ends, not of each step and token: `ran` is given each
-    run when it is over, `ended` each request's token times with its end. causes: work out why requests miss.
+    """truth: the time steps take; latency: what the scheduler believes, which does not learn here, nor forget (so it is
+    not told of idle time). targets: request id -> output tokens of each stage. It tells of what begins and ends, not of
+    each step and token: `ran` is given each run when it is over, `ended` each request's token times with its end.
+    causes: work out why requests miss.
     """
 
     def __init__(

@@ -178,11 +178,15 @@ def steady() -> affine.Model:
 
 
 @pytest.mark.parametrize(
-    ("decline", "fleet"),
-    [("refuse", {}), ("best_effort", {"replicas": 2, "router_settings": {"backup": "refuse"}})],
-    ids=["whose clients ask for it", "by a router"],
+    ("policy", "decline", "fleet"),
+    [
+        ("slos_serve", "refuse", {}),
+        ("slos_serve", "best_effort", {"replicas": 2, "router_settings": {"backup": "refuse"}}),
+        ("edf", "refuse", {}),
+    ],
+    ids=["whose clients ask for it", "by a router", "edf"],
 )
-def test_a_slow_spell_is_no_reason_to_refuse_for_ever(decline: OnDecline, fleet: dict[str, Any]) -> None:
+def test_a_slow_spell_is_no_reason_to_refuse_for_ever(policy: str, decline: OnDecline, fleet: dict[str, Any]) -> None:
     """One request a second, whose TPOT no step keeps in the spell: who is refused runs no step that would tell."""
     stage = Stage(50, SLO(1.0, 0.05))
     requests = [
@@ -190,10 +194,33 @@ def test_a_slow_spell_is_no_reason_to_refuse_for_ever(decline: OnDecline, fleet:
     ]
     truth = {r.id: (20,) for r in requests}
     setup = Setup(
-        Spell, Limits(16, 512, 600, 1000, 16), "slos_serve", believed=steady, learns=True,
+        Spell, Limits(16, 512, 600, 1000, 16), policy, believed=steady, learns=True,
         lengths=Oracle(dict.fromkeys(truth, 20)), **fleet,
     )  # fmt: skip
     ends = [e for e in simulate(requests, truth, setup) if isinstance(e, Finished)]
     refused = [e for e in ends if e.outcome == "refused"]
     assert 5 <= len(refused) <= 40
     assert all(e.verdict.met for e in ends[-50:])
+
+
+@pytest.mark.parametrize("policy", ["slos_serve", "edf"])
+def test_a_server_that_began_slow_does_not_refuse_for_ever(policy: str) -> None:
+    """Its first 40 steps take four times as long, and are what the coefficients are first fitted to."""
+
+    class Warming(Spell):
+        def step_time(self, shape: Shape) -> float:
+            self._steps += 1
+            return self._model.step_time(shape) * (4.0 if self._steps <= 40 else 1.0)
+
+    stages = [Stage(50 + 37 * (i % 5), SLO(1.0, 0.0312)) for i in range(240)]
+    requests = [
+        Request(f"q{i}", (stage,), float(i), on_decline="refuse", sampling=Sampling(max_tokens=20))
+        for i, stage in enumerate(stages)
+    ]
+    truth = {r.id: (20,) for r in requests}
+    setup = Setup(Warming, Limits(16, 512, 600, 1000, 16), policy, believed=affine.Model, learns=True)
+    ends = {e.id: e for e in simulate(requests, truth, setup) if isinstance(e, Finished)}
+    refused = [i for i in range(240) if ends[f"q{i}"].outcome == "refused"]
+    assert len(refused) >= 5
+    assert max(refused) < 160
+    assert all(ends[f"q{i}"].verdict.met for i in range(max(refused) + 1, 240))

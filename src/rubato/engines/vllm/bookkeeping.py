@@ -155,6 +155,9 @@ class Control:
 
     def view(self, waiting: Sequence[str], running: Sequence[str], kv_free: int) -> View:
         """What the policy sees now. waiting, running: ids of those that can be scheduled, running in order of start."""
+        now = self.clock()
+        if not self._flights:
+            self.latency.idle(now - self._last)
         queued = sorted((self.seqs[id] for id in waiting), key=lambda s: s.key)
         for seq in queued:
             seq.waiting = True
@@ -164,7 +167,7 @@ class Control:
             seq.waiting = False
         return View(
             id=NAME,
-            now=self.clock(),
+            now=now,
             waiting=queued,
             running=holding,
             kv_free=kv_free,

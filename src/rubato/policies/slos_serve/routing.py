@@ -13,7 +13,7 @@ from typing import ClassVar
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.sequence import Seq
 from rubato.core.types import Event, Finished, Request
-from rubato.policies.slos_serve.scheduler import DECLINED, STALE, Scheduler, conceivable
+from rubato.policies.slos_serve.scheduler import DECLINED, Scheduler
 
 BACKUPS = ("best_effort", "refuse")
 
@@ -39,7 +39,6 @@ class Router:
     prior: float = Scheduler.prior
     _virtual: Scheduler = field(init=False)  # for all replicas: it goes by what each shows
     _landed: int = field(default=0, init=False)
-    _placed: dict[str, float] = field(default_factory=dict, init=False)  # when somebody last was, by replica
     _declined: set[str] = field(default_factory=set, init=False)  # placed without asking, or by the backup
 
     def __post_init__(self) -> None:
@@ -73,27 +72,16 @@ class Router:
             seq = _shown(request)
             taker = self._admitting(seq, replicas) if promised else None
             if taker is None:
-                taker = self._doubting(seq, replicas, now) if promised else None
-                if taker is None and promised and "refuse" in (self.backup, request.on_decline):
+                if promised and "refuse" in (self.backup, request.on_decline):
                     reject[request.id] = DECLINED
                     continue
-                taker = taker or min(replicas, key=lambda replica: replica.pending)
+                taker = min(replicas, key=lambda replica: replica.pending)
                 self._declined.add(request.id)
             else:
                 self._declined.discard(request.id)
             taker.added += request.stages[0].prompt
-            self._placed[taker.view.id] = now
             place[request.id] = taker.view.id
         return Dispatch(place, reject)
-
-    def _doubting(self, seq: SeqView, replicas: Sequence[_Replica], now: float) -> _Replica | None:
-        """A replica that has been idle for long, whose latency model may be wrong: without a step it learns nothing."""
-        for replica in replicas:
-            since = self._placed.setdefault(replica.view.id, now)
-            idle = not (replica.view.running or replica.view.waiting or replica.added)
-            if idle and now - since > STALE and conceivable(replica.view, seq):
-                return replica
-        return None
 
     def _admitting(self, seq: SeqView, replicas: Sequence[_Replica]) -> _Replica | None:
         """The first replica in turn that would admit it, which counts it as placed from now on."""

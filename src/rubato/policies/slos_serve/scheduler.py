@@ -24,8 +24,6 @@ from rubato.policies.slos_serve.speculation import LONGEST
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
-STALE = 10.0  # seconds without a batch after which a latency model that has been wrong is doubted
-DOUBT = 8.0  # how much too slow it may then be: the bound of the drift that latency models follow
 TRICKLE = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
 
 
@@ -127,8 +125,6 @@ class Scheduler:
     _finished: int = field(default=0, init=False)
     _elder: Elder = field(default=NOBODY, init=False)
     _light: float = field(default=1.0, init=False)
-    _worked: float = field(default=inf, init=False)  # when it last had a batch
-    _tried: str = field(default="", init=False)  # who is served against what the latency model says
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
     _passed: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
@@ -186,7 +182,6 @@ class Scheduler:
         if turn.promises.light != self._light:  # the grid counts tokens as they were
             self._light, self._grid = turn.promises.light, None
         self._find_elder(turn)
-        self._worked = min(self._worked, view.now)  # of one that has not worked yet: since it was asked first
         jobs = self._kept_up(view, [turn.promises.job(s) for s in turn.kept])
         turn.jobs = {j.id: j for j in jobs}
         grid, entries = self._grid, self._drafts.entries(jobs)
@@ -201,7 +196,6 @@ class Scheduler:
         plan = self._filled(turn, grid)
         if plan.work or plan.decode:
             self._grid = grid.step()
-            self._worked = view.now
         return plan
 
     def _relent(self, turn: _Turn) -> list[Job]:
@@ -329,7 +323,7 @@ class Scheduler:
         elif self._grid is None:
             self._grid, self._drafts.stride = plainly(jobs, terms), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
-        self._answer(turn, asked, accepted or self._doubted(turn, asked))
+        self._answer(turn, asked, accepted)
         self._decided, self._finished = turn.now, 0
 
     def _choose(self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job]) -> _Choice:
@@ -416,18 +410,9 @@ class Scheduler:
         turn.new = [s for s in turn.new if s.id not in decided]
         self._promised.update((s.id, round_of(s)) for s in asked if s.id in accepted)
 
-    def _doubted(self, turn: _Turn, asked: Sequence[SeqView]) -> set[str]:
-        """One who is to be refused, but served all the same: who is refused runs no step, so a model that has seen a
-        slow machine would refuse for ever."""
-        if turn.kept or turn.rest or turn.now - self._worked <= STALE:
-            return set()
-        able = (s for s in asked if s.request.on_decline == "refuse" and untold(s) and conceivable(turn.view, s))
-        self._tried = next((s.id for s in able), "")
-        return {self._tried} - {""}
-
     def _give_up(self, turn: _Turn) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
-        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1 and s.id != self._tried]
+        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1]
         for seq in [s for s in prefills if all(s.due + TOLERANCE < turn.now + t for t in alone(turn.view, s))]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
@@ -490,17 +475,6 @@ def _is_number(value: object) -> bool:
 
 def _arrival(seq: SeqView) -> tuple[float, str]:
     return (seq.request.arrival, seq.id)
-
-
-def conceivable(view: View, seq: SeqView) -> bool:
-    """Whether a lone request would be in time if a latency model that has been wrong were too slow."""
-    tpot = view.latency.step_time(Shape(1, 1, seq.length)) / DOUBT
-    return (
-        view.latency.spread > 0.0
-        and any(view.now + seconds / DOUBT <= seq.due for seconds in alone(view, seq))
-        and tpot <= pace(seq)
-        and memory(seq, view.limits.block) <= view.kv_total
-    )
 
 
 def alone(view: View, seq: SeqView) -> Iterator[float]:
