@@ -1,13 +1,30 @@
-"""Length predictors: nothing from nothing, the app's own mean, an oracle with its noise."""
+"""Length predictors: nothing from nothing, what finished requests of a class say, an oracle with its noise."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from statistics import fmean, pstdev
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rubato.core.length_prediction import Oracle, RunningMean
+from rubato.core.interfaces import LengthPredictor
+from rubato.core.length_prediction import CLASSES, LAST, PREDICTORS, ConditionalMean, Gaussian, Oracle, RunningMean
 from rubato.core.types import Request, Sampling, Stage
+from rubato.planning import spec
+from rubato.serving.build import lengths_of
+from rubato.serving.config import ConfigError, load
 
 
-def of(app: str, id: str = "a", most: int = 1000) -> Request:
-    return Request(id, (Stage(1),), 0.0, app=app, sampling=Sampling(max_tokens=most))
+def of(app: str, id: str = "a", most: int = 1000, tier: str = "default") -> Request:
+    return Request(id, (Stage(1),), 0.0, app=app, tier=tier, sampling=Sampling(max_tokens=most))
+
+
+def gaussian(seed: int = 0, least: int = 5) -> Gaussian:
+    return Gaussian(np.random.default_rng(seed), least)
 
 
 def test_running_mean() -> None:
@@ -21,6 +38,136 @@ def test_running_mean() -> None:
     assert mean.remaining(of("chat"), 150) == 50
     assert mean.remaining(of("chat"), 500) == 1
     assert mean.remaining(of("chat", most=50), 0) == 50
+
+
+@pytest.mark.parametrize(
+    ("app", "most", "output", "remaining"),
+    [
+        ("chat", 1000, 0, 200),
+        ("chat", 1000, 100, 150),  # of 100, 200 and 300 those beyond 100
+        ("chat", 1000, 299, 1),
+        ("chat", 1000, 300, 300),  # none of its own was longer: those of all, 600
+        ("chat", 1000, 600, 1),  # nor any at all
+        ("chat", 150, 0, 150),
+        ("chat", 150, 140, 10),
+        ("code", 1000, 0, 242),  # too few of its own: all five
+        ("code", 1000, 250, 200),
+    ],
+)
+def test_conditional_mean(app: str, most: int, output: int, remaining: float) -> None:
+    mean = ConditionalMean(least=3)
+    assert mean.remaining(of(app), 0) is None
+    for length in (100, 200, 300):
+        mean.learn(of("chat"), length)
+    mean.learn(of("code"), 10)
+    mean.learn(of("code"), 600)
+    assert mean.remaining(of(app, most=most), output) == remaining
+
+
+def test_a_class_is_the_tier_where_no_app_is_named_and_old_lengths_are_forgotten() -> None:
+    mean = ConditionalMean(least=1)
+    mean.learn(of("", tier="gold"), 10)
+    mean.learn(of("", tier="free"), 30)
+    assert [mean.remaining(of("", tier=tier), 0) for tier in ("gold", "free", "new")] == [10, 30, 20]
+    for _ in range(LAST):
+        mean.learn(of("", tier="gold"), 50)
+    assert [mean.remaining(of("", tier=tier), 0) for tier in ("gold", "free", "new")] == [50, 30, 50]
+    for i in range(CLASSES):
+        mean.learn(of("", tier=f"any text of a client {i}"), 50)
+    assert mean.remaining(of("", tier="free"), 0) == 50
+
+
+def test_gaussian_draws_once_a_request_from_the_fit_of_its_class() -> None:
+    predictor = gaussian(least=2)
+    assert predictor.remaining(of("chat"), 0) is None
+    for length in (400, 600):
+        predictor.learn(of("chat"), length)
+    predictor.learn(of("code"), 10)
+    ids = [f"q{i}" for i in range(2000)]
+    drawn = [predictor.remaining(of("chat", id), 0) for id in ids]
+    assert drawn == [predictor.remaining(of("chat", id), 0) for id in ids]
+    assert drawn == list(reversed([predictor.remaining(of("chat", id), 0) for id in reversed(ids)]))  # whoever is first
+    lengths = [n for n in drawn if n is not None]
+    assert fmean(lengths) == pytest.approx(500, abs=10)
+    assert pstdev(lengths) == pytest.approx(100, abs=7)
+    assert predictor.remaining(of("chat", "q7"), 100) == pytest.approx(lengths[7] - 100)
+    assert predictor.remaining(of("chat", "q7"), 999) == 1
+    assert predictor.remaining(of("chat", "q7", most=50), 0) == 50
+
+
+def test_gaussian_follows_from_the_generator_it_is_given() -> None:
+    def drawn(seed: int) -> float | None:
+        predictor = gaussian(seed, least=1)
+        for length in (10, 500):
+            predictor.learn(of("chat"), length)
+        return predictor.remaining(of("chat"), 0)
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+
+
+@pytest.mark.parametrize("make", [*PREDICTORS.values(), lambda: ConditionalMean(1), lambda: gaussian(1, 1)])
+@given(
+    finished=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 2000)), min_size=1, max_size=30),
+    output=st.integers(0, 3000),
+    most=st.integers(1, 4000),
+)
+def test_one_token_or_more_is_left_never_beyond_max_tokens(
+    make: Callable[[], LengthPredictor], finished: list[tuple[str, int]], output: int, most: int
+) -> None:
+    predictor = make()
+    for app, length in finished:
+        predictor.learn(of(app), length)
+    left = predictor.remaining(of("a", most=most), output)
+    assert left is not None
+    assert isfinite(left)
+    assert 1.0 <= left <= max(1.0, most - output)
+
+
+@given(
+    finished=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 200)), min_size=1, max_size=30),
+    output=st.integers(0, 250),
+    most=st.integers(1, 300),
+)
+def test_the_longer_a_request_has_run_the_longer_it_is_expected_to_be(
+    finished: list[tuple[str, int]], output: int, most: int
+) -> None:
+    conditional, running = ConditionalMean(least=3), RunningMean(least=3)
+    for app, length in finished:
+        conditional.learn(of(app), length)
+        running.learn(of(app), length)
+    asked = of("a", most=most)
+    totals = [n + (conditional.remaining(asked, n) or 0.0) for n in (output, output + 1)]
+    assert totals[0] <= totals[1] + 1e-9
+    assert totals[0] >= min(most, output + (running.remaining(asked, output) or 0.0)) - 1e-9
+
+
+@pytest.mark.parametrize("kind", PREDICTORS)
+def test_a_configuration_and_an_experiment_name_them_alike(kind: str) -> None:
+    configured = lengths_of(load({"lengths": {"kind": kind, "least": 1}}))
+    built = getattr(spec, kind)({"a": 100})  # which does not tell them the truth
+    assert type(configured) is type(built)
+    assert built.remaining(of("x"), 0) is None
+    for predictor in (configured, built):
+        assert predictor is not None
+        for _ in range(5):
+            predictor.learn(of("x"), 40)
+        assert predictor.remaining(of("x"), 0) == 40
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ({"kind": "conditional_mean", "least": 0}, "lengths 'conditional_mean': least is 0: give a whole number"),
+        ({"kind": "gaussian", "seed": -1}, "lengths 'gaussian': "),
+        ({"kind": "gaussian", "rng": 1}, "lengths 'gaussian' has no setting 'rng'"),
+        ("gausian", "unknown kind 'gausian': did you mean 'gaussian'"),
+        ("oracle", "serve with running_mean or conditional_mean or gaussian"),
+    ],
+)
+def test_what_cannot_be_configured(lengths: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        lengths_of(load({"lengths": lengths}))
 
 
 def test_oracle() -> None:

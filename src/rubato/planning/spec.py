@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import yaml
 
 from rubato.core.interfaces import LatencyModel, LengthPredictor
-from rubato.core.length_prediction import Oracle
+from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
 from rubato.core.types import Limits, Shape
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
@@ -40,6 +40,21 @@ def unknown(truth: Mapping[str, int]) -> None:
 def oracle(truth: Mapping[str, int]) -> LengthPredictor:
     """The truth, as SLOs-Serve gives it to every system it compares."""
     return Oracle(truth)
+
+
+def running_mean(truth: Mapping[str, int]) -> LengthPredictor:
+    """The mean of finished requests of the same app."""
+    return RunningMean()
+
+
+def conditional_mean(truth: Mapping[str, int]) -> LengthPredictor:
+    """The mean of those that were longer than a request is already (PolyServe)."""
+    return ConditionalMean()
+
+
+def gaussian(truth: Mapping[str, int]) -> LengthPredictor:
+    """A draw for each request, always the same one for its id (SA)."""
+    return seeded_gaussian()
 
 
 # --------------------------------------------------------------------------- hardware

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from rubato.core.clock import Clock
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
-from rubato.core.length_prediction import Oracle, RunningMean
+from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.suggest import nearest
 from rubato.core.types import Limits
 from rubato.engines.simulated import Drafter, Link, drafter
@@ -126,18 +126,20 @@ def guessed(config: Config) -> list[str]:
 
 
 def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
-    """`lengths.kind`: running_mean, or a dotted module with a class `Lengths`; default: nothing is known.
+    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: nothing is known.
 
-    In simulation, where `truth` (request id -> output tokens) is given, also oracle.
+    In simulation, where `truth` (request id -> output tokens) is given, also oracle. Raises ConfigError.
     """
     if config.lengths is None:
         return None
     name, settings = config.lengths.name, dict(config.lengths.settings)
     if name == "oracle":
         if truth is None:
-            raise ConfigError("lengths: the oracle knows simulated requests only; serve with running_mean")
+            raise ConfigError(
+                f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}"
+            )
         return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, {"truth": truth, **settings}, ["noise"]))
-    cls: Any = RunningMean if name == "running_mean" else _class("lengths", "", name, "Lengths")
+    cls: Any = PREDICTORS.get(name) or _class("lengths", "", name, "Lengths")
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
 
@@ -152,7 +154,7 @@ def _latency_class(kind: str) -> Any:
 
 def _class(what: str, package: str, kind: str, name: str) -> Any:
     """The class `name` of module `kind`. Raises ConfigError for a module that is not there or has no such class."""
-    known = ["oracle", "running_mean"]
+    known = ["oracle", *PREDICTORS]
     if package:
         path = importlib.import_module(package).__path__
         known = [module.name for module in pkgutil.iter_modules(path)]

@@ -15,7 +15,7 @@ from typing import Any
 from rubato.core.clock import WallClock, unix_time
 from rubato.core.interfaces import LengthPredictor, View
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.length_prediction import RunningMean
+from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan_check import PlanError, check, spelled_out
 from rubato.core.slo import RULES, StageTimes, judge
 from rubato.core.suggest import nearest
@@ -47,8 +47,8 @@ NAME = "vllm"  # of the one replica that an engine core is
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`--additional-config '{"rubato": {...}}'`. settings: the policy's own. latency: coefficients of `affine` to begin
-    with (it learns from the first step on). lengths: what a policy may know of output lengths, a running mean or
-    nothing. rule: how finished requests are judged, for policies that learn from it."""
+    with (it learns from the first step on). lengths: what a policy may know of output lengths, one of
+    `PREDICTORS` or nothing. rule: how finished requests are judged, for policies that learn from it."""
 
     policy: str = "edf"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"rubato.rule is {self.rule!r}: choose one of {', '.join(RULES)}")
-        if self.lengths not in ("", "running_mean"):
-            raise ValueError(f"rubato.core.length_prediction is {self.lengths!r}: give running_mean, or leave it out")
+        if self.lengths and self.lengths not in PREDICTORS:
+            raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out")
 
 
 def settings_of(additional: object) -> Settings:
@@ -100,7 +100,7 @@ class Control:
         self.unix: Callable[[], float] = unix_time
         self.seqs: dict[str, Seq] = {}
         self.steps = self.deviations = 0
-        self._lengths: LengthPredictor | None = RunningMean() if settings.lengths else None
+        self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._rule = settings.rule
         self._order = 0
         self._events: list[Event] = []
