@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
-from rubato.core.interfaces import Assigner, View
+from rubato.core.interfaces import Assigner, LengthPredictor, View
+from rubato.core.length_prediction import PREDICTORS
 from rubato.core.slo import StageTimes
 from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from rubato.latency import profiles
@@ -84,9 +85,12 @@ def alone(load: Load) -> list[Request]:
     return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
 
 
-def same(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup) -> None:
-    plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, setup))
-    fast = lean(requests, truth, setup)
+def same(
+    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup,
+    lengths: Callable[[], LengthPredictor | None] = lambda: None,
+) -> None:  # fmt: skip
+    plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, replace(setup, lengths=lengths())))
+    fast = lean(requests, truth, replace(setup, lengths=lengths()))
     assert fast.steps == plain.steps
     ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
     assert len(ends) == len(requests)
@@ -131,6 +135,14 @@ def test_with_several_replicas(router: str, policy: str, load: Load, replicas: i
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
     setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
     same(alone(load), load.truth, setup)
+
+
+@few
+@given(load=loads(), kind=st.sampled_from(sorted(PREDICTORS)))
+def test_with_predicted_lengths(load: Load, kind: str) -> None:
+    """A predictor learns on the way, and `gaussian` draws: each driver has one of its own."""
+    setup = Setup(Linear, load.limits, "slos_serve", replicas=2, learns=False)
+    same(alone(load), load.truth, setup, lambda: PREDICTORS[kind](least=1))
 
 
 class Asking:
