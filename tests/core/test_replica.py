@@ -56,6 +56,25 @@ def test_a_life() -> None:
     assert r.gone() == ["a"]
 
 
+def test_a_latency_model_is_told_how_long_nothing_ran_since_the_replica_began() -> None:
+    """The clock may count from the machine's start: before the first view nobody was idle."""
+    told: list[float] = []
+
+    class Told(Linear):
+        def idle(self, seconds: float) -> None:
+            told.append(seconds)
+
+    r = Replica("r0", LIMITS, Told())
+    r.view(10_000.0)
+    r.submit(request("a", 8), 10_003.0)
+    r.view(10_003.0)
+    batch, _ = r.apply(Plan((Work("a", 8),)), 10_003.0, "test")
+    r.view(10_003.5)  # busy: not told
+    r.commit(batch, StepResult({"a": Emitted(1, "x", (1,))}, 1.0), 10_004.0)
+    r.view(10_009.0)
+    assert told == [0.0, 3.0, 3.0, 5.0]  # apply looks, too
+
+
 def test_preemption_keeps_tokens_and_gives_back_kv() -> None:
     r = replica()
     r.submit(request("a", 20), 0.0)

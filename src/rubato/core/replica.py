@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import replace
+from math import inf
 
 from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
@@ -85,6 +86,7 @@ class Replica:
         self.role = ANY
         self.in_flight: Batch | None = None
         self.busy_until = 0.0
+        self._asked_since = inf  # by the clock: when a view was first asked for; it is idle no longer than that
         self._seqs: dict[str, Seq] = {}
         self._order = 0
         self._lengths = lengths
@@ -203,8 +205,9 @@ class Replica:
     # ----------------------------------------------------------------- one step
 
     def view(self, now: float) -> View:
+        self._asked_since = min(self._asked_since, now)
         if self.in_flight is None:
-            self.latency.idle(now - self.busy_until)
+            self.latency.idle(now - max(self.busy_until, self._asked_since))
         for seq in self.waiting:
             if seq.seen != self.kv.version:
                 self._look_up(seq)

@@ -106,6 +106,7 @@ class Control:
         self._events: list[Event] = []
         self._flights: deque[Flight] = deque()
         self._last = -inf  # when the last batch completed
+        self._asked_since = inf  # when a view was first asked for
         self._busy = False  # whether there was more to do then
 
     # ----------------------------------------------------------------- requests
@@ -156,8 +157,9 @@ class Control:
     def view(self, waiting: Sequence[str], running: Sequence[str], kv_free: int) -> View:
         """What the policy sees now. waiting, running: ids of those that can be scheduled, running in order of start."""
         now = self.clock()
+        self._asked_since = min(self._asked_since, now)
         if not self._flights:
-            self.latency.idle(now - self._last)
+            self.latency.idle(now - max(self._last, self._asked_since))
         queued = sorted((self.seqs[id] for id in waiting), key=lambda s: s.key)
         for seq in queued:
             seq.waiting = True
