@@ -15,7 +15,7 @@ if find_spec("vllm") is None:
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CONFIGURE_LOGGING="0",  # its logger would keep what caplog should see
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
 )

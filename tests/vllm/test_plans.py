@@ -11,7 +11,6 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan_check import PlanError
 from rubato.core.types import Finished, Offered, Plan, Preempted, Started, Stepped, Tokens, Work
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
@@ -263,13 +262,61 @@ def test_a_model_runner_with_slots_has_no_more_running(model: Path, monkeypatch:
         (Plan(), "no wake_at"),
     ],
 )
-def test_an_impossible_plan_stops_the_engine_with_numbers(model: Path, plan: Plan, words: str) -> None:
+def test_an_impossible_plan_is_logged_with_numbers_and_the_step_is_vllms(
+    model: Path, plan: Plan, words: str, caplog: Any
+) -> None:
     made = harness(model, "edf", blocks=20)
+    made.exact = False
     made.add("a", [5] * 20, 2)
     made.policy.inner.plan = lambda view: plan  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="policy 'edf', replica 'vllm'") as caught:
-        made.scheduler.schedule()
-    assert words in str(caught.value)
+    assert made.step() == {"a": 20}
+    assert made.scheduler.rubato.fallbacks == 1
+    assert made.scheduler.rubato.deviations == 0
+    assert "policy 'edf' failed at step 0" in caplog.text
+    assert "policy 'edf', replica 'vllm'" in caplog.text
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("part", ["plan", "observe"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_policy_that_raises_costs_nobody_a_token(
+    model: Path, part: str, seed: int, monkeypatch: Any, caplog: Any
+) -> None:
+    """Every third call raises; all requests end as they would, and the batches are vLLM's in these steps."""
+    made = harness(model, CHANCE, settings={"seed": seed}, **scarce(seed))
+    made.exact = False
+    calls = 0
+    asked = getattr(made.policy.inner, part)
+
+    def failing(given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise ZeroDivisionError("a fault of the policy")
+        return asked(given)
+
+    monkeypatch.setattr(made.policy.inner, part, failing)
+    most = drive(made, seed)
+    monkeypatch.setattr(made.policy.inner, part, asked)
+    made.finish()
+    control = made.scheduler.rubato
+    assert control.fallbacks == calls // 3 > 0
+    assert control.deviations == 0
+    assert made.ended == dict.fromkeys(most, 1)
+    (report,) = [record for record in caplog.records if record.exc_info]  # all of them within a minute
+    assert "ZeroDivisionError" in str(report.exc_text)
+
+
+def test_a_failing_policy_is_reported_once_a_minute(model: Path, caplog: Any, monkeypatch: Any) -> None:
+    made = harness(model, "edf", blocks=20)
+    made.exact = False
+    made.add("a", [5] * 20, 4)
+    monkeypatch.setattr(made.policy.inner, "plan", lambda view: 1 / 0)
+    for at in (0.0, 59.0, 61.0):
+        made.now = at
+        made.step()
+    reports = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert [report.split("; ")[1] for report in reports] == ["failures so far: 1", "failures so far: 3"]
 
 
 @pytest.mark.parametrize(

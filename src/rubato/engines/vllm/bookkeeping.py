@@ -13,10 +13,10 @@ from math import inf
 from typing import Any
 
 from rubato.core.clock import WallClock, unix_time
-from rubato.core.interfaces import LengthPredictor, View
+from rubato.core.interfaces import LengthPredictor, Scheduler, View
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.length_prediction import PREDICTORS
-from rubato.core.plan_check import PlanError, check, spelled_out
+from rubato.core.plan_check import check, spelled_out
 from rubato.core.slo import RULES, StageTimes, judge
 from rubato.core.suggest import nearest
 from rubato.core.types import (
@@ -42,6 +42,7 @@ from rubato.policies import PolicyError, load
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 NAME = "vllm"  # of the one replica that an engine core is
+QUIET = 60.0  # seconds in which a policy that fails again is not reported again
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Flight:
 
 
 class Control:
-    """One policy over one vLLM engine core. steps, deviations: how many batches were scheduled, and how many of them
-    were not what the plan said."""
+    """One policy over one vLLM engine core. steps, deviations, fallbacks: how many batches were scheduled, how many of
+    them were not what the plan said, and how many steps were planned in vLLM's own order because the policy failed."""
 
     def __init__(self, settings: Settings, limits: Limits) -> None:
         self.name = settings.policy
@@ -99,7 +100,9 @@ class Control:
         self.clock: Callable[[], float] = WallClock().now
         self.unix: Callable[[], float] = unix_time
         self.seqs: dict[str, Seq] = {}
-        self.steps = self.deviations = 0
+        self.steps = self.deviations = self.fallbacks = 0
+        self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_tokens})
+        self._reported = -inf  # when a failure of the policy was last logged
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._rule = settings.rule
         self._order = 0
@@ -180,18 +183,32 @@ class Control:
         )
 
     def decide(self, view: View) -> Plan:
-        """The policy's plan, checked. Raises PlanError, which ends the engine: there is no other policy to ask."""
+        """The policy's plan, checked. Where the policy raises, or plans the impossible, the step is planned by `vllm`,
+        our copy of vLLM's own order, so that one fault of a policy does not end every request of the engine."""
         events, self._events = self._events, []
-        self.policy.observe(events)
-        if not view.waiting and not view.running:
-            return Plan()
-        plan = self.policy.plan(view)
         try:
+            self.policy.observe(events)
+            if not view.waiting and not view.running:
+                return Plan()
+            plan = self.policy.plan(view)
             check(plan, view, self.name)
-        except PlanError:
-            log.exception("the policy asked for something impossible: the engine stops")
-            raise
+            return spelled_out(plan, view)
+        except Exception:
+            self._report_failure(view)
+        plan = self._vllm_order.plan(view)
+        check(plan, view, "vllm")
         return spelled_out(plan, view)
+
+    def _report_failure(self, view: View) -> None:
+        """Count a step that the policy could not plan; log the exception being handled, once in QUIET seconds."""
+        self.fallbacks += 1
+        if view.now < self._reported + QUIET:
+            return
+        self._reported = view.now
+        log.exception(
+            "policy %r failed at step %d, which is scheduled in vLLM's own order instead; failures so far: %d",
+            self.name, self.steps, self.fallbacks,
+        )  # fmt: skip
 
     def shift(self, plan: Plan) -> None:
         """Book a plan's demotions and promotions."""

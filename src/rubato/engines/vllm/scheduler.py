@@ -202,5 +202,9 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
         return outputs
 
     def shutdown(self) -> None:
-        log.info("%d steps scheduled, %d not as planned", self.rubato.steps, self.rubato.deviations)
+        ours = self.rubato
+        log.info(
+            "%d steps scheduled, %d not as planned, %d in vLLM's own order because the policy failed",
+            ours.steps, ours.deviations, ours.fallbacks,
+        )  # fmt: skip
         super().shutdown()
