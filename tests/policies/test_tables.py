@@ -157,6 +157,26 @@ def test_edf_sets_the_longest_aside_unless_its_tier_would_fall_behind() -> None:
     assert set(kept(8, "cancelled")) == {"o"}  # what clients took back is nobody's loss
 
 
+def test_edf_keeps_a_bounded_number_of_tiers_and_drops_only_the_long_unseen() -> None:
+    """Inside vLLM a tier's name is a client's free text: here 2,000 of them, one a request, beside one that comes back
+    every 50 requests and one request that is in flight throughout."""
+    policy = policies.load("edf", EDF)
+    first = Seq(request("first", 10, ttft=9.0, tier="once"), 10, due=9.0)
+    policy.plan(seen([first], []))
+    for i in range(2000):
+        tier = "again" if i % 50 == 0 else f"tier{i}"
+        policy.plan(seen([Seq(request(f"r{i}", 10, ttft=9.0, tier=tier), 10, due=9.0)], []))
+        policy.observe([Finished(0.0, f"r{i}", "completed", "stop", Verdict(i % 2 == 0, "deadline"))])
+    offered, lost = policy._offered, policy._lost  # type: ignore[attr-defined]
+    assert len(offered) < 800
+    assert offered.keys() == lost.keys()
+    assert {"again", "tier1999"} < offered.keys()
+    first.missed = True
+    policy.plan(seen([first], []))  # its loss, and its end, name a tier that has been dropped
+    policy.observe([Finished(0.0, "first", "completed", "stop", Verdict(False, "deadline"))])
+    assert "once" not in offered
+
+
 def test_edf_prompts_wait_when_one_more_decode_would_break_the_tightest_tpot() -> None:
     running = [decode(f"r{i}", ttft=1.0, tpot=0.013, due=5.0) for i in range(3)]  # 10 ms + 3 tokens: 13 ms
     plan = load("edf", EDF).plan(seen([prompt("a", 10, ttft=4.0, tpot=0.013)], running))

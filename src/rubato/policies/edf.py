@@ -29,6 +29,7 @@ SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom 
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
 MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
+FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: its last request was 767 requests ago
 RECENT = 64  # requests that the tightest TTFT is remembered over
 
 
@@ -112,12 +113,15 @@ class Scheduler:
 
     def _book(self, id: str, tier: str, *, lost: bool) -> None:
         """Count a request as lost, or as lost no more: once, however often it is set aside and comes back."""
+        known = tier in self._lost  # not when the tier has been dropped while this request was in flight
         if lost and id not in self._counted:
             self._counted.add(id)
-            self._lost[tier] += 1.0
+            if known:
+                self._lost[tier] += 1.0
         elif not lost and id in self._counted:
             self._counted.remove(id)
-            self._lost[tier] = max(0.0, self._lost[tier] - 1.0)  # what was counted has faded since
+            if known:
+                self._lost[tier] = max(0.0, self._lost[tier] - 1.0)  # what was counted has faded since
 
     def _meet(self, here: Iterable[SeqView]) -> None:
         for seq in here:
@@ -128,6 +132,9 @@ class Scheduler:
                         counts[name] *= 1.0 - 1.0 / MEMORY
                 self._offered[tier] = self._offered.get(tier, 0.0) + 1.0
                 self._lost.setdefault(tier, 0.0)
+                # A tier may be a client's free text (inside vLLM), so the names kept must be bounded.
+                for name in [name for name, count in self._offered.items() if count < FORGOTTEN]:
+                    del self._offered[name], self._lost[name]
                 ttft = seq.request.stages[0].slo.ttft
                 if ttft is not None:
                     self._ttfts.append(ttft)
