@@ -16,7 +16,7 @@ from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
 
 CHANCE = "tests.vllm.random_plans"
-POLICIES = ["edf", "vllm", "sarathi", "prefill_first", "priority", CHANCE]
+POLICIES = ["edf", "vllm", "sarathi", "prefill_first", "priority", "slos_serve", CHANCE]
 SEEDS = range(12)
 SLOS: list[dict[str, Any]] = [
     {},
