@@ -1,12 +1,12 @@
-"""Figures of the papers, and what our own simulator owes: a module each, `slos_serve_toy` = figure `slos-serve-toy`.
+"""Figures of the papers and checks of the simulator: a module each, `slos_serve_toy` is figure `slos-serve-toy`.
 
 A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS` (of a full run, on one core) and
 
     def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the cells returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must not share the machine with itself, `draw(data,
-axes)`, its picture, and `tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
+and may have `ALONE = True`, for a figure that measures time and must run its cells one at a time, `draw(data, axes)`,
+its picture, and `tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
 claims and what they are held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is
 one module and its claims; modules without claims of their own help the others.
 """
@@ -29,15 +29,20 @@ from rubato.planning import jobs
 from rubato.planning.jobs import Cell
 
 FORMAT = "rubato-figure/1"
-Kind = Literal["check", "paper"]
+Kind = Literal["check", "paper", "ours"]
 Relation = Literal["=", ">=", "<="]
 Verdict = Literal["holds", "misses", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """kind: `check` must hold, also in a small run; `paper` is what a paper reports, never a gate. paper: the number it
-    reports, or that theory gives. relation: of ours to it, to within `within`. says: what is claimed, in words."""
+    """A number and what it is held against.
+
+    kind: `check` must hold, also in a small run; `paper` is what a paper reports and `ours` a bar that we set, neither
+    of them a gate. paper: the number that the paper reports, that theory gives, or our bar. relation: of ours to it, to
+    within `within`. says: what is counted or timed, in words. headline: the paper in whose table the claim is listed,
+    or "". cause: why ours differs from the paper's, as far as it is known, or "".
+    """
 
     name: str
     kind: Kind
@@ -46,6 +51,8 @@ class Claim:
     unit: str
     says: str
     within: float = 1e-9
+    headline: str = ""
+    cause: str = ""
 
     def verdict(self, ours: Estimate) -> Verdict:
         """holds: all of the interval fulfils the relation; misses: none of it; else inconclusive."""
@@ -134,7 +141,9 @@ def _judged(claim: Claim, ours: Estimate) -> dict[str, Any]:
     if isnan(ours.value):
         raise ValueError(f"claim {claim.name!r} has no number")
     own = {"ours": ours.value, "low": ours.low, "high": ours.high, "verdict": claim.verdict(ours)}
-    return asdict(claim) | own
+    held_against = asdict(claim)
+    del held_against["headline"], held_against["cause"]  # of the page, not of the run
+    return held_against | own
 
 
 def failed(data: Mapping[str, Any]) -> list[str]:
