@@ -210,3 +210,17 @@ def test_the_picture_is_a_picture(tmp_path):
     assert len(data) > 20_000
     with pytest.raises(ValueError, match="one or more runs"):
         plot.plot(path, [])
+
+
+def test_attainment_is_drawn_for_a_light_and_a_dark_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    for ink in (plot.CLEAR, plot.DARK, plot.DARK):
+        plot.plot_attainment(tmp_path / "runs.svg", [long("a", 10), long("b", 2)], ink)
+        drawn.append((tmp_path / "runs.svg").read_text())
+    light, dark, again = drawn
+    assert "<svg" in light
+    assert plot.DARK.text.lower() in dark
+    assert plot.DARK.text.lower() not in light
+    assert dark == again
+    assert not any("<dc:date>" in svg for svg in drawn)

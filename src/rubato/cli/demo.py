@@ -162,6 +162,8 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
     results.write_json(out / "demo.json", runs, comparisons)
     plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
+    plot.plot_attainment(out / "attainment-light.svg", runs, plot.CLEAR)
+    plot.plot_attainment(out / "attainment-dark.svg", runs, plot.DARK)
     print("\n" + results.table(runs) + "\n")
     print(sentence(runs, bool(warm.doubt)) + "\n")
     for comparison in comparisons:

@@ -6,11 +6,13 @@ Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rubato.core.types import SLO
 from rubato.measure.records import Record, Run, summarise
 
 # Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
@@ -23,24 +25,32 @@ MEASURES: tuple[tuple[str, str, Measure], ...] = (
 )
 
 
-def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> None:
-    """Write a PNG. Runs of one label are rounds of one policy and pooled.
+@dataclass(frozen=True)
+class Ink:
+    """Colours of text, rules and intervals. ground: "none" leaves what lies behind the picture."""
 
-    In the distributions a refused or failed request counts as never: a curve's height at the SLO's line is the share
-    of *offered* requests within it. Raises ValueError without runs or with mixed judges, ImportError, with what to
-    install, without matplotlib.
+    text: str = "#222222"
+    rule: str = "#999999"
+    grid: str = "#E3E3E3"
+    ground: str = "#FFFFFF"
+
+
+LIGHT = Ink()
+CLEAR = Ink(ground="none")  # on a light page
+DARK = Ink(text="#E6E6E6", rule="#8A8A8A", grid="#3D3D3D", ground="none")  # on a dark page
+
+
+def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> None:
+    """Write a PNG, or an SVG where the name ends so: attainment, and distributions of TTFT and TPOT by tier.
+
+    Runs of one label are rounds of one policy and pooled. In the distributions a refused or failed request counts as
+    never: a curve's height at the SLO's line is the share of *offered* requests within it. Raises ValueError without
+    runs or with mixed judges, ImportError, with what to install, without matplotlib.
     """
-    if not runs or len({run.rule for run in runs}) != 1:
-        raise ValueError("give one or more runs, all judged by one rule")
-    policies: dict[str, list[Run]] = {}
-    for run in runs:
-        policies.setdefault(run.label, []).append(run)
-    slos = {tier: slo for run in runs for tier, slo in run.workload.tiers.items()}
-    offered = {record.tier for run in runs for record in run.records}
-    tiers = [tier for tier in slos if tier in offered]
-    figure = _figure(max(7.5, 3.7 * len(tiers)), 9.6)
+    policies, tiers, slos = _grouped(runs)
+    figure = _figure((max(7.5, 3.7 * len(tiers)), 9.6), LIGHT)
     grid = figure.add_gridspec(3, len(tiers), height_ratios=(1.15, 1, 1))
-    _attainment(figure.add_subplot(grid[0, :]), policies, tiers)
+    _attainment(figure.add_subplot(grid[0, :]), policies, tiers, LIGHT)
     for line, (name, label, measure) in enumerate(MEASURES, start=1):
         for column, tier in enumerate(tiers):
             axes = figure.add_subplot(grid[line, column])
@@ -50,7 +60,47 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Non
             if column == 0:
                 axes.set_ylabel("share of offered requests")
     figure.suptitle(title if title is not None else _title(runs), fontsize=12)
-    figure.savefig(path, format="png")
+    _save(figure, path)
+
+
+def plot_attainment(path: str | Path, runs: Sequence[Run], ink: Ink = LIGHT) -> None:
+    """Write the attainment of `plot` alone, without its title, as PNG or SVG. Raises as `plot` does."""
+    policies, tiers, _ = _grouped(runs)
+    figure = _figure((7.5, 2.9), ink)
+    _attainment(figure.add_subplot(), policies, tiers, ink)
+    _save(figure, path)
+
+
+def _figure(inches: tuple[float, float], ink: Ink) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
+    figure = Figure(figsize=inches, dpi=110, layout="constrained", facecolor=ink.ground)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    import matplotlib
+
+    svg = str(path).endswith(".svg")
+    with matplotlib.rc_context({"svg.hashsalt": "rubato"}):  # the same picture is the same file
+        figure.savefig(path, format="svg" if svg else "png", metadata={"Date": None} if svg else None)
+
+
+def _grouped(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], list[str], dict[str, SLO]]:
+    """Runs by label, the tiers that were offered, and every tier's SLO. Raises ValueError."""
+    if not runs or len({run.rule for run in runs}) != 1:
+        raise ValueError("give one or more runs, all judged by one rule")
+    policies: dict[str, list[Run]] = {}
+    for run in runs:
+        policies.setdefault(run.label, []).append(run)
+    slos = {tier: slo for run in runs for tier, slo in run.workload.tiers.items()}
+    offered = {record.tier for run in runs for record in run.records}
+    tiers = [tier for tier in slos if tier in offered]
+    return policies, tiers, slos
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -60,7 +110,7 @@ def _title(runs: Sequence[Run]) -> str:
     return f"{load.name}: {len(load.arrivals)} requests at {load.rate:g}/s, judged by the {runs[0].rule} rule{warning}"
 
 
-def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str]) -> None:
+def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str], ink: Ink) -> None:
     from matplotlib.lines import Line2D
 
     keys: list[Line2D] = []
@@ -78,19 +128,33 @@ def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str])
         style: Any = STYLES[index % len(STYLES)]
         keys.append(Line2D([], [], color=colour, linestyle=style, linewidth=3.0, label=label))
         spread = np.maximum(np.array([low, high]), 0.0)
-        axes.errorbar(at, heights, yerr=spread, fmt="none", ecolor="#222222", elinewidth=1.2, capsize=3)
+        axes.errorbar(at, heights, yerr=spread, fmt="none", ecolor=ink.text, elinewidth=1.2, capsize=3)
         for x, height, up, (_, row) in zip(at, heights, high, shown, strict=True):
             text = f"{height:.0f}\n{row.met}/{row.offered}"
-            axes.text(x, height + max(up, 0.0) + 1.5, text, ha="center", va="bottom", fontsize=8, linespacing=1.1)
-    axes.axhline(90, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+            axes.text(
+                x,
+                height + max(up, 0.0) + 1.5,
+                text,
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                linespacing=1.1,
+                color=ink.text,
+            )
+    axes.axhline(90, color=ink.rule, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_ylim(0, 122)
     axes.set_yticks(range(0, 101, 20))
-    axes.set_ylabel("SLO attainment (%, of offered)")
-    axes.set_title("Attainment with 95 % intervals; line at 90 %", fontsize=10)
-    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=3.2)
-    _clean(axes)
+    axes.set_ylabel("SLO attainment (%, of offered)", color=ink.text)
+    axes.set_title("Attainment with 95 % intervals; line at 90 %", fontsize=10, color=ink.text)
+    axes.legend(
+        handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=3.2, labelcolor=ink.text
+    )
+    axes.tick_params(colors=ink.text)
+    axes.set_facecolor(ink.ground)
+    axes.spines[["bottom", "left"]].set_color(ink.text)
+    _clean(axes, ink)
 
 
 def _distribution(axes: Any, policies: dict[str, list[Run]], tier: str, measure: Measure, slo: float | None) -> None:
@@ -141,29 +205,17 @@ def _scale(axes: Any, low: float, high: float) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _clean(axes: Any) -> None:
+def _clean(axes: Any, ink: Ink = LIGHT) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E3E3E3", linewidth=0.7)
+    axes.grid(axis="y", color=ink.grid, linewidth=0.7)
     axes.set_axisbelow(True)
 
 
 def picture(path: str | Path, draw: Callable[[Any], None], title: str) -> None:
-    """A PNG with one pair of axes. Raises ImportError without matplotlib."""
-    figure = _figure(7.5, 4.6)
+    """A PNG, or an SVG where the name ends so, with one pair of axes. Raises ImportError without matplotlib."""
+    figure = _figure((7.5, 4.6), LIGHT)
     axes = figure.add_subplot()
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=10)
-    figure.savefig(path, format="png")
-
-
-def _figure(width: float, height: float) -> Any:
-    """An empty one, in inches. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    _save(figure, path)
