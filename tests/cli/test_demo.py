@@ -170,8 +170,8 @@ def run(label: str, met: list[bool]) -> Run:
 def test_the_sentence_and_the_intervals() -> None:
     runs = [run("vllm", [False] * 20), run("sarathi", [i % 2 == 0 for i in range(20)]), run("edf", [True] * 20)]
     assert demo.sentence(runs) == (
-        "Under 1.3 x the load that vLLM's scheduling holds, edf kept its promise to 20 of 20 requests, vllm's to 0 and "
-        "sarathi's to 10."
+        "Under 1.3 x the load that vLLM's scheduling holds, edf met the SLO of 20 of 20 requests, vllm of 0 and "
+        "sarathi of 10."
     )
     assert "that vLLM's scheduling may hold (see below), edf" in demo.sentence(runs, doubtful=True)
     assert demo.interval(compare(runs[2:], runs[1:2])).startswith("edf against sarathi: +50 points of attainment")

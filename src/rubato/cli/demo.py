@@ -189,10 +189,10 @@ def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
     """What came out, for anyone. doubtful: the rate that vllm holds was not enclosed by those tried."""
     *baselines, ours = runs
     met = {run.label: kept(run) for run in runs}
-    others = " and ".join(f"{run.label}'s to {met[run.label]}" for run in baselines)
+    others = " and ".join(f"{run.label} of {met[run.label]}" for run in baselines)
     holds = "may hold (see below)" if doubtful else "holds"
     return (
-        f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} kept its promise to "
+        f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} met the SLO of "
         f"{met[ours.label]} of {len(ours.records)} requests, {others}."
     )
 
@@ -231,12 +231,12 @@ def next_commands(out: Path) -> list[str]:
 
 
 def kept(run: results.Run) -> int:
-    """Requests whose promise was kept."""
+    """Requests that met their SLO."""
     return sum(record.verdict.met for record in run.records)
 
 
 def attained(run: results.Run) -> float:
-    """The share of the offered requests."""
+    """Attainment: the share of the offered requests that met their SLO."""
     return kept(run) / len(run.records)
 
 
@@ -445,7 +445,7 @@ class Stage:
         ):
             run = self._bench(server.url, load, policy, "slo", warmup=6)
         results.write_records(self.out / f"{policy}.records.jsonl", run)
-        say(f"      kept its promise to {kept(run)} of {len(run.records)}")
+        say(f"      met the SLO of {kept(run)} of {len(run.records)}")
         for problem in run.problems:
             say(f"      {policy}: {problem}")
         return run

@@ -1,9 +1,9 @@
-"""What each part of SLOs-Serve is worth: capacity at 90 % of four replicas as one part after another goes (Fig. 14).
+"""Capacity gain of each part of SLOs-Serve: four replicas at 90 % attainment as parts are removed (Fig. 14).
 
-First the router that asks before it places (requests then come in turn), then drafts, then admission by deadlines: what
-is left is a prefill before any decode, the baseline of the paper. A part is worth the capacity with it over that
-without, all others as they were, paired by seed; "mean" is geometric, over the scenarios. Output lengths are known;
-drafts are right with a probability of 0.7 (ours).
+Parts are removed in this order: SLO-aware routing (requests are then placed in turn), speculative decoding, and
+burst-resilient admission; what is left is prefill-first, the paper's baseline. A part's gain is the capacity with it
+over that without, all others as they were, paired by seed; "mean" is the geometric mean over scenarios. Output lengths
+are known; a drafted token is right with a probability of 0.7 (our assumption).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Capacity on SLOs-Serve's six scenarios: the largest rate a GPU holds with 90, and 98, % attained (Fig. 9).
+"""Capacity on SLOs-Serve's six scenarios: the largest rate per GPU at which 90, and 98, % attain (Fig. 9).
 
-Every system serves the same requests, seed by seed, on the profile of the scenario's model, and knows how long outputs
-will be, for memory. Each has the best of its settings, tuned for each scenario, judge and target on a seed that is not
-measured; two are there as published too, in one setting. Two judges: the deadline SLO, and the paper's, TTFT and the
-TPOT of every ten tokens. A rate is searched as `rubato capacity` does. DistServe's rates are per replica of its fleets,
-its KV moves at no cost. With drafts: OPT-125M beside OPT-13B; the paper does not say how often it is right (ours: 0.7).
+Every system serves the same requests, seed by seed, on the profile of the scenario's model, and knows output lengths,
+for memory. Settings are tuned for each scenario, judge and target on a seed that is not measured; prefill-first and
+Sarathi are measured in one published setting too. Two judges: the deadline rule, and the paper's, TTFT and the TPOT of
+every ten tokens. A rate is searched as `rubato capacity` does. DistServe's rates are per replica of its fleets, and its
+KV moves at no cost. With drafts: OPT-125M beside OPT-13B; the paper does not print its acceptance (ours: 0.7).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Requests in the system over time on SLOs-Serve's Coder, at a rate that nobody holds (Fig. 11).
+"""Requests in the system over time on SLOs-Serve's Coder, beyond the capacity of every system (Fig. 11).
 
-Bursts of code requests; under SLOs-Serve those it could not promise are best effort, and are served once a burst is
-over. The paper's 4.5 requests/s are for its machines; here a replica of OPT-13B gets more than any system attains 90 %
-of. A request counts in the tier in which it ended.
+Code requests come in bursts. SLOs-Serve serves those that it could not admit as best effort, once a burst is over. The
+paper's 4.5 requests/s are for its machines; here a replica of OPT-13B is offered more than any system attains 90 % of.
+A request counts in the tier in which it ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SLOs-Serve's capacity over the best baseline's, were the host's part of a step half, or half as much again, as long.
+"""SLOs-Serve's capacity over the best baseline's with the host's part of a step half, and 1.5 times, as long.
 
-What a step costs outside the device is the least certain of a hardware profile's numbers (`profiles`). Scenarios,
-systems, tuning and search are those of `slos-serve-capacity`, tuned anew for either host, by the deadline rule at 90 %;
-without what takes longest: two scenarios, and `distserve`, there the best baseline on Coder. That figure has the
-capacities for the host as measured.
+The host's part is the least certain number of a hardware profile. Scenarios, systems, tuning and search are those of
+`slos-serve-capacity`, tuned anew for either host time, by the deadline rule at 90 %. Left out, because they take
+longest: two scenarios, and `distserve`, the best baseline on Coder there. That figure has the capacities for the host
+time as measured.
 """
 
 from __future__ import annotations

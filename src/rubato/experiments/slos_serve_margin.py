@@ -1,9 +1,9 @@
-"""How many promises SLOs-Serve breaks where steps take longer or shorter than predicted, by its margin.
+"""Admitted requests that miss under SLOs-Serve where step times differ from predictions, by margin.
 
-Three of the paper's scenarios at more than one replica holds, so that somebody is declined and plans are tight. Step
-times are those of an affine model fitted to the profile (median error below 2 %), times a factor drawn anew for each
-step (lognormal); the scheduler begins with that model and goes on learning, as it does live, which a profile's own
-does not. A promise is broken when its request misses, also where it was demoted before. Lengths are known.
+Three of the paper's scenarios are offered beyond one replica's capacity, so that requests are declined and batches are
+full. Step times are those of an affine model fitted to the profile (median error below 2 %), times a lognormal factor
+drawn anew for each step. The scheduler begins with that model and goes on learning, as it does live. An admitted
+request that misses counts, also where it was demoted before. Output lengths are known.
 """
 
 from __future__ import annotations

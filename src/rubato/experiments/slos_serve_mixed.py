@@ -1,8 +1,8 @@
-"""TTFT and TPOT on SLOs-Serve's Mixed, as shares of what was promised, at two rates (Fig. 12).
+"""P99 of TTFT and TPOT on SLOs-Serve's Mixed over their SLOs, at two rates (Fig. 12).
 
 ChatBot, Coder and Summarizer, a third each, on a replica of OPT-13B: at the paper's 1.5 requests/s, and at twice that,
-which SLOs-Serve holds here with 90 % attained. Under SLOs-Serve of the standard tier, as in the paper: of the requests
-that did not end as best effort; under the others of all. TPOT is a request's mean.
+which SLOs-Serve holds here at 90 %. Under SLOs-Serve requests of the standard tier count, as in the paper: those that
+did not end as best effort; under the others all do. TPOT is a request's mean.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Twice what one replica holds: who keeps the top tier, the promises and the queue.
+"""Twice the capacity of one replica: attainment of the top tier, of admitted requests, and the queue.
 
 A chat in three tiers on one replica (Llama-3.1-8B, H200, ChatBot's lengths): gold, low, and batch without an SLO. For a
-minute twice as much of gold and low comes as SLOs-Serve holds, and of gold alone less than 70 % of what it holds, then
-a tenth of it; to hold is to attain 90 %. Uncontended is the same gold without the others. SLOs-Serve knows what a tier
-is worth (`values`), keeps a `reserve` for the worthiest, and bounds its `backlog`; beside it the same without a
-reserve, and the baselines. Attainment is over all offered that carry an SLO.
+minute gold and low are offered at twice their capacity under SLOs-Serve, gold alone at less than 70 % of its own, then
+a tenth of that; capacity is the rate at which 90 % attain. Uncontended is the same gold without the others. SLOs-Serve
+has `values` by tier, a `reserve` for the worthiest tier and a bound on its `backlog`; beside it run the same without a
+reserve, and the baselines. Attainment is over all requests offered with an SLO.
 """
 
 from __future__ import annotations

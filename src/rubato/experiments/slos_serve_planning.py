@@ -1,4 +1,4 @@
-"""How long SLOs-Serve takes to decide and plan a step, by how many run and how many are new (Fig. 15).
+"""CPU time of a planning call of SLOs-Serve, by requests running and new (Fig. 15).
 
 CPU time of whole calls, in states as a simulated replica runs into them: Llama-3.1-8B on an H200, requests that hold
 about so many running with a promise, and bursts of so many at the same instant, whose TTFT, five times the prefill

@@ -1,12 +1,12 @@
-"""Capacity of one to four replicas under SLOs-Serve and its router, at 90 % attained (Fig. 13).
+"""Capacity of one to four replicas under SLOs-Serve and its router, at 90 % attainment (Fig. 13).
 
-The paper's model for it, OPT-7B, one A100-40G a replica; ToolLLM has its own. Beside it, on four: `slos_serve` under
-routers that ask nobody, and `sarathi`, which promises nothing. Output lengths are known, as in the paper. Ratios are
+The paper's model for it, OPT-7B, one A100-40G a replica; ToolLLM has its own. Beside it, on four replicas: `slos_serve`
+under routers that are not SLO-aware, and `sarathi`. Output lengths are known, as in the paper. Ratios are
 paired by seed. Coder and ToolLLM come in bursts that a higher rate makes shorter: the same requests for every fleet, so
 that all see as many bursts. Chat comes evenly: as many requests a replica, so that runs last as long.
 
-Why more than so many times as much: a burst that one replica must decline in part is shared by several, whose queues
-are seldom full at once. Any router that spreads requests does most of that; SLOs-Serve's, which asks before it places,
+Why four replicas hold more than four times as much as one: a burst that one replica must decline in part is shared by
+several, whose queues are seldom full at once. Any router that spreads requests does most of that; SLO-aware routing
 adds a few per cent.
 """
 

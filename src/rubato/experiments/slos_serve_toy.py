@@ -1,4 +1,4 @@
-"""The toy of SLOs-Serve's Fig. 3: six tokens a unit, three running decodes, a burst of four prompts.
+"""The toy of SLOs-Serve's Fig. 3: six tokens a step, three running decodes, a burst of four prompts.
 
 Every step takes one unit and holds six tokens. Three requests decode, one token a unit each; four more come at once,
 six prompt tokens each, first token due within six units, then one a unit. Nobody ends while it matters. Prefill-first
