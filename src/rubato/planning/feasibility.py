@@ -1,4 +1,4 @@
-"""Which requests no fleet can attain: their SLOs are beyond a replica that serves nothing else."""
+"""Feasibility: requests whose SLO an idle replica, serving nothing else, would miss. No fleet can attain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rubato.workloads import Arrival, Part, Workload
 
 @dataclass(frozen=True)
 class Alone:
-    """How many requests an idle replica cannot attain. hopeless: tier -> how many of it; example: one of them."""
+    """Infeasible requests of a workload. hopeless: number by tier; example: one of them, with what it lacks."""
 
     offered: int
     hopeless: Mapping[str, int]
@@ -44,7 +44,7 @@ class Alone:
 
 
 def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
-    """Judge each request of a workload as if it had a replica to itself."""
+    """Judge each request of a workload as if it had an idle replica to itself."""
     hopeless: Counter[str] = Counter()
     example = ""
     for one, why in _judged(load, hardware, rule):
@@ -54,7 +54,7 @@ def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
 
 
 def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
-    """The workload without what no idle replica can attain. Raises ValueError when nothing would be left."""
+    """The workload without its infeasible requests, at a rate lowered alike. Raises ValueError when none is left."""
     kept = tuple(one for one, why in _judged(load, hardware, rule) if not why)
     if not kept:
         raise ValueError(f"workload {load.name!r}: {alone(load, hardware, rule).text}")
@@ -62,7 +62,7 @@ def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline")
 
 
 def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
-    """Each request, and what it lacks; requests that are alike are judged once."""
+    """Each request with what it lacks, "" if nothing; requests of equal lengths and SLO are judged once."""
     known: dict[tuple[object, ...], str] = {}
     for one in load.arrivals:
         like = one.parts or (one.prompt_tokens, one.output_tokens, one.tier, one.slo)
@@ -72,7 +72,7 @@ def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arr
 
 
 def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:
-    """What a request of these stages lacks on an idle replica, in words; "" if it is attained.
+    """What a request of these stages lacks to meet its SLO on an idle replica, in words; "" if it lacks nothing.
 
     Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in
     the context between a stage's first decode and its last (exact for a model that is); they grow, so lateness under
@@ -112,7 +112,7 @@ def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:
 
 
 def _paced(steps: int, begin: float, end: float, tpot: float, rule: str) -> tuple[float, bool]:
-    """Seconds a token after the first as the rule takes them, and whether they are too many."""
+    """Seconds per token after the first, as the rule counts them, and whether they exceed the TPOT."""
     if not steps:
         return 0.0, False
     counted = steps

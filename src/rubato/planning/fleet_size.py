@@ -39,7 +39,8 @@ Asking = Generator[Wanted, None, T]
 
 
 def plan(question: Question, **how: Any) -> Plan:
-    """`how`: as `cells.follow` takes it. Raises ValueError when no fleet of any size would do, and says why."""
+    """The smallest fleet that attains the question's target. `how`: as `cells.follow` takes it. Raises ValueError, with
+    the reason, when no number of replicas attains the target."""
     head = {"plan": question.describe()}
     found, done = jobs.follow(lambda values: _Search(question, values).program(), head=head, **how)
     return replace(found, done=done)
@@ -72,7 +73,7 @@ def guess(question: Question) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Search:
-    """What the answer takes. values: what has been run so far, by the cells' keys; it grows."""
+    """The search for the smallest fleet. values: results of the cells that have finished, by key; it grows."""
 
     question: Question
     values: Mapping[str, Any]
@@ -114,12 +115,13 @@ class _Search:
         ]
 
     def verification(self, replicas: int, seeds: Mapping[str, int]) -> list[Cell]:
-        """The whole workload, which takes longest, and one replica fewer with one thing relaxed, in so many seeds."""
+        """Cells that verify a fleet: the whole workload, which takes longest, and one replica fewer with each thing
+        relaxed, under so many seeds."""
         relaxed = [self.peaks([replicas - 1], count, thing, _by(replicas)) for thing, count in seeds.items()]
         return [Cell(_whole(replicas), whole, (self.question, replicas)), *(cell for each in relaxed for cell in each)]
 
     def things(self, replicas: int) -> list[str]:
-        """What is relaxed: nothing that is not promised."""
+        """What can be relaxed: compute, KV, and the SLO times that some request states."""
         return ["compute", "kv", *self.values["survey"]["promised"]] if replicas > 1 else []
 
     def attained(self, replicas: int, seeds: int) -> Estimate:
@@ -138,7 +140,7 @@ class _Search:
     # ----------------------------------------------------------------- the search
 
     def first(self) -> Asking[int]:
-        """A fleet that is enough under seed 0, where one fewer is not: from the guess on, in steps that double."""
+        """The least replicas that attain the target under seed 0, searched from the guess in doubling steps."""
         n: int = self.values["guess"]["replicas"]
         bound, step = 2 * n + 8, max(1, n // 32)
         low, high = 0, inf
@@ -153,12 +155,12 @@ class _Search:
         return int(high)
 
     def around(self, n: int) -> list[Cell]:
-        """This fleet under the seeds that it will be confirmed by, if it or one more is the answer; then others."""
+        """Cells of this fleet, and of one replica fewer and more, under the seeds that will confirm the answer."""
         seeds = self.question.seeds[0]
         return [*self.peaks([n], seeds), *self.peaks([n - 1, n + 1], seeds)]
 
     def settle(self, replicas: int) -> Asking[tuple[int, int, bool]]:
-        """Replicas, seeds, and whether one fewer is known to be too few."""
+        """The answer: replicas, seeds, and whether one replica fewer is known to miss the target."""
         seeds, most = self.question.seeds
         target = self.question.target
         bound = 2 * replicas + 8
@@ -190,7 +192,7 @@ class _Search:
         return replicas, seeds, False
 
     def _more(self, replicas: int, step: int, bound: int, seeds: int) -> int:
-        """So many more replicas; or they help no more: what is lost is lost to something else."""
+        """The next larger fleet to try. Raises ValueError where more replicas raise attainment no further."""
         if replicas + step > bound:
             tried = f"{counted(replicas, 'replica')} attain {percent(self.attained(replicas, seeds))}"
             raise ValueError(
@@ -200,7 +202,7 @@ class _Search:
         return replicas + step
 
     def likely(self, replicas: int, seeds: int) -> list[Cell]:
-        """What verifies this many replicas, if the seeds that are known agree that it is they."""
+        """Cells that verify this many replicas, if the seeds run so far agree on the number."""
         for n, enough in ((replicas, True), (replicas - 1, False)):
             known = [v for seed in range(seeds) if n and (v := self.values.get(_key(n, "", seed)))]
             if known and (fmean(v["met"] / v["offered"] for v in known) >= self.question.target) is not enough:
@@ -208,7 +210,7 @@ class _Search:
         return self.verification(replicas, dict.fromkeys(self.things(replicas), 1))
 
     def verify(self, replicas: int, seeds: int) -> Asking[dict[str, int]]:
-        """What was relaxed, and under how many seeds each."""
+        """Run the verification; returns what was relaxed, and under how many seeds each."""
         lacking = self.attained(replicas - 1, seeds).value < self.question.target  # else there is nothing to tell
         once = dict.fromkeys(self.things(replicas) if lacking else [], 1)
 
@@ -221,7 +223,7 @@ class _Search:
         return counts
 
     def unclear(self, replicas: int, seeds: int, thing: str) -> bool:
-        """Whether seed 0 alone, if it is known, leaves open whether this is enough."""
+        """Whether seed 0 alone, if it has run, leaves open whether this fleet attains the target."""
         if _key(replicas - 1, thing, 0) not in self.values:
             return False
         lacking = abs(self.question.target - self.attained(replicas - 1, seeds).value)
@@ -238,5 +240,5 @@ def _whole(replicas: int) -> str:
 
 
 def _by(replicas: int) -> float:
-    """How many times what is relaxed is relaxed."""
+    """Factor by which one thing is relaxed for this many replicas."""
     return max(LEAST_RELAXED, replicas / max(1, replicas - 1))

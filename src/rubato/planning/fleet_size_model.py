@@ -64,7 +64,7 @@ class Question:
 
 @uncollected()
 def survey(question: Question) -> dict[str, Any]:
-    """What needs no simulation: the busiest stretch, what is promised at all, and what no idle replica attains."""
+    """What needs no simulation: the busiest stretch, the SLO times stated, and infeasible requests."""
     load = question.source.make(0)
     alike = {(one.tier, one.slo, one.parts): one for one in load.arrivals}
     slos = {part.slo for one in alike.values() for part in load.parts(one)}
@@ -87,7 +87,7 @@ def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) 
 
 @uncollected()
 def whole(question: Question, replicas: int) -> dict[str, Any]:
-    """The whole workload as it is, under seed 0: met and offered, also of its busiest stretch alone; tokens."""
+    """The whole workload under seed 0: requests met and offered, in all and in its busiest stretch, and its tokens."""
     load = question.load(0)
     stretch = question.stretch(0)
     records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def binds(self) -> list[str]:
-        """What, relaxed, lets one replica fewer suffice; the most telling first."""
+        """What, relaxed alone, lets one replica fewer attain the target; the largest gain first."""
         able = [thing for thing, attained in self.relaxed.items() if attained >= self.question.target]
         return sorted(able, key=lambda thing: -self.relaxed[thing])
 

@@ -1,8 +1,9 @@
-"""Long computations in cells: a pool of processes, and a file that gets a line for each finished cell and is resumed.
+"""Jobs in parallel, resumable: a pool of processes runs calls (cells), and a file gets a line for each that finishes.
 
-The file is JSON lines. The first is a head: the format, and all that decides what the cells are. A file with another
-head belongs to another computation and is refused. Every other line is one finished cell, in order of finishing, with a
-digest of itself. A last line that was cut off by a crash is dropped, and counted; damage anywhere else is an error.
+The file is JSON lines. The first line is a head: the format, and every input that decides what the cells are. A file
+with another head belongs to another computation and is refused. Every other line is the result of one cell, in order of
+finishing, with a digest of itself. A last line that a crash cut off is dropped, and counted; damage anywhere else is an
+error.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cell:
-    """One call, `work(*given)`, whose result JSON can hold. key: its name, unique. For other processes `work` must be
-    a function of a module, and all of `given` must pickle."""
+    """One call, `work(*given)`, whose result fits into JSON. key: a unique name. To run in another process `work` must
+    be a module's function, and all of `given` must pickle."""
 
     key: str
     work: Callable[..., Any]
@@ -43,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a cell returned, as JSON gives it back, and what it took in seconds."""
+    """What a cell returned, read back from JSON, and its wall and CPU seconds."""
 
     key: str
     value: Any
@@ -53,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Done:
-    """results: in the order of the cells. resumed: how many were in the file; dropped: half-written lines there."""
+    """The results of all cells, in order. resumed: how many the file held already; dropped: half-written lines."""
 
     results: tuple[Result, ...]
     resumed: int = 0
@@ -64,12 +65,12 @@ class Done:
         return [result.value for result in self.results]
 
     def costed(self) -> list[dict[str, Any]]:
-        """The values, which are mappings, each with the seconds it took."""
+        """The values, which are mappings, each with its wall and CPU seconds added."""
         return [result.value | {"wall": result.wall, "cpu": result.cpu} for result in self.results]
 
     @property
     def wall(self) -> float:
-        """Seconds, summed over cells: on several cores more than went by."""
+        """Wall seconds summed over cells; on several cores more than have passed."""
         return sum(result.wall for result in self.results)
 
     @property
@@ -87,8 +88,8 @@ class Done:
 
 
 def run(cells: Sequence[Cell], *, about: str = "cells", **how: Any) -> Done:
-    """Run what the file does not have yet; the results in the order of the cells. `how`, and what it raises: as
-    `follow`; also ValueError for keys that are not unique."""
+    """Run the cells that the file does not hold yet; results are in the order of the cells. `how`, and what it raises:
+    as `follow`; also ValueError for keys that are not unique."""
     if len({cell.key for cell in cells}) != len(cells):
         raise ValueError("two cells have the same key: each needs its own")
 
@@ -100,8 +101,8 @@ def run(cells: Sequence[Cell], *, about: str = "cells", **how: Any) -> Done:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Cells without which a computation cannot go on. soon: those that it will probably want next, by what is known by
-    then; they run where a process would be idle."""
+    """now: the cells that a computation waits for. soon: called when a process would be idle; the cells that the
+    computation will probably wait for next."""
 
     now: Sequence[Cell]
     about: str = "cells"
@@ -120,12 +121,12 @@ def follow(
     most: int | None = None,
     progress: bool = False,
 ) -> tuple[T, Done]:
-    """The answer of a program that chooses its cells by what others returned, and all that ran for it.
+    """Run a program that chooses its cells by the results of others; returns its answer and all results.
 
-    It is given the values by key, which grow as cells finish. An answer that comes of those alone that it has waited
-    for (`Wanted.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a core; 1: this
-    one); most: how many could be of use. Raises ValueError for fewer than one worker or a file that is not this
-    computation's, and what a cell or the program raised; what had finished by then is in the file.
+    The program is given the values by key, which grow as cells finish. An answer that depends only on cells that the
+    program waited for (`Wanted.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a
+    core; 1: this process); most: how many processes can be of use. Raises ValueError for fewer than one worker or for
+    a file of another computation, and what a cell or the program raised; the file holds what had finished by then.
     """
     book = _Book(None if file is None else Path(file), head or {})
     running: dict[Future[Result], str] = {}
@@ -157,7 +158,7 @@ def follow(
 def _begin(
     missing: Sequence[Cell], soon: Callable[[], Sequence[Cell]], begun: Collection[str], idle: int
 ) -> list[Cell]:
-    """All that is missing and has not begun, and as much of what comes soon as processes would be idle."""
+    """The missing cells that have not begun, and as many cells of `soon` as processes would be idle."""
     found = [cell for cell in missing if cell.key not in begun]
     if len(found) < idle:
         known = {*begun, *(cell.key for cell in found)}
@@ -166,7 +167,7 @@ def _begin(
 
 
 class _Book:
-    """The results so far: what the file holds of this computation, what it has asked for, and what has finished."""
+    """The results so far: read from the file, asked for, and finished."""
 
     def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
         self._file = file
@@ -186,19 +187,19 @@ class _Book:
                 out.write(_line(asdict(result) | {"digest": _digest(result)}))
 
     def done(self) -> Done:
-        """Of a cell that was begun in vain and has not finished there is nothing."""
+        """The results of the cells asked for; a cell begun ahead of need that has not finished has none."""
         results = tuple(self._results[key] for key in self.asked if key in self._results)
         return Done(results, sum(key in self._stored for key in self.asked), self._dropped)
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | None, int]]:
-    """A pool of processes and their number; no pool where one is enough: what then runs, runs here."""
+    """A pool of processes and their number; (None, 1) where one is enough, and cells run in this process."""
     if workers is not None and workers < 1:
         raise ValueError(f"{workers} workers: give 1 or more")
     count = min(workers or cores(), max(1, most or cores()))
@@ -227,7 +228,7 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
 
 
 def _end(code: int) -> None:
-    """Of this process and all that it started, whatever they wait for."""
+    """Kill this process and every process that it started, whatever they wait for."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
@@ -265,7 +266,7 @@ def _line(value: object) -> bytes:
 
 
 def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
-    """What the file holds of this computation; a new file gets its head, a half-written line is cut off."""
+    """Results in the file by key, and the number of half-written lines, which are cut off. A new file gets its head."""
     expected = orjson.loads(orjson.dumps({"format": FORMAT, **head}))
     text = path.read_bytes() if path.exists() else b""
     whole, dropped = text[: text.rfind(b"\n") + 1], 0

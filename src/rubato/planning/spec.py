@@ -1,7 +1,7 @@
-"""What an experiment varies: the hardware of a replica, the policy with its settings, and where its requests come from.
+"""Specification of a simulated run: a replica's hardware, the policy with its settings, and the source of requests.
 
-Everything here pickles, so that a cell can run in another process. This is the one place that knows packaged profiles
-and scenarios.
+Everything here pickles, so that a run can happen in another process. Only this module loads packaged profiles and
+scenarios.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Lengths = Callable[[Mapping[str, int]], LengthPredictor | None]  # request id ->
 
 
 def unknown(truth: Mapping[str, int]) -> None:
-    """What a scheduler knows of output lengths by default: nothing."""
+    """No predictor: schedulers know nothing of output lengths. The default."""
 
 
 def oracle(truth: Mapping[str, int]) -> LengthPredictor:
-    """The truth, as SLOs-Serve gives it to every system it compares."""
+    """A predictor that returns true output lengths, as SLOs-Serve gives every system (its §6)."""
     return Oracle(truth)
 
 
@@ -62,7 +62,7 @@ def gaussian(truth: Mapping[str, int]) -> LengthPredictor:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One replica: how long a step takes, what fits, and how many GPUs it is."""
+    """One replica: its step-time model, its limits (batch, KV blocks), and its number of GPUs."""
 
     name: str
     model: LatencyModel
@@ -70,11 +70,11 @@ class Hardware:
     gpus: int = 1
 
     def fresh(self) -> LatencyModel:
-        """A model of its own, for schedulers whose models go on learning."""
+        """A copy of the step-time model, for a scheduler that updates it online."""
         return copy.deepcopy(self.model)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds until the first token of a prompt that has the replica to itself."""
+        """TTFT in seconds of a prompt on an idle replica."""
         return prefill_time(self.model, self.limits, tokens)
 
     def describe(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def digest_of(model: LatencyModel | None) -> str:
 
 
 def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
-    """Seconds of a prompt alone, in batches as large as the engine takes, on top of `cached` tokens."""
+    """Seconds to prefill `tokens` on an idle engine, in chunks of `max_tokens`, after `cached` tokens in KV."""
     seconds, end = 0.0, cached + tokens
     while cached < end:
         chunk = min(limits.max_tokens, end - cached)
@@ -159,9 +159,9 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """learns: schedulers' latency models go on learning from the steps, as they do live. Not by default: step times
-    are exact already, and the fast driver (`lean`) simulates models that do not learn alone. link, drafter: as a
-    `Setup` has them."""
+    """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
+    Off by default: step times are exact already, and the fast driver takes only models that do not learn. link,
+    drafter: as in `Setup`."""
 
     hardware: Hardware
     choice: Choice
@@ -174,7 +174,7 @@ class Setting:
     drafter: Drafter | None = None
 
     def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
-        """The workload, simulated. seed: of the noise in step times; times, causes: as `simulated_run` has them."""
+        """Simulate the workload. seed: of the noise in step times; times, causes: as in `simulated_run`."""
         setup = Setup(
             latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
             limits=self.hardware.limits,
@@ -227,14 +227,14 @@ def _digest(path: str) -> str:
 
 
 class Source(Protocol):
-    """Makes workloads by seed; another seed is the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
+    """Makes a workload for each seed: the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
-        """All of it, or what arrives in a stretch, times from its beginning."""
+        """The whole workload, or the requests that arrive in a stretch, times from its beginning."""
         ...
 
     def busiest(self, seed: int, seconds: float) -> Stretch:
-        """The stretch of so many seconds with the most tokens."""
+        """The stretch of this many seconds with the most tokens, prompt and output."""
         ...
 
     def describe(self) -> dict[str, Any]: ...
@@ -242,7 +242,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A packaged scenario: so many requests at a rate (requests/s), or those of so many seconds."""
+    """A packaged scenario at a rate (requests/s), for `count` requests or `duration` seconds."""
 
     name: str
     hardware: Hardware

@@ -52,7 +52,7 @@ class Sweep:
 
 
 def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
-    """One cell: the sums of one run (`results.run_json`)."""
+    """Simulate one policy at one rate under one seed, and sum up the run (`results.run_json`)."""
     load = source.make(seed).rescaled(rate)
     return {"policy": setting.choice.label, "rate": rate, "seed": seed} | results.run_json(
         setting.run(load, seed, times=False), requests=False

@@ -90,8 +90,8 @@ def sampled(load: Workload, share: float, block: float = BLOCK) -> Workload:
 
 
 def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
-    """Where the stretch of `seconds` with the most tokens (prompt + output) begins and ends; starts are multiples of
-    `step`. All of a workload that is no longer. Raises ValueError for one that takes no time."""
+    """Begin and end of the stretch of `seconds` with the most tokens (prompt + output); it begins at a multiple of
+    `step`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no stretch of time to size a fleet on")
     if load.duration <= seconds:
@@ -105,12 +105,12 @@ def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
 
 
 def inside(at: float, stretch: Stretch, last: float) -> bool:
-    """Whether a request at this time is in the stretch; the last one of all is also when it arrives as that ends."""
+    """Whether an arrival is in the stretch: its end is excluded, but for the workload's last arrival."""
     return stretch[0] <= at < stretch[1] or at == stretch[1] == last
 
 
 def window(load: Workload, stretch: Stretch | None) -> Workload:
-    """What arrives in a stretch, times from its beginning; None: all. Raises ValueError when nothing does."""
+    """The requests that arrive in a stretch, times from its beginning; None: all. Raises ValueError when none does."""
     if stretch is None:
         return load
     start, end = stretch
