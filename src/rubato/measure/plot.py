@@ -67,7 +67,10 @@ def plot_attainment(path: str | Path, runs: Sequence[Run], ink: Ink = LIGHT) -> 
     """Write the attainment of `plot` alone, without its title, as PNG or SVG. Raises as `plot` does."""
     policies, tiers, _ = _grouped(runs)
     figure = _figure((7.5, 2.9), ink)
-    _attainment(figure.add_subplot(), policies, tiers, ink)
+    axes = figure.add_subplot()
+    _attainment(axes, policies, tiers, ink)
+    for key in axes.get_legend().get_lines():
+        key.set_linestyle("-")  # no curves here that styles tell apart
     _save(figure, path)
 
 
