@@ -1,4 +1,4 @@
-"""Words that several subcommands share, and how results leave them."""
+"""Options that several verbs share, and how results are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sweep`, `capacity` and `plan` are told alike: the replica, the policies, the requests, and how to run."""
+"""Options of `sweep`, `capacity` and `plan`: the replica, the policies, the requests, and how to run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
 
 
 def how(args: argparse.Namespace) -> dict[str, Any]:
-    """For `cells.run`."""
+    """Arguments of `jobs.run`."""
     return {"file": args.cells, "workers": args.workers, "progress": not args.no_progress}
 
 

@@ -1,4 +1,4 @@
-"""The words of `rubato workload`, `bench` and `simulate` that say what is offered."""
+"""Options of `workload`, `bench` and `simulate` that say which requests are offered."""
 
 from __future__ import annotations
 

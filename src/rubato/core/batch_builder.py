@@ -1,4 +1,4 @@
-"""What every scheduler must add up while it makes a plan: tokens, sequences, KV blocks, predicted time."""
+"""Accounting of a batch while a scheduler builds it: tokens, sequences, KV blocks, predicted seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seams: what a policy sees, and the Protocols that policies, latency models, engines and hosts fulfil.
+"""Protocols: what a policy sees, and what policies, latency models, engines and hosts fulfil.
 
 A policy decides and owns no request, queue or KV. It reads a `View`, whose sequences are the replica's own objects
 seen through the read-only `SeqView`; mutating one is a type error.

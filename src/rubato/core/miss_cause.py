@@ -1,4 +1,4 @@
-"""Who is to blame for a step's time: what each sequence lost to others, by cause."""
+"""Seconds of a step that each sequence lost to others, by cause: what a miss is put down to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a plan possible? A pure function, for every place that carries out plans."""
+"""Checks that a plan can be carried out on a view; called wherever plans are carried out."""
 
 from __future__ import annotations
 

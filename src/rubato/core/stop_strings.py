@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes piece by piece."""
+"""Stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that everything else is said in: frozen, free of I/O, times in seconds, lengths in tokens.
+"""Requests, plans, batches and events: frozen values, times in seconds, lengths in tokens.
 
 Three groups: what a client asks for (`SLO`, `Stage`, `Sampling`, `Request`), what a policy decides and an engine
 does (`Work`, `Plan`, `Batch`, `StepResult`), and what happened (`Event` and its kinds, `Verdict`). Every metric and
@@ -211,7 +211,7 @@ ANY = Role()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine can take. All are hard: `check.check` refuses a plan beyond them."""
+    """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
 
     max_seqs: int  # sequences in one batch
     max_tokens: int  # tokens in one batch

@@ -108,7 +108,7 @@ def claims() -> dict[str, dict[str, Claim]]:
 
 
 def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
-    """A figure's JSON. how: as `cells.run` takes it. Raises ValueError when its estimates are not its claims."""
+    """A figure's JSON. how: as `jobs.run` takes it. Raises ValueError when its estimates are not its claims."""
     figure = load(name)
     if getattr(figure, "ALONE", False):
         how["workers"] = 1

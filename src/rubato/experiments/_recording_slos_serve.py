@@ -1,4 +1,4 @@
-"""SLOs-Serve that writes down whom it promised, for `slos_serve_margin`."""
+"""SLOs-Serve that records which requests it admits, for `slos_serve_margin`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy that looks at every running request in every step, for `simulator_speed`: what one by one costs."""
+"""A policy that reads every running request in every step, for `simulator_speed`."""
 
 from __future__ import annotations
 

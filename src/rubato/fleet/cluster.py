@@ -1,4 +1,4 @@
-"""A fleet as one: placing, cancelling, counting, refusing. Every request offered ends in exactly one Finished."""
+"""The cluster: places, cancels, counts and refuses requests. Each one offered ends in exactly one Finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told of events."""
+"""Listeners to the events of a cluster."""
 
 from __future__ import annotations
 

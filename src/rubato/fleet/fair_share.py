@@ -1,4 +1,4 @@
-"""Weighted fair shares between tenants: whose request goes to a replica next, and whose waits.
+"""Weighted fair shares between tenants: whose request is placed on a replica next, and whose is held.
 
 A gate before the router. Each request is a load: one over the number of its like that would fill the replicas, which is
 what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and

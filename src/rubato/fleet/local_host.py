@@ -1,4 +1,4 @@
-"""One replica in this process: the loop that plans, executes, commits, and tells what happened."""
+"""One replica in this process: the loop that plans, checks and executes each step and publishes its events."""
 
 from __future__ import annotations
 

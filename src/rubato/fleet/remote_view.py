@@ -1,4 +1,4 @@
-"""What a controller knows of a replica elsewhere: a fold over what that replica tells, and how it is told.
+"""The view of a replica in another process: a fold over its reports.
 
 The replica reports in batches: events in order, and the few numbers of its state that events do not carry. What was
 submitted and is not yet acknowledged counts as waiting there. Times are in the replica's own clock on the way and in

@@ -1,7 +1,7 @@
 """`rubato compare`: two result files against each other, tier by tier.
 
 Runs of the same workloads (by fingerprint) are paired, request by request, which cancels what made a request hard for
-both; otherwise each side is resampled by itself. Attainment and goodput come with intervals (`intervals`), latency
+both; otherwise each side is resampled by itself. Attainment and goodput come with intervals (`confidence`), latency
 quantiles are those of the requests that have the measure.
 """
 

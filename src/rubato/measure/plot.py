@@ -1,4 +1,4 @@
-"""One picture of several runs: attainment per tier and policy with its interval, and where TTFT and TPOT lie.
+"""Pictures of runs: attainment by tier and policy with intervals, distributions of TTFT and TPOT.
 
 Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture is made.
 """

@@ -1,4 +1,4 @@
-"""What became of a workload: per-request records, and summaries per tier.
+"""Records of a run: one per request, and summaries by tier.
 
 Attainment is always met / offered: a refused, failed or cancelled request is a miss. Latencies count from the
 *scheduled* arrival; their percentiles are over the requests that have the measure (TTFT: a first token came out; TPOT:
@@ -142,7 +142,7 @@ def rejudged(run: Run, rule: str) -> Run:
 class Row:
     """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
 
-    attainment_low, _high: `intervals.proportion`. good: requests that kept the goodput bounds, goodput_rps those per
+    attainment_low, _high: `confidence.proportion`. good: requests that kept the goodput bounds, goodput_rps those per
     second with an interval by Wilson's for their share; None without bounds.
     """
 

@@ -76,7 +76,7 @@ class Question:
 
 
 def run(question: Question, **how: Any) -> Outcome:
-    """`how`: as `cells.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
+    """`how`: as `jobs.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
     return Outcome(
         question, jobs.run(question.cells(), head={"capacity": question.describe()}, about="capacity", **how)
     )

@@ -39,7 +39,7 @@ Asking = Generator[Wanted, None, T]
 
 
 def plan(question: Question, **how: Any) -> Plan:
-    """The smallest fleet that attains the question's target. `how`: as `cells.follow` takes it. Raises ValueError, with
+    """The smallest fleet that attains the question's target. `how`: as `jobs.follow` takes it. Raises ValueError, with
     the reason, when no number of replicas attains the target."""
     head = {"plan": question.describe()}
     found, done = jobs.follow(lambda values: _Search(question, values).program(), head=head, **how)

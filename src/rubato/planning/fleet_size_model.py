@@ -1,4 +1,4 @@
-"""A fleet for a workload: the question, the simulations it takes, and the answer in text and JSON (see `sizing`)."""
+"""The fleet for a workload: question, simulations, and answer in text and JSON; `fleet_size` searches for it."""
 
 from __future__ import annotations
 

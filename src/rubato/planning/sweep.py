@@ -60,7 +60,7 @@ def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, A
 
 
 def run(asked: Sweep, **how: Any) -> Outcome:
-    """`how`: as `cells.run` takes it (file, workers, progress)."""
+    """`how`: as `jobs.run` takes it (file, workers, progress)."""
     return Outcome(asked, jobs.run(asked.cells(), head={"sweep": asked.describe()}, about="sweep", **how))
 
 

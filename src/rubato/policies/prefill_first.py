@@ -19,7 +19,7 @@ SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baselin
 @dataclass
 class Scheduler:
     """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
-    whole: start a request only when KV for all of it is left (`packing.starting`)."""
+    whole: start a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
     budget: int = 2048

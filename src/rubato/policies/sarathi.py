@@ -21,7 +21,7 @@ SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it
 @dataclass
 class Scheduler:
     """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `least` of prefill. whole: start
-    a request only when KV for all of it is left (`packing.starting`)."""
+    a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0

@@ -21,7 +21,7 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 
 @dataclass
 class Scheduler:
     """budget: max_num_batched_tokens. whole: start a request only when KV for all of it is left
-    (`packing.starting`)."""
+    (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048

@@ -1,4 +1,4 @@
-"""What a configuration says, made: engines, the step times they are believed to take, predictors, shares.
+"""Engines, latency models, predictors and fair shares, built from a configuration.
 
 Apart from the server, whose libraries simulations do not need.
 """

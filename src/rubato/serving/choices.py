@@ -1,8 +1,7 @@
-"""One answer, several requests: `n` choices of each of its prompts, in OpenAI's order (all of the first prompt's, then
-the second's).
+"""One response, several requests: `n` choices of each of its prompts, in OpenAI's order (first prompt first).
 
-The choices of one prompt are a group: they go to one replica and share the prompt's KV. Prompts share nothing but the
-answer.
+The choices of one prompt are a group: they are placed on one replica and share the prompt's KV. Prompts share nothing
+but the response.
 """
 
 from __future__ import annotations

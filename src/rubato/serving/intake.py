@@ -1,4 +1,4 @@
-"""From a parsed body to what is offered to the cluster, and to the answer that waits for it."""
+"""From a parsed body to the requests offered to the cluster, and to the response that waits for them."""
 
 from __future__ import annotations
 

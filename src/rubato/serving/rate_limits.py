@@ -1,4 +1,4 @@
-"""How much a tenant may use: requests and tokens a minute, and requests at once.
+"""Limits of a tenant: requests and tokens a minute, and requests in flight.
 
 A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
 `Books` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.

@@ -1,4 +1,4 @@
-"""What happened to a request and why it waited: for `/debug/requests/{id}` and for the log. No prompt, no output.
+"""The events of a request and why it waited, for `/debug/requests/{id}` and the log. No prompt, no output.
 
 A fold over events. In flight every request is kept, afterwards the last `KEEP`.
 """

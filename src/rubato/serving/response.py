@@ -1,4 +1,4 @@
-"""One answer between cluster and client: its requests' events on one side, HTTP on the other."""
+"""One response: events of its requests from the cluster in, HTTP to the client out."""
 
 from __future__ import annotations
 

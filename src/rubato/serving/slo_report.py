@@ -1,4 +1,4 @@
-"""What an answer says of itself beside its text: usage, the tier served, and the verdict on its SLO."""
+"""Usage, the tier served and the verdict on the SLO: what a response holds beside its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which SLO a request carries: headers, then body, then service tier, then the server's default.
+"""The SLO of a request: headers, then body, then service tier, then the server's default.
 
 The order holds per dimension (TTFT, TPOT, e2e): a header that states a TPOT leaves the tier's TTFT standing. A named
 tier replaces the default tier as a whole, so `flex` is best effort whatever the default promises.

@@ -1,4 +1,4 @@
-"""Answers as bytes: a whole one, or server-sent events made from templates.
+"""Responses as bytes: a whole one, or server-sent events made from templates.
 
 At 32 sequences every step makes 32 chunks, so a chunk is concatenated from parts that are encoded once per request;
 only its text (and its log probabilities, where they are asked for) goes through a JSON encoder.

@@ -1,4 +1,4 @@
-"""Clients that stall: a connection whose client neither takes nor sends what it should is cut off.
+"""Stalled clients: a connection whose client neither reads nor sends what it should is cut off.
 
 uvicorn waits for ever for a client that does not read its answer, or does not finish its request. Its request would go
 on, its buffers and its file descriptor stay. Here the write buffer is bounded by what the kernel holds (`SEND_BUFFER`)

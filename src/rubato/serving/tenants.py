@@ -1,4 +1,4 @@
-"""Who is asking: from an API key to its tenant, and from nothing else.
+"""Authentication: an API key names its tenant, and nothing else does.
 
 Keys are known by their SHA-256 digests only. Without tenants every request is of one and the same, `default`, which may
 do anything.

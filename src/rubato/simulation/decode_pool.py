@@ -1,4 +1,4 @@
-"""Those that decode on a lean replica, as counts; and at which step somebody must look at one of them."""
+"""The decodes of a counted replica, as counts, and the steps at which one of them has to be looked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of lean hosts, driven from one completion, arrival or plan to the next."""
+"""A cluster of counted hosts, driven from one step completion, arrival or plan to the next."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A host that counts: one replica with its scheduler and the time its engine would take (`Host`), on a hand-set clock.
 
-What happens is what `Replica`, `worker.LocalHost` and `engines.simulated` make of the same plans, in the same order.
+It does what `Replica`, `local_host.LocalHost` and `engines.simulated` do with the same plans, in the same order.
 A plan is carried out as a `Run` of one or more equal steps; a run ends where the next plan may differ: at the first
 token or the end of a sequence, at the end of a prefill, when KV runs short, and when something arrives.
 """
@@ -146,7 +146,7 @@ class LeanHost:
 
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others, began elsewhere or waits for tools: use
-        `worker.LocalHost`."""
+        `local_host.LocalHost`."""
         if request.group or request.progress is not None or request.tools:
             raise ValueError(
                 f"request {request.id!r} shares KV, began elsewhere or waits for a tool: a lean replica cannot count it"

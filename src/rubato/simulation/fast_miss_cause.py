@@ -1,4 +1,4 @@
-"""Why a request missed, worked out from the log of runs when it has: what `Replica` books step by step."""
+"""The cause of a miss on a counted replica, worked out from the step log once a request has missed."""
 
 from __future__ import annotations
 

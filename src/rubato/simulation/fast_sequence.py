@@ -1,4 +1,4 @@
-"""One request on a lean replica: the `SeqView` whose numbers follow from the count of steps."""
+"""One request on a counted replica: a `SeqView` whose numbers follow from the count of steps."""
 
 from __future__ import annotations
 

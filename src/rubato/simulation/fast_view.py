@@ -1,4 +1,4 @@
-"""What a policy sees of a lean replica: the counts as they are, the sequences when asked for."""
+"""The view of a counted replica: counts as they are, sequences when a policy asks for them."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def simulated_run(
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
 
     times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
-    miss why; without, the fast driver is faster where many miss. That driver (`lean`) is taken where it can do what is
+    miss why; without, the fast driver is faster where many miss. That driver is taken where it can do what is
     asked, unless plain.
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
@@ -201,7 +201,7 @@ def lean_lines(
     requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: Setup, *, times: bool = True,
     causes: bool = True,
 ) -> dict[str, Timeline]:  # fmt: skip
-    """What became of each request, by id, with the times of its tokens if wanted. Raises as `lean.drive` does."""
+    """What became of each request, by id, with the times of its tokens if wanted. Raises as `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
 

@@ -1,4 +1,4 @@
-"""The steps a lean replica has run: when each ended, for verdicts; and, for whoever has missed, what was in it."""
+"""The steps that a counted replica has run: when each ended, for verdicts, and its batch, for the cause of a miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is offered: which request arrives when, how long, under which SLOs. One seeded file for all."""
+"""Workloads: which request arrives when, how long, under which SLO. One seeded file for all."""
 
 from rubato.workloads.workload import Arrival, Part, Workload
 from rubato.workloads.workload_file import WorkloadError, read, write

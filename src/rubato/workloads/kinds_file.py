@@ -1,4 +1,4 @@
-"""A mix of request kinds from a YAML file: tiers with their SLOs, and what is asked of each.
+"""A mix of request kinds from a YAML file: tiers with their SLOs, and the requests of each.
 
     tiers:
       chat: {ttft_ms: 1000, tpot_ms: 80}

@@ -1,4 +1,4 @@
-"""Kinds of requests: what is asked, how long it is, what it is promised; and mixes of kinds that change."""
+"""Kinds of requests: prompt, lengths and SLO; and mixes of kinds that change during a run."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
 from rubato.workloads.workload_file import json_object
 
-_KINDS, _ARRIVALS = 10, 12  # random streams, none of `making.make`'s
+_KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
 
 
 class TraceError(ValueError):
