@@ -13,7 +13,7 @@ import pytest
 from rubato import experiments
 from rubato.cli.main import main
 from rubato.experiments import Claim, claims, failed, names
-from rubato.experiments.paper_page import page
+from rubato.experiments.paper_page import SECTION, page
 from rubato.measure.confidence import Estimate
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,7 @@ def test_the_claims_file_and_the_figures_are_the_same() -> None:
         for claim in own.values():
             assert claim.kind in ("check", "paper", "ours")
             assert claim.kind == "paper" or not claim.headline
+            assert not claim.headline or SECTION.search(claim.says)
             assert claim.headline or not claim.cause
             assert claim.relation in ("=", ">=", "<=")
             assert claim.says

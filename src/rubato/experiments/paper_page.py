@@ -7,6 +7,7 @@ bars from today's `claims.yaml`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isinf
@@ -21,6 +22,7 @@ from rubato.experiments import Claim
 from rubato.measure.confidence import Estimate
 from rubato.planning.sweep import markdown
 
+SECTION = re.compile(r"§([\d.]*\d)")  # named by every headline claim
 HEAD = """# Papers beside ours
 
 Written by `rubato figure --docs` from full runs (`docs/figures/*.json`); do not edit. A claim *holds* when all of our
@@ -147,6 +149,8 @@ def _estimate(claim: Mapping[str, Any]) -> Estimate:
 
 
 def _headlines(rows: Sequence[_Row]) -> str:
+    """In the order of the paper's sections."""
+    rows = sorted(rows, key=lambda row: [int(part) for part in SECTION.findall(row.claim.says)[0].split(".")])
     table = [["headline claim", "paper", "ours", "verdict", "cause of the difference", "figure"]]
     for row in rows:
         claim = row.claim
