@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test test-full test-vllm setup serve docs check format bench clean
 
-demo: setup  ## measure this machine, then three classes of requests, policy against policy
+demo: setup  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
 
 test: setup  ## the tests, but for those that take long

@@ -1,4 +1,4 @@
-"""`rubato demo`: one model, this machine, three classes of requests, policy against policy, in some three minutes.
+"""`rubato demo`: one model, this machine, three tiers of requests, policy against policy, in some three minutes.
 
 What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
 the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     for module in (sweep, capacity, plan, figure):
         module.add(commands)
 
-    demo = command("demo", _demo, "measure this machine, then serve three classes of requests, policy against policy")
+    demo = command("demo", _demo, "measure this machine, then serve three tiers of requests, policy against policy")
     demo.add_argument("--out", default="results/demo", help="folder for JSON, PNG and logs")
     demo.add_argument("--policy", default="edf", help="the policy to set against the baselines")
     demo.add_argument("--seconds", type=float, help="seconds of load per policy (default: by the machine's speed)")
@@ -172,16 +172,16 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
         parser.add_argument("--workload", help="workload file (default: one is made)")
         several = parser.add_mutually_exclusive_group()
         several.add_argument(
-            "--seeds", type=common_options.seeds, metavar="0,1,2", help="one run for each, pooled in the table"
+            "--seeds", type=common_options.seeds, metavar="0,1,2", help="seeds: one run each, pooled in the table"
         )
-        several.add_argument("--rounds", type=int, help="so many runs: seeds from --seed on, or a workload file again")
+        several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
     common_options.tiers(parser)
     offered.options(parser)
     parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     if file:
         parser.add_argument(
             "--goodput", nargs="+", metavar="NAME:MS",
-            help="bounds that a good request keeps, all of them, as vLLM spells them: ttft:200 tpot:30 e2el:5000",
+            help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
         )  # fmt: skip
 
 

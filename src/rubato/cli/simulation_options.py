@@ -24,7 +24,7 @@ def replica(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
     options.add_argument(
         "--host-scale", type=float, default=1.0, metavar="F",
-        help="with --profile: seconds of a step outside the device, times this (0.5, 1.5: what hangs on it)",
+        help="with --profile: factor on the seconds of a step outside the device",
     )  # fmt: skip
     options.add_argument("--noise", type=float, default=0.0, help="relative spread of step times")
 
@@ -50,17 +50,15 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     requests.add_argument(
         "--trace", metavar="FILE", help="CSV or JSON lines of times and lengths; tiers by --kinds' shares"
     )
-    requests.add_argument("--scale", type=float, default=1.0, help="with --trace: so many times its traffic")
+    requests.add_argument("--scale", type=float, default=1.0, help="with --trace: factor on its traffic")
     common_options.tiers(requests)
-    requests.add_argument("--count", type=int, help="so many requests (of a trace: its first)")
+    requests.add_argument("--count", type=int, help="number of requests (of a trace: its first)")
     requests.add_argument("--duration", type=float, help="seconds of arrivals (of a trace: its first)")
     if seeds:
         requests.add_argument("--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
     running = parser.add_argument_group("running and results")
     running.add_argument("--workers", type=int, help="processes (default: one a core)")
-    running.add_argument(
-        "--cells", metavar="FILE", help="a line for each finished part; an interrupted run goes on from it"
-    )
+    running.add_argument("--cells", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
     running.add_argument("--no-progress", action="store_true")
     running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     running.add_argument("--report", metavar="FILE", help="write a short Markdown report")

@@ -32,26 +32,24 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
-    parser.add_argument("--count", type=int, help="so many requests instead")
+    parser.add_argument("--count", type=int, help="number of requests, in place of --duration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--texts", action=argparse.BooleanOptionalAction,
         help="make prompts of these lengths, as a server needs them (default: but for scenarios)",
     )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help="cut outputs so that prompt + output have so many tokens")
-    parser.add_argument(
-        "--prompt-scale", type=float, default=1.0, help="with --scenario: prompts so many times as long"
-    )
-    parser.add_argument("--slo-scale", type=float, help="all SLOs so many times as long")
+    parser.add_argument("--max-length", type=int, help="most tokens of prompt + output: outputs are cut")
+    parser.add_argument("--prompt-scale", type=float, default=1.0, help="with --scenario: factor on prompt lengths")
+    parser.add_argument("--slo-scale", type=float, help="factor on all SLO times")
     parser.add_argument(
         "--prefill-ms", type=_line, metavar="BASE,PER_TOKEN",
-        help="zero-load prefill time: what TTFTs that are slowdowns are multiples of",
+        help="zero-load prefill time, of which a TTFT stated as a slowdown is a multiple",
     )  # fmt: skip
     parser.add_argument(
         "--unloaded-ms",
         type=float,
         metavar="MS",
-        help="time per token of a lone request: what a trace's slo_ratio means",
+        help="time per token of a request alone, of which a trace's slo_ratio is a multiple",
     )
 
 

@@ -136,7 +136,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="to measure: a Hugging Face folder, a GGUF file or `bundled`; with --aiconfigurator: MODEL GPU, a model "
         f"known by name or its config.json, and {', '.join(aiconfigurator.GPUS)} (2xa100: two of them)",
     )  # fmt: skip
-    parser.add_argument("--aiconfigurator", action="store_true", help="from kernel tables instead of measuring")
+    parser.add_argument("--aiconfigurator", action="store_true", help="make it from kernel tables instead of measuring")
     parser.add_argument("--list", action="store_true", help="the packaged profiles")
     parser.add_argument(
         "--packaged", metavar="FOLDER", help="make the packaged profiles again (all but the measured one)"
