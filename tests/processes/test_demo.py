@@ -28,6 +28,8 @@ def test_the_demo_runs_to_its_end(tmp_path: Path) -> None:
         assert all(row["offered"] > 0 for row in rows)
     met = {label: rows[-1]["met"] for label, rows in offered.items()}
     (sentence,) = (line for line in said if line.startswith("Under 1.3 x the load"))
-    assert [int(n) for n in re.findall(r"to (\d+)", sentence)] == [met["edf"], met["vllm"], met["sarathi"]]
+    said_met = [int(n) for n in re.findall(r" of (\d+)", sentence)]
+    assert said_met == [met["edf"], offered["edf"][-1]["offered"], met["vllm"], met["sarathi"]]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "attainment-dark.svg").read_text()
     assert sum(line.strip().startswith("rubato ") for line in said[-3:]) == 3
