@@ -201,7 +201,7 @@ def test_edf_tries_again_when_its_model_has_forgotten_a_slow_spell() -> None:
 
 
 def test_edf_still_takes_the_setting_that_has_no_effect_any_more() -> None:
-    with pytest.warns(UserWarning, match="the setting stale has no effect any more"):
+    with pytest.warns(FutureWarning, match="setting stale has no effect any more"):
         load("edf", {"stale": 5.0})
 
 

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def router_for(
     if router == "auto":
         router = policy if paired else "least_loaded"
     if paired and router == policy:
-        shared = _settings(paired)
+        shared = {**_settings(paired), **getattr(paired, "former", {})}
         settings = {key: value for key, value in (own or {}).items() if key in shared} | dict(settings or {})
     return load_router(router, settings)
 
@@ -117,6 +118,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
     known = _settings(cls)
+    settings = _by_present_names(name, settings, getattr(cls, "former", {}))
     for key, value in settings.items():
         if key not in known:
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
@@ -128,6 +130,22 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         return cls(**settings)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {name!r}: {error}") from error
+
+
+def _by_present_names(policy: str, settings: Mapping[str, object], former: Mapping[str, str]) -> dict[str, object]:
+    """Settings spelled as in the last release, by their names now; former: old name -> new, "" of one without effect.
+    Raises PolicyError for one that is given by both."""
+    now: dict[str, object] = {}
+    for key, value in settings.items():
+        name = former.get(key, key)
+        if name != key:
+            says = f"is now {name}; the old name" if name else "has no effect any more; it"
+            warnings.warn(f"policy {policy!r}: setting {key} {says} goes with the next release", FutureWarning, 4)
+        if name in now:
+            raise PolicyError(f"policy {policy!r}: setting {name} is given twice, by its old and its new name")
+        if name:
+            now[name] = value
+    return now
 
 
 def _settings(cls: Any) -> dict[str, object]:

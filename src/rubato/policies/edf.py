@@ -14,9 +14,8 @@ back if it could still be in time after all, and its oldest gets a turn now and 
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
@@ -42,10 +41,10 @@ class Scheduler:
     cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
     fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all before its requests are
     protected from being set aside; 1 = never.
-    stale: without effect; latency models forget a slow spell by themselves (`LatencyModel.idle`). Goes with 0.4.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    former: ClassVar[Mapping[str, str]] = {"stale": ""}  # latency models forget a slow spell by themselves
     safety: float = 0.1
     reserve: float = 0.01
     longest: float = 0.3
@@ -54,7 +53,6 @@ class Scheduler:
     fairness: float = 0.03
     cushion: float = 3.0
     share: float = 0.9
-    stale: float | None = None
     _turn: int = field(default=0, init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
@@ -70,8 +68,6 @@ class Scheduler:
             )
         if self.every < 2 or self.least < 1:
             raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
-        if self.stale is not None:
-            warnings.warn("edf: the setting stale has no effect any more and goes with 0.4: leave it out", stacklevel=2)
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
