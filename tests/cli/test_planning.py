@@ -30,7 +30,7 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     out, cells, report = (str(tmp_path / name) for name in ("out.json", "cells.jsonl", "report.md"))
     words = ["sweep", "--trace", trace, "--rates", "2,8", "--seeds", "0,1", *REPLICA, *QUIET]
     words += ["--policy", "sarathi", "--policy", "co_chunk:budget=64@minimal"]
-    words += ["--json", out, "--cells", cells, "--report", report]
+    words += ["--json", out, "--resume", cells, "--report", report]
     assert main(words) == 0
     data = json.loads(Path(out).read_text())
     assert len(data["cells"]) == 8
@@ -192,7 +192,7 @@ class Scheduler:
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
         (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
-        (["figure", "slos-serve-toy", "--small", "--cells", "x"], "--cells is what a full run goes on from"),
+        (["figure", "slos-serve-toy", "--small", "--cells", "x"], "--resume is what a full run goes on from"),
         (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
         (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],

@@ -59,7 +59,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def log_of_steps(workload: str) -> None:
     """As a server writes it, of batches with and without prefill."""
-    with event_log.TraceWriter(Path("trace.jsonl")) as log:
+    with event_log.TraceWriter(Path("events.jsonl")) as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
             setup = Setup(Linear, Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
             for event in simulate(list(read(workload).requests()), {}, setup):

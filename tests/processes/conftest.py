@@ -96,7 +96,7 @@ def servers(folder: Path) -> Iterator[Start]:
                 "engine": {"kind": "simulated"},
                 "latency": {"kind": "affine", "k": [0.0, 0.0], "b": [STEP, 0.0]},
                 "port": 0,
-                "trace": str(here / "trace.jsonl"),
+                "event_log": str(here / "trace.jsonl"),
             }
             (here / "config.yaml").write_text(yaml.safe_dump({**defaults, **config}))
             log = stack.enter_context((here / "log").open("wb"))

@@ -95,7 +95,7 @@ def test_defaults_and_short_forms() -> None:
         ({"log": {"lvl": "info"}}, ["log.lvl", "'level'"]),
         ({"tls": {"cert": "c"}}, ["tls.key", "required"]),
         ({"stall_seconds": 0}, ["stall_seconds", "got 0"]),
-        ({"trace": "t", "step_log": "t"}, ["step_log", "trace"]),
+        ({"event_log": "t", "step_log": "t"}, ["step_log", "event_log"]),
     ],
 )
 def test_impossible_settings(tree: dict[str, Any], says: list[str]) -> None:
@@ -247,3 +247,8 @@ def test_the_version_is_the_changelogs() -> None:
     root = Path(__file__).parents[2]
     newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1].split()[0]
     assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"] == newest
+
+
+def test_a_setting_by_its_former_name_works_and_says_what_it_is_called_now() -> None:
+    with pytest.warns(FutureWarning, match="setting trace is now event_log"):
+        assert load({"trace": "log.jsonl"}).event_log == "log.jsonl"

@@ -224,7 +224,7 @@ def next_commands(out: Path) -> list[str]:
     program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
     return [
         f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as README.md shows",
-        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.trace.jsonl --policy slos_serve"
+        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.events.jsonl --policy slos_serve"
         "  # simulated, which is optimistic about a real machine",
         f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",
     ]
@@ -350,7 +350,7 @@ class Stage:
 
     def warm_up(self, seconds: float | None = None) -> WarmUp:
         """Two servers: one that chunks prompts finely, for steps of every kind; then vllm's, for the rate it holds."""
-        logs = [self.out / f"{name}.trace.jsonl" for name in ("measure", "hold")]
+        logs = [self.out / f"{name}.events.jsonl" for name in ("measure", "hold")]
         self.progress.begin()
         with (
             self._server("sarathi", {"budget": PROMPT}, {}, None, "measure", logs[0]) as server,
@@ -482,7 +482,7 @@ class Stage:
         if model is not None:
             config["latency"] = {"kind": "affine", **coefficients(model)}
         if log is not None:
-            config["trace"] = str(log)
+            config["event_log"] = str(log)
         return ServerProcess(config, self.out / f"{name}.log")
 
     def _bench(

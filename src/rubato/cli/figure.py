@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
     parser.add_argument("--json", metavar="FILE", help="write claims and data as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG, where the figure has a picture")
-    parser.add_argument("--cells", metavar="FILE", help="where a full run keeps what has finished (removed at its end)")
+    parser.add_argument(
+        "--resume", "--cells", metavar="FILE", help="where a full run keeps what has finished (removed at its end)"
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one a core)")
     parser.add_argument("--no-progress", action="store_true")
     parser.add_argument("--docs", nargs="?", const=RUNS, type=Path, metavar="FOLDER",
@@ -51,11 +53,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _figure(args: argparse.Namespace) -> int:
     figure = experiments.load(args.name)
-    if args.small and args.cells:
-        raise ValueError("--cells is what a full run goes on from: leave it out, or --small")
+    if args.small and args.resume:
+        raise ValueError("--resume is what a full run goes on from: leave it out, or --small")
     file = None
     if not args.small:
-        file = Path(args.cells or f"results/figures/{args.name}.cells.jsonl")
+        file = Path(args.resume or f"results/figures/{args.name}.jobs.jsonl")
         again = f"if interrupted, the same command goes on from {file}"
         print(f"{args.name}: about {figure.SECONDS:g} s of one core; {again}", file=sys.stderr, flush=True)
     data = experiments.run(

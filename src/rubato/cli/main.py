@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _server_options(serve)
     serve.add_argument("--host")
     serve.add_argument("--port", type=int)
-    serve.add_argument("--trace", help="write the event log here (JSON lines)")
+    serve.add_argument("--event-log", "--trace", metavar="FILE", help="write the event log here (JSON lines)")
 
     run = command("bench", _bench, "offer a workload to a server, open loop, and judge what comes back")
     run.add_argument("url", help="the server, such as http://127.0.0.1:8000")
@@ -177,8 +177,8 @@ def _workload_options(parser: argparse.ArgumentParser, file: bool = True) -> Non
         several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
     common_options.tiers(parser)
     offered.options(parser)
-    parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     if file:
+        parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
         parser.add_argument(
             "--goodput", nargs="+", metavar="NAME:MS",
             help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
@@ -197,7 +197,7 @@ def _result_options(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from rubato.serving.serve import serve  # the server's libraries are not needed by the other commands
 
-    return serve(_config(args, model=args.model, host=args.host, port=args.port, trace=args.trace))
+    return serve(_config(args, model=args.model, host=args.host, port=args.port, event_log=args.event_log))
 
 
 def _config(args: argparse.Namespace, **given: Any) -> Config:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -162,8 +163,9 @@ class Config(StrictSettings):
 
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
     prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
-    requests go on. stall_seconds: a client that takes or sends nothing for that long while it should is cut off. trace:
-    path of the event log, null for none; prompts and outputs are in it only with trace_content. step_log: path of a log
+    requests go on. stall_seconds: a client that takes or sends nothing for that long while it should is cut off.
+    event_log: path of the log of all events, null for none; prompts and outputs are in it only with event_log_content.
+    step_log: path of a log
     of the steps alone.
     """
 
@@ -189,8 +191,8 @@ class Config(StrictSettings):
     stall_seconds: float = Field(default=30.0, gt=0)
     tls: TLSSettings | None = None
     log: LogSettings = LogSettings()
-    trace: str | None = None
-    trace_content: bool = False
+    event_log: str | None = None
+    event_log_content: bool = False
     step_log: str | None = None
     judge: Literal["deadline", "mean", "windowed"] = "deadline"
 
@@ -226,8 +228,8 @@ class Config(StrictSettings):
                     raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
         if self.fair_share is not None and not self.tenants:
             raise ValueError("fair_share: there is nobody to share between; configure tenants, or leave it out")
-        if self.step_log is not None and self.step_log == self.trace:
-            raise ValueError("step_log: the same file as trace; name another")
+        if self.step_log is not None and self.step_log == self.event_log:
+            raise ValueError("step_log: the same file as event_log; name another")
         return self
 
 
@@ -237,6 +239,9 @@ def _check_names(names: Mapping[str, Any], what: str) -> None:
             raise ValueError(
                 f"{name!r:.80} cannot be a {what}'s name: use letters, digits, `_`, `-` and `.` only, at most 64"
             )
+
+
+FORMER = {"trace": "event_log", "trace_content": "event_log_content"}  # settings by the names of 0.3, for one release
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -250,6 +255,10 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
         if not found or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety=0.2")
         _set(tree, path.split("."), _yaml(text, f"override of {path}"))
+    for old, new in FORMER.items():
+        if old in tree and new not in tree:
+            warnings.warn(f"setting {old} is now {new}; the old name goes with the next release", FutureWarning, 2)
+            tree[new] = tree.pop(old)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -75,8 +75,8 @@ async def _serve(config: Config, clock: Clock) -> int:
 def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
     """Writers of the event logs asked for, closed with the stack."""
     listeners: list[Listener] = []
-    if config.trace is not None:
-        listeners.append(stack.enter_context(TraceWriter(config.trace, content=config.trace_content)))
+    if config.event_log is not None:
+        listeners.append(stack.enter_context(TraceWriter(config.event_log, content=config.event_log_content)))
     if config.step_log is not None:
         steps = stack.enter_context(TraceWriter(config.step_log))
         listeners.append(lambda event: steps(event) if isinstance(event, Stepped) else None)

@@ -105,7 +105,7 @@ class Rig:
             "policy": {"name": policy, **settings},
             "max_in_flight": IN_FLIGHT,
             "tiers": {tier: {} for tier in ("chat", "code", "summary")},  # requests state their SLOs themselves
-            "trace": str(self.out / f"{name}.trace.jsonl"),
+            "event_log": str(self.out / f"{name}.events.jsonl"),
             "prefix_cache": False,  # texts share a chat template, and the simulator knows no texts
         }
         if model is not None:
@@ -129,7 +129,7 @@ class Rig:
         return run
 
     def events(self, name: str) -> list[Event]:
-        return list(event_log.read(self.out / f"{name}.trace.jsonl"))
+        return list(event_log.read(self.out / f"{name}.events.jsonl"))
 
     # ----------------------------------------------------------------- the fit run
 
