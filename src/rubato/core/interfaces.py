@@ -71,8 +71,9 @@ def untold(seq: SeqView) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica, just before a step. `waiting` holds no KV (in order of arrival, preempted ones at their arrival's
-    place); `running` holds KV (in order of start). kv_free and kv_total count blocks of `limits.block` tokens.
+    """One replica, just before a step. `waiting` holds no KV (in the order in which the replica was given them,
+    preempted ones at their place); `running` holds KV (in order of start). kv_free and kv_total count blocks of
+    `limits.block` tokens.
 
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.

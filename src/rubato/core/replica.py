@@ -55,6 +55,11 @@ def never(request: Request, limits: Limits) -> str | None:
     return "rejected-exceeds-kv" if blocks_for(most, limits.block) > limits.kv_blocks else None
 
 
+def _order(seq: Seq) -> int:
+    """What the queue is sorted by: requests wait in the order in which they were submitted, whenever they arrived."""
+    return seq.order
+
+
 class Replica:
     """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
 
@@ -110,7 +115,7 @@ class Replica:
         if len(group) > 1 and not self._prompt_is_in(group[0]):
             seq.held = True
         else:
-            insort(self.waiting, seq, key=lambda s: s.key)
+            insort(self.waiting, seq, key=_order)
         return []
 
     def reserve(self, request: Request, now: float) -> list[Event] | None:
@@ -319,7 +324,7 @@ class Replica:
         for at, seq in enumerate(group):
             if seq.held and (at == 0 or self._prompt_is_in(group[0])):
                 seq.held = False
-                insort(self.waiting, seq, key=lambda s: s.key)
+                insort(self.waiting, seq, key=_order)
 
     def _look_up(self, seq: Seq) -> None:
         """What the prefix cache would save it: full blocks, and at least one token is left to run."""
@@ -366,7 +371,7 @@ class Replica:
         """It waits, again."""
         seq.since = now
         seq.seen = -1
-        insort(self.waiting, seq, key=lambda s: s.key)
+        insort(self.waiting, seq, key=_order)
 
     def _hand_off(self, seq: Seq, reason: HandoffReason, now: float) -> Event:
         before = seq.request.handoff

@@ -20,7 +20,7 @@ class Seq:
     """One request being served (a `SeqView` to policies)."""
 
     request: Request
-    order: int  # of submission: breaks ties of arrival
+    order: int  # of submission: its place among those that wait
     stage_start: float
     since: float  # waiting since; attributes the wait when it starts
     length: int
@@ -89,10 +89,6 @@ class Seq:
     @property
     def total_output(self) -> int:
         return sum(map(len, self.times))
-
-    @property
-    def key(self) -> tuple[float, int]:
-        return (self.request.arrival, self.order)
 
     @property
     def progress(self) -> Progress:

@@ -115,7 +115,7 @@ class Mirror:
         if self._busy_until <= now:
             self.latency.idle(now - self._stepped)
         waiting = list(self._waiting.values())
-        waiting.sort(key=lambda s: s.key)
+        waiting.sort(key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
         limits = self.limits
         if moving and limits.max_running is not None:

@@ -64,7 +64,8 @@ class Scheduler:
         for seq in begun:  # a prompt longer than a batch, part of the way; all of its KV was there when it began
             if tokens := packing.room(seq):
                 packing.add(seq, tokens)
-        for seq in view.waiting if not begun else ():
+        arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # who comes back for another prefill goes first
+        for seq in arrived if not begun else ():
             fits = seq.pending <= packing.tokens_left or not packing.work  # longer than a batch it has one for itself
             if not fits or packing.tokens_left == 0 or packing.seqs_left == 0 or packing.lacks(seq, seq.pending):
                 break

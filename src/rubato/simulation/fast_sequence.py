@@ -22,7 +22,7 @@ class LeanSeq:
 
     __slots__ = (
         "_cached", "_checked", "_deadlines", "_missed", "_output", "begun", "continues", "demoted", "due_tick", "ended",
-        "first_token_at", "host", "id", "key", "most", "nth", "order", "prompt", "request", "since", "spans", "stage",
+        "first_token_at", "host", "id", "most", "nth", "order", "prompt", "request", "since", "spans", "stage",
         "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
     )  # fmt: skip
 
@@ -32,7 +32,6 @@ class LeanSeq:
         self.order = order
         self.nth = 0  # of those started at this replica
         self.host = host
-        self.key = (request.arrival, order)
         self.since = now
         self.state = WAITING
         self.stage = 0
@@ -59,7 +58,7 @@ class LeanSeq:
         self.aim()
 
     def __lt__(self, other: LeanSeq) -> bool:
-        return self.key < other.key
+        return self.order < other.order
 
     # ----------------------------------------------------------------- SeqView
 

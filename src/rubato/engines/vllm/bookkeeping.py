@@ -61,7 +61,9 @@ class Settings:
         if self.rule not in RULES:
             raise ValueError(f"rubato.rule is {self.rule!r}: choose one of {', '.join(RULES)}")
         if self.lengths and self.lengths not in PREDICTORS:
-            raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out")
+            raise ValueError(
+                f"rubato.core.length_prediction is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out"
+            )
 
 
 def settings_of(additional: object) -> Settings:
@@ -163,7 +165,7 @@ class Control:
         self._asked_since = min(self._asked_since, now)
         if not self._flights:
             self.latency.idle(now - max(self._last, self._asked_since))
-        queued = sorted((self.seqs[id] for id in waiting), key=lambda s: s.key)
+        queued = sorted((self.seqs[id] for id in waiting), key=lambda s: s.order)
         for seq in queued:
             seq.waiting = True
             seq.hit = None

@@ -80,7 +80,7 @@ class Seq:
     request: Request
     own: Any  # vLLM's Request
     kv: Any  # vLLM's KVCacheManager
-    order: int  # of arrival here: breaks ties
+    order: int  # of arrival here
     lengths: LengthPredictor | None = None
     waiting: bool = True
     started: bool = False
@@ -179,10 +179,6 @@ class Seq:
         return None
 
     # ----------------------------------------------------------------- for the plug-in
-
-    @property
-    def key(self) -> tuple[float, int]:
-        return self.books.key
 
     @property
     def times(self) -> Sequence[float]:
