@@ -155,7 +155,7 @@ def test_slots_of_what_moves_are_taken() -> None:
         ),
         (Plan(handoff={"w": "prefilled"}), {"handoff", "kv_transfer"}, "calls 'w' prefilled"),
         (Plan(handoff={"w": "declined"}), set(), "this replica has nobody to hand it to"),
-        (Plan(handoff={"a": "offloaded"}), {"handoff"}, "whose KV this engine cannot export: preempt it first"),
+        (Plan(handoff={"a": "offloaded"}), {"handoff"}, "whose KV this engine cannot export: name it in without_kv"),
         (Plan((Work("w", 1),), handoff={"w": "declined"}), {"handoff"}, "the same plan preempts, drops or hands off"),
         (
             Plan(preempt=("a",), handoff={"a": "declined"}),
@@ -163,15 +163,39 @@ def test_slots_of_what_moves_are_taken() -> None:
             "the same plan preempts or drops",
         ),
         (Plan(handoff={"x": "declined"}), {"handoff"}, "handoff names 'x', which is neither waiting nor running"),
+        (Plan(without_kv=frozenset("a")), {"handoff"}, "without_kv names 'a', which handoff does not"),
+        (
+            Plan((Work("w", 20),), handoff={"a": "offloaded"}),
+            {"handoff", "kv_transfer"},
+            "1 started beside 1 that run on, the engine holds 1 at once",
+        ),
     ],
 )
 def test_impossible_hand_offs(plan: Plan, supports: set[str], says: str) -> None:
-    r = Replica("r0", LIMITS, Linear(), supports=frozenset(supports))
+    r = Replica("r0", replace(LIMITS, max_running=1), Linear(), supports=frozenset(supports))
     for id in "aw":
         r.submit(request(id, 20), 0.0)
     step(r, Plan((Work("a", 8),)), 0.0, 0.1)
     with pytest.raises(PlanError, match=says):
         r.apply(plan, 0.1, "test")
+
+
+def test_one_that_runs_leaves_without_kv_in_the_plan_that_reuses_its_memory() -> None:
+    """Also where the engine cannot export KV: 3 blocks and one slot, in which the next one starts."""
+    r = Replica(
+        "r0", replace(LIMITS, kv_blocks=3, max_running=1), Linear(), supports=frozenset({"handoff"}), keep_ids=True
+    )
+    for id in "ab":
+        r.submit(request(id, 16, most=8), 0.0)
+    step(r, Plan((Work("a", 16),)), 0.0, 0.1)
+    leaves = Plan((Work("b", 16),), handoff={"a": "offloaded"}, without_kv=frozenset("a"))
+    events = step(r, leaves, 0.1, 0.2)
+    (left,) = [e for e in events if isinstance(e, HandedOff)]
+    assert left.request.handoff == Handoff("r0", "offloaded", 0.1)
+    assert left.request.progress == Progress((0.0,), ((0.1,),), (7,))
+    assert ([*r.running], [*r.leaving], r.gone()) == (["b"], [], ["a"])
+    with pytest.raises(PlanError, match="calls 'b' prefilled, and without_kv gives up its KV"):
+        r.apply(Plan(handoff={"b": "prefilled"}, without_kv=frozenset("b")), 0.3, "test")
 
 
 # --------------------------------------------------------------------------- between the replicas of a cluster

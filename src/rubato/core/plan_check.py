@@ -38,7 +38,7 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
         if id not in running:
             yield f"preempt names {id!r}, which holds no KV"
     for id, reason in plan.handoff.items():
-        yield from _handoff(id, reason, known[id], view.supports, running)
+        yield from _handoff(id, reason, known[id], view.supports, id in running, id in plan.without_kv)
     for id, why in plan.drop.items():
         seq = known[id]
         begun = id in running or not untold(seq)
@@ -82,22 +82,30 @@ def _named(plan: Plan, known: Mapping[str, SeqView]) -> Iterable[str]:
     for id in plan.handoff:
         if id in plan.preempt or id in plan.drop:
             yield f"handoff names {id!r}, which the same plan preempts or drops"
+    for id in plan.without_kv:
+        if id not in plan.handoff:
+            yield f"without_kv names {id!r}, which handoff does not"
 
 
-def _handoff(id: str, reason: str, seq: SeqView, supports: frozenset[str], running: Collection[str]) -> Iterable[str]:
+def _handoff(
+    id: str, reason: str, seq: SeqView, supports: frozenset[str], runs: bool, without_kv: bool
+) -> Iterable[str]:
     if "handoff" not in supports:
         yield f"handoff names {id!r}, and this replica has nobody to hand it to"
-    if id in running and "kv_transfer" not in supports:
-        yield f"handoff names {id!r}, whose KV this engine cannot export: preempt it first"
-    if reason == "prefilled" and (id not in running or seq.pending != 1):
+    if runs and not without_kv and "kv_transfer" not in supports:
+        yield f"handoff names {id!r}, whose KV this engine cannot export: name it in without_kv, too"
+    if reason == "prefilled" and (not runs or seq.pending != 1):
         yield f"handoff calls {id!r} prefilled, and it has {seq.pending} tokens pending"
+    if reason == "prefilled" and without_kv:
+        yield f"handoff calls {id!r} prefilled, and without_kv gives up its KV"
 
 
 def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collection[str]) -> Iterable[str]:
     limits = view.limits
-    gone = {*plan.preempt, *plan.drop}
+    gone = {*plan.preempt, *plan.drop, *plan.without_kv}
     free = view.kv_free + sum(known[id].own_blocks for id in gone)
-    gone.update(plan.handoff)  # whose KV is in use until it has left
+    stay = len(running) - sum(id in running for id in gone)
+    gone.update(plan.handoff)  # what goes with its KV holds it, and its slot, until it has left
     tokens = seqs = need = 0
     if plan.decode:
         leaving = [known[id] for id in gone if id in running and known[id].pending == 1]
@@ -123,7 +131,6 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
     if seqs > limits.max_seqs:
         yield f"{seqs} sequences in a batch, the engine takes {limits.max_seqs}"
     started = sum(w.seq not in running for w in plan.work)
-    stay = len(running) - sum(id in running for id in gone if id not in plan.handoff)
     if limits.max_running is not None and stay + started > limits.max_running:
         yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"
     if need > free:

@@ -252,7 +252,7 @@ class Replica:
         for id, reason in plan.drop.items():
             events.append(self._end(self._seqs[id], now, "refused", reason))
         for id, why in plan.handoff.items():
-            events.append(self._hand_off(self._seqs[id], why, now))
+            events.append(self._hand_off(self._seqs[id], why, now, with_kv=id not in plan.without_kv))
         for id in plan.preempt:
             events.append(self._preempt(self._seqs[id], now))
         for id in plan.demote:
@@ -373,20 +373,24 @@ class Replica:
         seq.seen = -1
         insort(self.waiting, seq, key=_order)
 
-    def _hand_off(self, seq: Seq, reason: HandoffReason, now: float) -> Event:
+    def _hand_off(self, seq: Seq, reason: HandoffReason, now: float, *, with_kv: bool) -> Event:
         before = seq.request.handoff
-        runs = self.running.pop(seq.id, None) is not None
+        runs = seq.id in self.running
         del self._seqs[seq.id]
         if seq.request.group:
             self._leave_group(seq)
         seq.draft = None
-        if runs:
-            self.leaving[seq.id] = seq
+        if runs and with_kv:
+            self.leaving[seq.id] = self.running.pop(seq.id)
         else:
-            self.waiting.remove(seq)
-            seq.lose("preemption" if seq.started else "queue", now - seq.since)
+            if runs:
+                self._stop(seq)
+            else:
+                self.waiting.remove(seq)
+                seq.lose("preemption" if seq.started else "queue", now - seq.since)
             self._gone.append(seq.id)
-        handoff = Handoff(self.id, reason, now, seq.cached if runs else 0, before.hops + 1 if before else 1)
+        cached = seq.cached if seq.id in self.leaving else 0
+        handoff = Handoff(self.id, reason, now, cached, before.hops + 1 if before else 1)
         moves = seq.total_output > 0 or seq.demoted or bool(seq.lost)
         progress = seq.progress if moves else None
         return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))

@@ -311,6 +311,7 @@ class Plan(NamedTuple):
     one that has not begun.
     handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
     until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
+    without_kv: of those handed off, who give up their KV here and now: they are prefilled again where they go on.
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
 
@@ -329,6 +330,7 @@ class Plan(NamedTuple):
     decode: bool = False
     steady: int = 0
     handoff: Mapping[str, HandoffReason] = NOTHING
+    without_kv: frozenset[str] = frozenset()
 
 
 class Entry(NamedTuple):
