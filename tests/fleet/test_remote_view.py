@@ -53,8 +53,8 @@ def told(view: View) -> dict[str, tuple[object, ...]]:
     }
 
 
-def kv(view: View) -> dict[str, tuple[int, int, int]]:
-    return {s.id: (s.cached, s.blocks, s.own_blocks) for s in [*view.running, *view.moving]}
+def kv(view: View) -> dict[str, tuple[int, int, int, int]]:
+    return {s.id: (s.cached, s.blocks, s.own_blocks, s.in_flight) for s in [*view.running, *view.moving]}
 
 
 def compare(load: Load, policy: str) -> int:
@@ -97,14 +97,24 @@ def compare(load: Load, policy: str) -> int:
             replica, mirror = replicas[id], mirrors[id]
             there = replica.view(clock.now())
             told_now, outboxes[id] = outboxes[id], []
-            mirror.take(Report(clock.now(), tuple(told_now), replica.kv.free, replica.busy_until, kv(there)))
+            mirror.take(
+                Report(
+                    clock.now(),
+                    tuple(told_now),
+                    replica.kv.free,
+                    replica.busy_until,
+                    kv(there),
+                    in_flight=replica.shape,
+                )
+            )
             here = mirror.view(clock.now())
             grouped = {r.id for r in load.requests if r.group}  # held behind the first of a group: not shown there
             missing = told(here).keys() - told(there).keys()
             assert missing <= grouped
             assert {i: v for i, v in told(here).items() if i not in missing} == told(there)
             assert (kv(here), here.kv_free) == (kv(there), there.kv_free)
-            assert (here.role, here.limits) == (there.role, there.limits)
+            assert (here.role, here.limits, here.in_flight) == (there.role, there.limits, there.in_flight)
+            assert [s.id for s in here.waiting if s.id not in missing] == [s.id for s in there.waiting]
             compared += 1
 
         cluster.listen(listen)
@@ -150,8 +160,8 @@ def test_times_in_another_clock() -> None:
     moved = shifted_request(asked, 10.0)
     assert (moved.arrival, moved.progress) == (11.0, Progress((11.0,), ((12.0, 13.0),), (7, 8)))
     assert shifted(Offered(1.0, "a", asked), 10.0) == Offered(11.0, "a", moved)
-    report = Report(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1)}, None)
+    report = Report(5.0, (Tokens(4.0, "a", 1),), 3, 6.0, {"a": (1, 1, 1, 0)}, None)
     handed = replace(asked, handoff=Handoff("r0", "prefilled", 3.0, 7))
     there = replace(moved, handoff=Handoff("r0", "prefilled", 13.0, 7))
     assert shifted(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
-    assert shifted_report(report, -1.0) == Report(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1)}, None)
+    assert shifted_report(report, -1.0) == Report(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.types import ANY, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
+from rubato.core.types import ANY, NO_BATCH, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
 
 
 class SeqView(Protocol):
@@ -43,7 +43,7 @@ class SeqView(Protocol):
     @property
     def own_blocks(self) -> int: ...  # of these, the blocks that preempting it would free: nobody shares them
     @property
-    def in_flight(self) -> int: ...  # tokens in batches not yet returned; they count in `cached` and `output` already
+    def in_flight(self) -> int: ...  # tokens in batches not yet returned (`View.in_flight`)
     @property
     def best_effort(self) -> bool: ...  # as served now: asked for, or demoted
     @property
@@ -71,12 +71,14 @@ def untold(seq: SeqView) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica, just before a step. `waiting` holds no KV (in the order in which the replica was given them,
-    preempted ones at their place); `running` holds KV (in order of start). kv_free and kv_total count blocks of
-    `limits.block` tokens.
+    """One replica: for schedulers just before a step, for routers at any time. `waiting` holds no KV (in the order in
+    which the replica was given them, preempted ones at their place); `running` holds KV (in order of start). kv_free
+    and kv_total count blocks of `limits.block` tokens.
 
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.
+    in_flight: the batch that runs now, empty between steps. Its tokens (`SeqView.in_flight`) are pending until it
+    returns; only inside vLLM, which plans ahead of it and leaves this empty, do `cached` and `output` count them.
     """
 
     id: str
@@ -92,6 +94,7 @@ class View:
     as_of: float = inf  # inf = now
     role: Role = ANY
     moving: Sequence[SeqView] = ()
+    in_flight: Shape = NO_BATCH
 
     @property
     def age(self) -> float:

@@ -23,6 +23,7 @@ from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
 from rubato.core.types import (
     ANY,
+    NO_BATCH,
     Batch,
     Demoted,
     Emitted,
@@ -90,6 +91,7 @@ class Replica:
         self.arriving: dict[str, Seq] = {}  # reserved, KV not yet here
         self.role = ANY
         self.in_flight: Batch | None = None
+        self.shape = NO_BATCH  # of the batch in flight
         self.busy_until = 0.0
         self._asked_since = inf  # by the clock: when a view was first asked for; it is idle no longer than that
         self._seqs: dict[str, Seq] = {}
@@ -180,8 +182,7 @@ class Replica:
     def fail(self, now: float, reason: str) -> list[Event]:
         """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
         is just forgotten: it has not begun here, or is another's by now."""
-        self.in_flight = None
-        self.busy_until = now
+        self._landed(now)
         for id in [*self.leaving, *self.arriving]:
             self.release(id)
         events: list[Event] = []
@@ -235,6 +236,7 @@ class Replica:
             busy_until=self.busy_until,
             role=self.role,
             moving=moving,
+            in_flight=self.shape,
         )
 
     def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
@@ -265,20 +267,20 @@ class Replica:
         steps = max((w.draft[0] for w in plan.work if w.draft), default=0) if self._drafts else 0
         batch = Batch(tuple(entries), steps)
         if entries:
-            self.in_flight = batch
-            self.busy_until = now + self.latency.step_time(batch.shape)
+            self.in_flight, self.shape = batch, batch.shape
+            self.busy_until = now + self.latency.step_time(self.shape)
         return batch, events
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
         """Book a finished batch: KV written, tokens out, stages and requests ended."""
         if batch is not self.in_flight:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
-        self.in_flight = None
-        self.busy_until = now
+        self._landed(now)
         blame(batch, result.seconds, self._seqs, self.running, self.latency)
         events: list[Event] = []
         for entry in batch.entries:
             seq = self._seqs[entry.seq]
+            seq.in_flight = 0
             if seq.ended:
                 self._release(seq)
                 continue
@@ -312,6 +314,11 @@ class Replica:
             seq.resume(request.progress)
         seq.learn_keys(self.limits.block)
         return seq
+
+    def _landed(self, now: float) -> None:
+        """No batch is in flight any more."""
+        self.in_flight, self.shape = None, NO_BATCH
+        self.busy_until = now
 
     def _prompt_is_in(self, first: Seq) -> bool:
         """Whether the others of its group, if they start now, find its prompt's KV."""
@@ -351,6 +358,7 @@ class Replica:
             seq.started = True
         count = work.tokens + len(work.verify)
         self.kv.grow(seq.block_ids, seq.cached + count)
+        seq.in_flight = count
         sample = work.tokens == seq.pending
         return Entry(seq.id, seq.cached, count, tuple(seq.block_ids), sample, work.verify, work.draft)
 

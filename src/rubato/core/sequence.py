@@ -28,6 +28,7 @@ class Seq:
     first_token_at: float | None = None
     output: int = 0
     cached: int = 0
+    in_flight: int = 0
     demoted: bool = False
     missed: bool = False
     started: bool = False
@@ -69,10 +70,6 @@ class Seq:
     @property
     def own_blocks(self) -> int:
         return self.kv.own(self.block_ids) if self.kv else 0
-
-    @property
-    def in_flight(self) -> int:
-        return 0  # a replica here plans between steps
 
     @property
     def best_effort(self) -> bool:

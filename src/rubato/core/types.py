@@ -274,6 +274,9 @@ class Shape(NamedTuple):
         )  # fmt: skip
 
 
+NO_BATCH = Shape()
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One measured step: what ran and the seconds it took."""

@@ -88,7 +88,7 @@ class _Actor:
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
         holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
-        held = {s.id: (s.cached, s.blocks, s.own_blocks) for s in holding if not s.ended}
+        held = {s.id: (s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
         return Report(
             as_of=self._clock.now(),
             events=tuple(events),
@@ -96,6 +96,7 @@ class _Actor:
             busy_until=replica.busy_until,
             held=held,
             error=self._error,
+            in_flight=replica.shape,
         )
 
     async def close(self) -> None:

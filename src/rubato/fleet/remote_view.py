@@ -15,6 +15,7 @@ from rubato.core.interfaces import LatencyModel, View
 from rubato.core.sequence import Seq
 from rubato.core.types import (
     ANY,
+    NO_BATCH,
     Demoted,
     Event,
     Finished,
@@ -26,6 +27,7 @@ from rubato.core.types import (
     Request,
     Role,
     Sample,
+    Shape,
     Started,
     Stepped,
     Tokens,
@@ -36,14 +38,16 @@ from rubato.core.types import (
 @dataclass(frozen=True, slots=True)
 class Report:
     """What happened at a replica up to `as_of`, and its state then. held: sequence that runs, leaves or arrives ->
-    (tokens in KV, KV blocks, of which its own). error: it is beyond recovery; by then every request there has ended."""
+    (tokens in KV, KV blocks, of which its own, tokens in flight). in_flight: the batch that runs. error: it is beyond
+    recovery; by then every request there has ended."""
 
     as_of: float
     events: tuple[Event, ...]
     kv_free: int
     busy_until: float
-    held: Mapping[str, tuple[int, int, int]]
+    held: Mapping[str, tuple[int, int, int, int]]
     error: str | None = None
+    in_flight: Shape = NO_BATCH
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +77,7 @@ class Mirror:
         self.as_of = now
         self._kv_free = limits.kv_blocks
         self._busy_until = now
+        self._in_flight = NO_BATCH
         self._waiting: dict[str, RemoteSeq] = {}
         self._running: dict[str, RemoteSeq] = {}
         self._leaving: dict[str, RemoteSeq] = {}
@@ -103,13 +108,14 @@ class Mirror:
         for event in report.events:
             self._fold(event)
         self._leaving = {id: seq for id, seq in self._leaving.items() if id in report.held}
-        for id, (cached, blocks, own) in report.held.items():
+        for id, (cached, blocks, own, in_flight) in report.held.items():
             seq = self._running.get(id) or self._leaving.get(id) or self._arriving.get(id)
             if seq is not None:
-                seq.cached, seq.held_blocks, seq.held_own = cached, blocks, own
+                seq.cached, seq.held_blocks, seq.held_own, seq.in_flight = cached, blocks, own, in_flight
         self.as_of = report.as_of
         self._kv_free = report.kv_free
         self._busy_until = report.busy_until
+        self._in_flight = report.in_flight
 
     def view(self, now: float) -> View:
         if self._busy_until <= now:
@@ -134,6 +140,7 @@ class Mirror:
             as_of=min(now, self.as_of),
             role=self._role,
             moving=moving,
+            in_flight=self._in_flight,
         )
 
     def left(self) -> list[Request]:
@@ -155,7 +162,7 @@ class Mirror:
                 seq.started, seq.cached = True, event.cached
             case Preempted():
                 self._waiting[event.id] = self._running.pop(event.id, seq)
-                seq.cached = seq.held_blocks = seq.held_own = 0
+                seq.cached = seq.held_blocks = seq.held_own = seq.in_flight = 0
             case HandedOff():
                 self._waiting.pop(event.id, None)
                 if self._running.pop(event.id, None) is not None:

@@ -183,6 +183,13 @@ class LeanHost:
             self._advance(run, bisect_right(run.ends, self.clock.time))
         return self._view
 
+    def under_way(self) -> Run | None:
+        """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
+        self.sync()
+        run = self.run
+        between = run is None or run.done == run.steps or (run.done and run.ends[run.done - 1] >= self.clock.time)
+        return None if between else run
+
     def free_now(self) -> int:
         """KV blocks that neither the steps that are over nor the one under way have taken."""
         self.sync()

@@ -88,7 +88,12 @@ class LeanSeq:
 
     @property
     def in_flight(self) -> int:
-        return 0
+        run = self.host.under_way()
+        if run is None or self.state == WAITING:
+            return 0
+        if self.state == DECODING:
+            return 1
+        return next((part.at(run.done)[0] for part in run.chunks if part.seq is self), 0)
 
     @property
     def away(self) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import ANY, Shape
+from rubato.core.types import ANY, NO_BATCH, Shape
 from rubato.simulation.due_times import Dues
 
 if TYPE_CHECKING:
@@ -57,12 +57,16 @@ class LeanView(View):
     @property
     def busy_until(self) -> float:
         """By what the scheduler believes; the step under way when one is."""
-        run = self._host.run
+        run = self._host.under_way()
         if run is None:
             return self.now
-        self._host.sync()
         begun = run.ends[run.done - 1] if run.done else run.begin
-        return begun + self.latency.step_time(run.shape(min(run.done, len(run.ends) - 1)))
+        return begun + self.latency.step_time(run.shape(run.done))
+
+    @property
+    def in_flight(self) -> Shape:
+        run = self._host.under_way()
+        return NO_BATCH if run is None else run.shape(run.done)
 
     @property
     def known(self) -> Mapping[str, SeqView]:

@@ -120,7 +120,8 @@ def peak(jobs: Sequence[Job], block: int) -> int:
 
 
 def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light: float = 1.0) -> list[Job]:
-    """What those running demand once the batch in flight has ended, where the grid begins; a view does not show it.
+    """What those running demand once the batch in flight has ended, where the grid begins. What each has in it is
+    a guess, not read from the view.
 
     A decode's token due before its TPOT is over is in it, for no batch is longer. Beside the decodes it holds at least
     what the time it still takes is long enough for, of the prompts due first, and all of one due before it ends.
@@ -132,7 +133,7 @@ def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light
     for i in sorted(range(len(jobs)), key=lambda i: jobs[i].due):
         job = jobs[i]
         pending = 1 + round((job.tokens - 1.0) / light)
-        if seqs[i].in_flight:  # shown as it will be
+        if seqs[i].in_flight and not view.in_flight.seqs:  # shown as it will be
             continue
         chunk = min(pending, left) if pending > 1 else 0
         left -= chunk
