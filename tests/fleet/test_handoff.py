@@ -53,7 +53,7 @@ LINK = Link(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1
 
 def replica(**changes: object) -> Replica:
     supports = frozenset({"handoff", "kv_transfer"})
-    return Replica("r0", replace(LIMITS, **changes), Linear(), supports=supports, keep_ids=True)  # type: ignore[arg-type]
+    return Replica("r0", replace(LIMITS, **changes), Linear(), supports=supports)  # type: ignore[arg-type]
 
 
 def step(r: Replica, plan: Plan, at: float, until: float) -> list[Event]:
@@ -164,6 +164,7 @@ def test_slots_of_what_moves_are_taken() -> None:
         ),
         (Plan(handoff={"x": "declined"}), {"handoff"}, "handoff names 'x', which is neither waiting nor running"),
         (Plan(without_kv=frozenset("a")), {"handoff"}, "without_kv names 'a', which handoff does not"),
+        (Plan(handoff={"a": "recalled"}), {"handoff"}, "calls 'a' recalled, which is the router's word"),
         (
             Plan((Work("w", 20),), handoff={"a": "offloaded"}),
             {"handoff", "kv_transfer"},
@@ -182,9 +183,7 @@ def test_impossible_hand_offs(plan: Plan, supports: set[str], says: str) -> None
 
 def test_one_that_runs_leaves_without_kv_in_the_plan_that_reuses_its_memory() -> None:
     """Also where the engine cannot export KV: 3 blocks and one slot, in which the next one starts."""
-    r = Replica(
-        "r0", replace(LIMITS, kv_blocks=3, max_running=1), Linear(), supports=frozenset({"handoff"}), keep_ids=True
-    )
+    r = Replica("r0", replace(LIMITS, kv_blocks=3, max_running=1), Linear(), supports=frozenset({"handoff"}))
     for id in "ab":
         r.submit(request(id, 16, most=8), 0.0)
     step(r, Plan((Work("a", 16),)), 0.0, 0.1)
@@ -196,6 +195,30 @@ def test_one_that_runs_leaves_without_kv_in_the_plan_that_reuses_its_memory() ->
     assert ([*r.running], [*r.leaving], r.gone()) == (["b"], [], ["a"])
     with pytest.raises(PlanError, match="calls 'b' prefilled, and without_kv gives up its KV"):
         r.apply(Plan(handoff={"b": "prefilled"}, without_kv=frozenset("b")), 0.3, "test")
+
+
+def test_what_is_recalled_is_what_was_there_then() -> None:
+    """In the order of the queue; those held behind the first of their group, too; not what is moving or comes later."""
+    r = replica(max_running=2)
+    ids = tuple(range(20))
+    for id in ("runs", "waits", "back"):
+        r.submit(request(id, 8), 0.0)
+    for id in ("first", "second"):
+        asked = Request(id, (Stage(20, SLO(ttft=1.0), token_ids=ids),), 0.0, group="g", sampling=Sampling(10))
+        r.submit(asked, 0.0)
+    step(r, Plan((Work("runs", 8), Work("back", 8))), 0.0, 0.1)
+    step(r, Plan((Work("runs", 1),), preempt=("back",)), 0.1, 0.2)
+    batch, _ = r.apply(Plan((Work("runs", 1),)), 0.2, "test")
+    assert r.recall("waiting")
+    r.submit(request("later", 8), 0.25)
+    r.commit(batch, StepResult({"runs": Emitted(1)}, 0.1), 0.3)
+    events = r.hand_back(0.3)
+    assert [e.id for e in events] == ["waits", "back", "first", "second"]
+    r.check_integrity()
+    assert ([s.id for s in r.waiting], [*r.running]) == (["later"], ["runs"])
+    assert r.recall("best_effort")
+    assert [e.id for e in r.hand_back(0.3)] == ["runs", "later"]
+    assert (r.empty, r.kv.free, r.recall("waiting"), r.hand_back(0.4)) == (True, LIMITS.kv_blocks, False, [])
 
 
 # --------------------------------------------------------------------------- between the replicas of a cluster

@@ -14,7 +14,21 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.types import ANY, NO_BATCH, Batch, Event, Limits, Plan, Request, Role, Sample, Shape, StepResult, Tree
+from rubato.core.types import (
+    ANY,
+    NO_BATCH,
+    Batch,
+    Event,
+    Limits,
+    Plan,
+    Recall,
+    Request,
+    Role,
+    Sample,
+    Shape,
+    StepResult,
+    Tree,
+)
 
 
 class SeqView(Protocol):
@@ -274,8 +288,8 @@ class Engine(Protocol):
     @property
     def supports(self) -> frozenset[str]:
         """What policies may need: chunked (part of a prompt), mixed (prefill beside decodes), preempt, kv_transfer (the
-        two calls below), draft (`Work.draft`, `Work.verify` of chains), tree (of trees). A host that can pass requests
-        on adds handoff."""
+        two calls below), draft (`Work.draft`, `Work.verify` of chains), tree (of trees). A host adds handoff where its
+        plans can pass requests on, and recall where its router can take them back."""
         ...
 
     async def start(self) -> None:
@@ -330,6 +344,10 @@ class Host(Protocol):
     def view(self) -> View: ...
     def assign(self, role: Role) -> None:
         """What it is for, from the next view on."""
+        ...
+
+    def recall(self, kind: Recall) -> None:
+        """Hand off, without KV and before the next plan, which of the requests here now wait, or are best effort."""
         ...
 
     def reserve(self, request: Request) -> bool:

@@ -92,6 +92,8 @@ def _handoff(
 ) -> Iterable[str]:
     if "handoff" not in supports:
         yield f"handoff names {id!r}, and this replica has nobody to hand it to"
+    if reason == "recalled":
+        yield f"handoff calls {id!r} recalled, which is the router's word: give prefilled, declined or offloaded"
     if runs and not without_kv and "kv_transfer" not in supports:
         yield f"handoff names {id!r}, whose KV this engine cannot export: name it in without_kv, too"
     if reason == "prefilled" and (not runs or seq.pending != 1):

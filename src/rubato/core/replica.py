@@ -3,7 +3,8 @@
 A life in five calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `apply` checks the
 policy's plan and makes it a batch; `commit` books what the engine returned; `cancel` and `fail` end requests early.
 Each returns the events it caused. What a plan hands off is another replica's from then on: here it only keeps its KV
-until `release`; there `reserve` and `arrive` take the place of `submit`. A request that waits for a tool is neither
+until `release`; there `reserve` and `arrive` take the place of `submit`. What a router recalls (`recall`) is handed off
+without KV before the next plan (`hand_back`). A request that waits for a tool is neither
 waiting nor running until `resume`; its KV is kept as that of a prefix is, as long as nobody needs the memory. There is
 no prefill phase and no decode phase: a sequence has `length` tokens of which `cached` are in KV, and the difference is
 pending.
@@ -38,6 +39,7 @@ from rubato.core.types import (
     Plan,
     Preempted,
     Promoted,
+    Recall,
     Request,
     Returned,
     Started,
@@ -65,7 +67,6 @@ class Replica:
     """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
 
     prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first has ended.
-    keep_ids: keep output token ids, which a request needs that may be handed off.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class Replica:
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
         prefix_cache: bool = False,
-        keep_ids: bool = False,
     ) -> None:
         self.id = id
         self.limits = limits
@@ -99,9 +99,9 @@ class Replica:
         self._lengths = lengths
         self._rule = rule
         self._prefix_cache = prefix_cache
-        self._keep_ids = keep_ids
         self._drafts = "draft" in supports
         self._groups: dict[str, list[Seq]] = {}
+        self._recalled: list[Seq] = []
         self._gone: list[str] = []
 
     # ----------------------------------------------------------------- coming and going
@@ -193,6 +193,20 @@ class Replica:
                 events.append(self._end(seq, now, "failed", reason))
         self.kv.clear()
         return events
+
+    def recall(self, kind: Recall) -> bool:
+        """Mark for `hand_back` those that now hold no KV, or are best effort; not those that move or wait for a tool.
+        Whether there are any."""
+        here = [s for s in self._seqs.values() if not (s.ended or s.calling or s.id in self.arriving)]
+        chosen = [s for s in here if (s.best_effort if kind == "best_effort" else s.id not in self.running)]
+        self._recalled += chosen
+        return bool(chosen)
+
+    def hand_back(self, now: float) -> list[Event]:
+        """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
+        marked, self._recalled = self._recalled, []
+        here = {s.id: s for s in marked if self._seqs.get(s.id) is s and not s.calling}  # marked twice, it goes once
+        return [self._hand_off(s, "recalled", now, with_kv=False) for s in sorted(here.values(), key=_order)]
 
     def gone(self) -> list[str]:
         """Ids that ended since the last call and that no batch mentions any more."""
@@ -301,15 +315,10 @@ class Replica:
         if request.id in self._seqs or request.id in self.leaving:
             raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
         self._order += 1
-        seq = Seq(request, self._order, request.arrival, now, request.stages[0].prompt, lengths=self._lengths)
-        seq.kv = self.kv
+        seq = Seq.queued(request, self._order, now, lengths=self._lengths, kv=self.kv, token_ids=[])
         if request.stages[0].token_ids and (self._prefix_cache or request.group):
             seq.ids = list(request.stages[0].token_ids)
             seq.keys.append(first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}"))
-        if self._keep_ids:
-            seq.token_ids = []
-        seq.starts.append(request.arrival)
-        seq.renew_due()
         if request.progress is not None:
             seq.resume(request.progress)
         seq.learn_keys(self.limits.block)
@@ -394,7 +403,8 @@ class Replica:
             if runs:
                 self._stop(seq)
             else:
-                self.waiting.remove(seq)
+                if not seq.held:
+                    self.waiting.remove(seq)
                 seq.lose("preemption" if seq.started else "queue", now - seq.since)
             self._gone.append(seq.id)
         cached = seq.cached if seq.id in self.leaving else 0

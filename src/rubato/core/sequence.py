@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any, Self
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.kv_blocks import KVBlocks, next_key
@@ -58,6 +59,14 @@ class Seq:
 
     def __post_init__(self) -> None:
         self.id = self.request.id
+
+    @classmethod
+    def queued(cls, request: Request, order: int, now: float, **parts: Any) -> Self:
+        """One that waits from now on and has received nothing (`resume` puts it where it was). parts: other fields."""
+        seq = cls(request, order, request.arrival, now, request.stages[0].prompt, **parts)
+        seq.starts.append(request.arrival)
+        seq.renew_due()
+        return seq
 
     @property
     def pending(self) -> int:

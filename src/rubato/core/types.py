@@ -120,15 +120,17 @@ class Progress:
     lost: Mapping[Cause, float] = field(default_factory=dict)
 
 
-HandoffReason = Literal["prefilled", "declined", "offloaded"]
+HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled"]
+Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
     """Why a replica gave up a request that is to go on at another, at time `at`.
 
-    cached: tokens whose KV goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled
-    again. hops: how often it has been handed off so far, this time included.
+    reason: the scheduler's ("prefilled", "declined", "offloaded"), or "recalled" by the router. cached: tokens whose KV
+    goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled again. hops: how often
+    it has been handed off so far, this time included.
     """
 
     source: str

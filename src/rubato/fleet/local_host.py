@@ -10,7 +10,7 @@ from dataclasses import replace
 from rubato.core.clock import PLAN, Clock
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
 from rubato.core.replica import Replica
-from rubato.core.types import Batch, Event, Plan, Request, Role, Sample, Stepped, StepResult
+from rubato.core.types import Batch, Event, Plan, Recall, Request, Role, Sample, Stepped, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LocalHost:
         prefix_cache: bool = False,
         handoff: bool = False,
     ) -> None:
-        self.supports = engine.supports | {"handoff"} if handoff else engine.supports
+        self.supports = engine.supports | ({"handoff", "recall"} if handoff else {"recall"})
         missing = scheduler.needs - self.supports
         if missing:
             raise ValueError(
@@ -80,7 +80,6 @@ class LocalHost:
             lengths=self._lengths,
             rule=self._rule,
             prefix_cache=self._prefix_cache,
-            keep_ids="handoff" in self.scheduler.needs,
         )
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
 
@@ -107,6 +106,10 @@ class LocalHost:
     def assign(self, role: Role) -> None:
         self._started().role = role
         self._wake.set()
+
+    def recall(self, kind: Recall) -> None:
+        if self._started().recall(kind):
+            self._wake.set()
 
     def reserve(self, request: Request) -> bool:
         """Hold KV for a request that another host sends. A request that it refuses for good ends soon after."""
@@ -168,6 +171,7 @@ class LocalHost:
         await self.clock.settle()
         self._forget(replica)
         began = self.clock.now()
+        self._outbox += replica.hand_back(began)
         plan = Plan() if replica.idle else self.scheduler.plan(replica.view(self.clock.now()))
         batch, events = (Batch(), []) if replica.idle else replica.apply(plan, self.clock.now(), self.policy)
         self._outbox += events

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import RayError
 
 from rubato.core.clock import Clock, WallClock, unix_time
-from rubato.core.interfaces import KV, Engine, Host, LatencyModel, View
-from rubato.core.types import Event, Limits, Request, Role
+from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, View
+from rubato.core.types import Event, Limits, Recall, Request, Role
 from rubato.fleet.cluster import Cluster, HostLost, cluster_of
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
@@ -26,7 +26,7 @@ from rubato.policies import load
 
 log = logging.getLogger(__name__)
 
-Command = tuple[str, Any]  # ("submit", Request), ("cancel", (id, reason)) or ("assign", Role)
+Command = tuple[str, Any]  # ("submit", Request), ("cancel", (id, reason)), ("assign", Role) or ("recall", Recall)
 STAYS = "KV does not move between Ray actors yet: run policies that hand requests off with `fleet: local`"
 Made = tuple[Engine, LatencyModel]
 
@@ -63,7 +63,7 @@ class _Actor:
     async def start(self) -> tuple[Limits, frozenset[str], LatencyModel, float]:
         """Limits, capabilities, what steps take as far as is known, and what to add to this clock for Unix time."""
         await self._host.start()
-        return self._engine.limits, self._engine.supports, self._host.latency, unix_time() - self._clock.now()
+        return self._engine.limits, self._host.supports, self._host.latency, unix_time() - self._clock.now()
 
     async def do(self, number: int, commands: Sequence[Command]) -> None:
         """Carry out batch `number` after the one before it, in whatever order they arrive."""
@@ -74,6 +74,8 @@ class _Actor:
                     self._host.submit(what)
                 elif name == "assign":
                     self._host.assign(what)
+                elif name == "recall":
+                    self._host.recall(what)
                 else:
                     self._host.cancel(*what)
             self._done += 1
@@ -116,7 +118,9 @@ class RayHost:
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
-    e.g. {"num_gpus": 1}. emit and lost: as every host's. Raises ValueError for a policy that hands requests off.
+    e.g. {"num_gpus": 1}. emit and lost: as every host's. options: of the actor's `worker.LocalHost`, which has a length
+    predictor of its own, a copy that learns from the requests there; the one given here learns from those of all.
+    Raises ValueError for a policy that hands requests off.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class RayHost:
         self._lost = lost
         remote = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(_Actor)
         self.actor: Any = remote.remote(id, make, policy, dict(settings or {}), dict(options or {}))
+        self._lengths: LengthPredictor | None = (options or {}).get("lengths")
         self._mirror: Mirror | None = None
         self._ahead = 0.0  # what the actor's clock shows more than this one
         self._outbox: list[Command] = []
@@ -153,7 +158,7 @@ class RayHost:
         now = self.clock.now()
         # Both clocks by way of Unix time: nodes are expected to agree in it (NTP); in one machine they do.
         self._ahead = (unix_time() - now) - to_unix
-        self._mirror = Mirror(self.id, limits, latency, supports, now)
+        self._mirror = Mirror(self.id, limits, latency, supports, now, self._lengths)
         self._spawn(self._listen(self._mirror))
 
     def submit(self, request: Request) -> None:
@@ -176,6 +181,9 @@ class RayHost:
     def assign(self, role: Role) -> None:
         self._started().assign(role)
         self._send(("assign", role))
+
+    def recall(self, kind: Recall) -> None:
+        self._send(("recall", kind))
 
     def reserve(self, request: Request) -> bool:
         raise RuntimeError(STAYS)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rubato.core.interfaces import LatencyModel, View
+from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.sequence import Seq
 from rubato.core.types import (
     ANY,
@@ -67,9 +67,18 @@ class RemoteSeq(Seq):
 
 
 class Mirror:
-    """The controller's side of one replica: submissions and reports in, views out."""
+    """The controller's side of one replica: submissions and reports in, views out. lengths: the controller's own
+    predictor, which learns here from what has completed there."""
 
-    def __init__(self, id: str, limits: Limits, latency: LatencyModel, supports: frozenset[str], now: float) -> None:
+    def __init__(
+        self,
+        id: str,
+        limits: Limits,
+        latency: LatencyModel,
+        supports: frozenset[str],
+        now: float,
+        lengths: LengthPredictor | None = None,
+    ) -> None:
         self.id = id
         self.limits = limits
         self.latency = latency
@@ -78,6 +87,7 @@ class Mirror:
         self._kv_free = limits.kv_blocks
         self._busy_until = now
         self._in_flight = NO_BATCH
+        self._lengths = lengths
         self._waiting: dict[str, RemoteSeq] = {}
         self._running: dict[str, RemoteSeq] = {}
         self._leaving: dict[str, RemoteSeq] = {}
@@ -92,9 +102,7 @@ class Mirror:
 
     def submit(self, request: Request, now: float) -> None:
         self._submitted += 1
-        seq = RemoteSeq(request, self._submitted, request.arrival, now, request.stages[0].prompt, token_ids=[])
-        seq.starts.append(request.arrival)
-        seq.renew_due()
+        seq = RemoteSeq.queued(request, self._submitted, now, lengths=self._lengths, token_ids=[])
         if request.progress is not None:
             seq.resume(request.progress)
         coming = request.handoff is not None and request.handoff.cached > 0
@@ -146,7 +154,7 @@ class Mirror:
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
         seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        return [replace(s.request, progress=s.progress if s.total_output else None) for s in seqs]
+        return [replace(s.request, progress=s.progress if s.total_output or s.demoted else None) for s in seqs]
 
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):
@@ -165,7 +173,8 @@ class Mirror:
                 seq.cached = seq.held_blocks = seq.held_own = seq.in_flight = 0
             case HandedOff():
                 self._waiting.pop(event.id, None)
-                if self._running.pop(event.id, None) is not None:
+                handoff = event.request.handoff
+                if self._running.pop(event.id, None) is not None and handoff is not None and handoff.cached:
                     self._leaving[event.id] = seq
             case Transferred():
                 self._running[event.id] = self._arriving.pop(event.id, seq)
@@ -181,6 +190,8 @@ class Mirror:
             case Demoted() | Promoted():
                 seq.demoted = isinstance(event, Demoted)
             case Finished():
+                if event.outcome == "completed" and self._lengths is not None:
+                    self._lengths.learn(seq.request, event.output)
                 for where in (self._running, self._waiting, self._arriving):
                     where.pop(event.id, None)
 

@@ -29,6 +29,7 @@ from rubato.core.types import (
     Plan,
     Preempted,
     Promoted,
+    Recall,
     Request,
     Role,
     Started,
@@ -127,6 +128,9 @@ class LeanHost:
     async def close(self) -> None: ...
 
     def assign(self, role: Role) -> None:
+        raise ValueError(NO_HANDOFF)
+
+    def recall(self, kind: Recall) -> None:
         raise ValueError(NO_HANDOFF)
 
     def reserve(self, request: Request) -> bool:

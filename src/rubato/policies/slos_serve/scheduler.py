@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from rubato.core.batch_builder import memory
 from rubato.core.interfaces import SeqView, View, untold
 from rubato.core.slo import TOLERANCE
-from rubato.core.types import SATURATED, Event, Finished, Plan, Shape
+from rubato.core.types import SATURATED, Event, Finished, HandedOff, Plan, Shape
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, room
@@ -165,8 +165,8 @@ class Scheduler:
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Finished):
-                self._finished += 1
+            self._finished += isinstance(event, Finished)
+            if isinstance(event, Finished | HandedOff):  # it is here no longer
                 self._promised.pop(event.id, None)
         self.learn(events)
 
