@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from rubato.core import sequence
 from rubato.core.interfaces import View
 from rubato.core.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
 from rubato.latency.defaults import Defaults
@@ -85,6 +86,17 @@ class Seq:
     @property
     def best_effort(self) -> bool:
         return self.demoted or self.request.best_effort
+
+
+def shown(*requests: Request) -> list[sequence.Seq]:
+    """Requests that are held, as a cluster shows them to a router."""
+    seqs = [sequence.Seq.queued(r, i, r.arrival) for i, r in enumerate(requests)]
+    for one in seqs:
+        if one.request.progress is not None:
+            one.resume(one.request.progress)
+        if one.request.handoff is not None:
+            one.cached = one.request.handoff.cached
+    return seqs
 
 
 def view(

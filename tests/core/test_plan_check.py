@@ -1,12 +1,14 @@
-"""Impossible plans, one a row: what the error must say."""
+"""Impossible plans and dispatches, one a row: what the error must say."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from rubato.core.plan_check import PlanError, check
-from rubato.core.types import Limits, Plan, Work
-from tests.doubles import Seq, request, view
+from rubato.core.interfaces import Dispatch, View
+from rubato.core.plan_check import PlanError, check, check_dispatch
+from rubato.core.types import Handoff, Limits, Plan, Shape, Work
+from tests.doubles import Seq, request, shown, view
 
 LIMITS = Limits(max_seqs=2, max_tokens=20, max_length=100, kv_blocks=4, block=8)
 
@@ -64,3 +66,65 @@ def test_an_engine_with_few_slots_holds_no_more_sequences() -> None:
     with pytest.raises(PlanError, match=f"1 started beside {len(here.running)} that run on, the engine holds"):
         check(Plan((Work("w", 1),)), here, "mine")
     check(Plan((Work("w", 16),), preempt=("r",)), here, "mine")
+
+
+# --------------------------------------------------------------------------- dispatches
+
+KV_AT_R0 = replace(request("moved", 20), handoff=Handoff("r0", "prefilled", 0.1, cached=20))
+HELD = shown(request("a", 10, ttft=1.0), KV_AT_R0)
+FLEET = [
+    replace(view(), id="r0", supports=frozenset({"recall"})),
+    replace(view([Seq(request("w"))]), id="r1", in_flight=Shape(1, 1, 5)),
+]
+
+
+def dispatched(dispatch: Dispatch, placed: int = 2, fleet: Sequence[View] = FLEET) -> None:
+    check_dispatch(dispatch, HELD, fleet, 5.0, "mine", placed=placed)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "says"),
+    [
+        (Dispatch({"x": "r0"}), "place names 'x', which is not among the 2 held: it ended, or is placed already"),
+        (Dispatch(reject={"x": "why"}), "reject names 'x', which is not among the 2 held"),
+        (Dispatch(demote=("x",)), "demote names 'x', which is not among the 2 held"),
+        (Dispatch({"a": "r7"}), "place puts 'a' on 'r7', which is no replica: there are r0, r1"),
+        (Dispatch({"a": "r0"}, {"a": "why"}), "place puts 'a' on 'r0', and reject refuses it: choose one"),
+        (Dispatch({"moved": "r0"}), "place puts 'moved' on 'r0', which had handed it off with its KV of 20 tokens"),
+        (Dispatch(demote=("moved",)), "demote names 'moved', which is best effort already"),
+        (Dispatch(reject={"a": "why"}, demote=("a",)), "demote names 'a', and reject refuses it"),
+        (Dispatch(demote=("a", "a")), "demote names a request twice: a, a"),
+        (Dispatch(recall={"r7": "waiting"}), "recall names 'r7', which is no replica: there are r0, r1"),
+        (Dispatch(recall={"r0": "all"}), "recall asks 'r0' for 'all': give waiting or best_effort"),  # type: ignore[dict-item]
+        (Dispatch(recall={"r1": "waiting"}), "recall names 'r1', which hands nothing back"),
+        (Dispatch(wake_at=5.0), "wake_at 5.000000 is no time in the future"),
+        (Dispatch(wake_at=float("inf")), "wake_at inf is no time in the future: it would spin, or never wake"),
+        (Dispatch(wake_at=float("nan")), "wake_at nan is no time in the future"),
+    ],
+)
+def test_impossible_dispatches(dispatch: Dispatch, says: str) -> None:
+    with pytest.raises(PlanError, match=f"policy 'mine', router, t=5.000000: {says}"):
+        dispatched(dispatch)
+
+
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        Dispatch(),
+        Dispatch({"a": "r0", "moved": "r1"}, demote=("a",), recall={"r0": "best_effort"}, wake_at=5.1),
+        Dispatch(reject={"a": "why", "moved": "why"}),
+    ],
+)
+def test_possible_dispatches(dispatch: Dispatch) -> None:
+    dispatched(dispatch)
+
+
+def test_holding_everything_is_possible_while_something_will_happen() -> None:
+    """A request is at a replica, the last step of one that was cancelled runs, or a time is given."""
+    idle = [replace(view, in_flight=Shape()) for view in FLEET]
+    dispatched(Dispatch(), placed=1, fleet=idle)
+    dispatched(Dispatch(), placed=0)
+    dispatched(Dispatch(wake_at=6.0), placed=0, fleet=idle)
+    for dispatch in (Dispatch(), Dispatch(demote=("a",)), Dispatch(recall={"r0": "waiting"})):
+        with pytest.raises(PlanError, match="all of 2 requests are held though the 2 replicas have none"):
+            dispatched(dispatch, placed=0, fleet=idle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from rubato import policies
 from rubato.cli.main import main
 from rubato.core import interfaces
-from rubato.core.interfaces import SeqView, View
+from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.types import Plan, Work
 from rubato.engines.simulated import Engine
 from tests.docs.pages import PAGES, commands, fenced
+from tests.doubles import Seq, request, shown, view
 from tests.policies import test_properties as properties
 
 PAGE = "policies.md"
@@ -38,7 +40,7 @@ def test_the_pages_commands_run_it(
     example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(example.parent)
-    made, plain, small = commands(PAGE)
+    made, plain, small, _ = commands(PAGE)
     assert main(made) == 0
     tables = []
     for words in (plain, small):
@@ -101,6 +103,37 @@ def test_what_it_says_is_understood() -> None:
 def test_needs_are_those_that_are_matched() -> None:
     entry = PAGES[PAGE].split("- **`needs`**")[1].split("- **")[0]
     assert set(re.findall(r"`(\w+)`", entry)) == Engine.supports | OPTIONAL
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("router") / "my_router.py"
+    path.write_text(fenced(PAGE, "python")[1])
+    return path
+
+
+def test_the_pages_router_is_run_by_its_command(router: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(router.parent)
+    made, *_, words = commands(PAGE)
+    assert main(made) == 0
+    assert main([*words, "--json", "run.json"]) == 0
+    (run,) = json.loads(Path("run.json").read_bytes())["runs"]
+    assert (run["settings"]["router"], run["settings"]["replicas"]) == ("my_router.py", 2)
+    assert set(run["requests"]["outcome"]) == {"completed"}
+
+
+def test_the_pages_router_keeps_what_every_router_keeps(router: Path) -> None:
+    properties.test_routers_place_everything(router=str(router))
+
+
+def test_the_pages_router_takes_best_effort_back_for_a_promise(router: Path) -> None:
+    """Two of best effort fill the replica and one is held; a promise takes both back, and who is late is demoted."""
+    placing = policies.load_router(str(router), {"busy": 2})
+    best, late = request("best"), request("late", ttft=1.0)
+    full = replace(view([Seq(best)], [Seq(best)]), id="r0")
+    assert placing.place(shown(best, late), [full], 2.0) == Dispatch({}, demote=["late"], recall={})
+    new = shown(best, request("tight", ttft=1.0))
+    assert placing.place(new, [full], 0.5) == Dispatch({"tight": "r0"}, demote=[], recall={"r0": "best_effort"})
 
 
 def test_a_router_is_asked_as_stated() -> None:

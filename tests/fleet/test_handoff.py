@@ -12,6 +12,7 @@ from hypothesis import given
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.event_log import decode, encode, without_content
+from rubato.core.interfaces import SeqView
 from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
 from rubato.core.types import (
@@ -445,10 +446,10 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
         needs = frozenset[str]()
 
         def observe(self, events: object) -> None: ...
-        def place(self, held: Sequence[Request], fleet: object, now: float) -> object:
+        def place(self, held: Sequence[SeqView], fleet: object, now: float) -> object:
             from rubato.core.interfaces import Dispatch
 
-            return Dispatch({r.id: "r0" for r in held}, {})
+            return Dispatch({s.id: "r0" for s in held})
 
         def roles(self, replicas: Sequence[str]) -> object:
             from rubato.policies.distserve import Router
@@ -458,7 +459,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.cluster.router_for", lambda *_: Back())
         events = scenario([(0.0, offer(request("a", 20)))], (1, 1))
-    assert "placed it on 'r0', which had handed it off with its KV" in end(events, "a").reason
+    assert "place puts 'a' on 'r0', which had handed it off with its KV of 20 tokens" in end(events, "a").reason
 
 
 def test_transfer_time_is_latency_and_bytes_over_bandwidth() -> None:

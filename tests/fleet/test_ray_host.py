@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
-from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Event, Finished, Limits, Lost, Placed, Request, Sampling, Stage, Tokens
+from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
+from rubato.core.length_prediction import RunningMean
+from rubato.core.types import Event, Finished, HandedOff, Limits, Lost, Placed, Request, Sampling, Stage, Tokens
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.ray_host import RayHost, ray_cluster
@@ -160,6 +162,52 @@ def test_an_engine_beyond_recovery_is_told_across_processes() -> None:
     run_strict(main())
     assert {e.outcome for e in fleet.ends().values()} == {"failed"}
     assert "the device fell off" in str(fleet.cluster.error)
+
+
+def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All to r0, which runs one at a time, until the last arrives: then what waits there comes back and goes to r1. The
+    controller's length predictor learns from what completes there."""
+
+    class Recalls:
+        needs = frozenset({"recall"})
+
+        def observe(self, events: Sequence[Event]) -> None: ...
+
+        def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+            last = any(s.id == "last" for s in held)
+            to = {s.id: "r1" if s.request.handoff else "r0" for s in held}
+            return Dispatch(to, recall={"r0": "waiting"} if last else {})
+
+    def one_at_a_time(clock: Clock) -> tuple[Engine, LatencyModel]:
+        return Engine(Linear(0.004, 0.00001), replace(LIMITS, max_running=1), clock), Linear(0.004, 0.00001)
+
+    lengths = RunningMean()
+    monkeypatch.setattr("rubato.fleet.cluster.router_for", lambda *_: Recalls())
+    fleet = Fleet(one_at_a_time, one_at_a_time, policy="vllm", lengths=lengths)
+    requests = [request(f"q{i}", 20, most=10 if i else 150) for i in range(4)]
+
+    begun = asyncio.Event()
+    fleet.cluster.listen(lambda e: begun.set() if isinstance(e, Tokens) else None)
+
+    async def main() -> None:
+        cluster = fleet.cluster
+        await cluster.start()
+        for each in requests:
+            cluster.offer(replace(each, arrival=cluster.clock.now()))
+        await asyncio.wait_for(begun.wait(), SECONDS)
+        cluster.offer(request("last", 20, most=10, arrival=cluster.clock.now()))
+        await asyncio.wait_for(cluster.drain(), SECONDS)
+        await cluster.close()
+
+    run_strict(main())
+    back = {e.id: e.request.handoff for e in fleet.events if isinstance(e, HandedOff)}
+    assert {id: (h.source, h.reason, h.cached) for id, h in back.items() if h} == {
+        f"q{i}": ("r0", "recalled", 0) for i in (1, 2, 3)
+    }
+    where = {e.id: e.replica for e in fleet.events if isinstance(e, Placed)}
+    assert where == {"q0": "r0", "last": "r0", "q1": "r1", "q2": "r1", "q3": "r1"}
+    assert {(e.outcome, e.output) for e in fleet.ends().values()} == {("completed", 150), ("completed", 10)}
+    assert lengths._sums == {"": (5, 150 + 4 * 10)}
 
 
 def test_what_hands_requests_off_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rubato.core.interfaces import View
 from rubato.core.types import Limits
 from rubato.policies import PolicyError, load_router
-from tests.doubles import Linear, Seq, request
+from tests.doubles import Linear, Seq, request, shown
 from tests.policies.test_tables import LIMITS, decode, fleet, load, prompt, seen, work
 
 
@@ -39,9 +39,9 @@ def test_whole_starts_nobody_who_would_have_to_give_its_memory_up(name: str) -> 
 
 def test_random_is_seeded_and_even() -> None:
     held = [request(f"q{i}", 10) for i in range(600)]
-    place = load_router("random", {"seed": 5}).place(held, fleet(0, 0, 0), 0.0).place
-    assert place == load_router("random", {"seed": 5}).place(held, fleet(0, 0, 0), 0.0).place
-    assert place != load_router("random", {"seed": 6}).place(held, fleet(0, 0, 0), 0.0).place
+    place = load_router("random", {"seed": 5}).place(shown(*held), fleet(0, 0, 0), 0.0).place
+    assert place == load_router("random", {"seed": 5}).place(shown(*held), fleet(0, 0, 0), 0.0).place
+    assert place != load_router("random", {"seed": 6}).place(shown(*held), fleet(0, 0, 0), 0.0).place
     assert all(150 < count < 250 for count in Counter(place.values()).values())
 
 
@@ -54,14 +54,14 @@ def test_minimal_takes_the_shortest_next_iteration() -> None:
     two = replica("r1", [], [decode("b"), decode("c")])
     one = replica("r0", [], [decode("a", 401)])
     router = load_router("minimal")
-    assert router.place([request("x", 10)], [one, two], 0.0).place == {"x": "r1"}
-    assert router.place([request("x", 10)], [one, replica("r2", [], [])], 0.0).place == {"x": "r2"}
+    assert router.place(shown(request("x", 10)), [one, two], 0.0).place == {"x": "r1"}
+    assert router.place(shown(request("x", 10)), [one, replica("r2", [], [])], 0.0).place == {"x": "r2"}
 
 
 def test_minimal_counts_what_it_has_just_placed_and_what_waits() -> None:
     router = load_router("minimal")
     held = [request(id, 50) for id in "abc"]
-    assert router.place(held, fleet(70, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
+    assert router.place(shown(*held), fleet(70, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
 
 
 def test_minimal_tells_full_batches_apart_by_what_waits_behind() -> None:
@@ -70,7 +70,7 @@ def test_minimal_tells_full_batches_apart_by_what_waits_behind() -> None:
         replica("r0", [prompt("a", 100), prompt("b", 300)], []),
         replica("r1", [prompt("c", 100), prompt("d", 9)], []),
     ]
-    assert load_router("minimal").place([request("x", 10)], views, 0.0).place == {"x": "r1"}
+    assert load_router("minimal").place(shown(request("x", 10)), views, 0.0).place == {"x": "r1"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rubato.core.types import Finished, Handoff, Limits, Plan, Request, Role, Sa
 from rubato.latency import affine
 from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router, ideal_ratio
-from tests.doubles import Linear, Seq, request, view
+from tests.doubles import Linear, Seq, request, shown, view
 
 
 class SpelledOut:
@@ -297,14 +297,14 @@ def fleet(*pending: int) -> list[View]:
 def test_round_robin_takes_turns() -> None:
     router = load_router("round_robin")
     held = [request(id, 10) for id in "abc"]
-    assert router.place(held, fleet(0, 0), 0.0).place == {"a": "r0", "b": "r1", "c": "r0"}
-    assert router.place([request("d", 10)], fleet(0, 0), 0.0).place == {"d": "r1"}
+    assert router.place(shown(*held), fleet(0, 0), 0.0).place == {"a": "r0", "b": "r1", "c": "r0"}
+    assert router.place(shown(request("d", 10)), fleet(0, 0), 0.0).place == {"d": "r1"}
 
 
 def test_least_loaded_counts_what_it_has_just_placed() -> None:
     router = load_router("least_loaded", {"per_request": 0})
     held = [request(id, 50) for id in "abc"]
-    assert router.place(held, fleet(80, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
+    assert router.place(shown(*held), fleet(80, 0), 0.0).place == {"a": "r1", "b": "r1", "c": "r0"}
 
 
 PREFILL, DECODE = Role("prefill"), Role("decode")
@@ -351,23 +351,23 @@ def moved(id: str, cached: int) -> Request:
 def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
     router = load_router("distserve", {"watermark": 0.1})
     held = [request("a", 50), moved("b", 60), request("c", 50), moved("d", 60), moved("e", 250), moved("f", 10)]
-    dispatch = router.place(held, pools([30, 0], [20, 25]), 0.0)
+    dispatch = router.place(shown(*held), pools([30, 0], [20, 25]), 0.0)
     assert dispatch.place == {"a": "p1", "c": "p0", "b": "d1", "d": "d0"}  # e finds no room, and f does not pass it
     assert dispatch.reject == {}
-    free = router.place([moved("e", 380)], pools([0], [40]), 0.0)
+    free = router.place(shown(moved("e", 380)), pools([0], [40]), 0.0)
     assert free.place == {"e": "d0"}  # alone it may take what is kept free beside others
-    assert router.place([request("g", 390)], pools([0], [40]), 0.0).reject == {"g": "rejected-exceeds-kv"}
-    assert "none is left to prefill" in router.place([request("h", 5)], pools([], [40]), 0.0).reject["h"]
+    assert router.place(shown(request("g", 390)), pools([0], [40]), 0.0).reject == {"g": "rejected-exceeds-kv"}
+    assert "none is left to prefill" in router.place(shown(request("h", 5)), pools([], [40]), 0.0).reject["h"]
 
 
 def test_distserve_takes_whom_it_can_hold_to_the_end() -> None:
     """40 blocks of 10, of which one that runs holds 2 and takes 30 in the end: 110 and 16 tokens more do not fit."""
     fleet = pools([0], [40])
     fleet[1] = replace(fleet[1], running=[replace(decode("r"), predicted=279.0)], kv_free=38)
-    assert load_router("distserve").place([moved("a", 110)], fleet, 0.0).place == {"a": "d0"}
+    assert load_router("distserve").place(shown(moved("a", 110)), fleet, 0.0).place == {"a": "d0"}
     whole = load_router("distserve", {"whole": True})
-    assert whole.place([moved("a", 110)], fleet, 0.0).place == {}
-    assert whole.place([moved("b", 80)], fleet, 0.0).place == {"b": "d0"}
+    assert whole.place(shown(moved("a", 110)), fleet, 0.0).place == {}
+    assert whole.place(shown(moved("b", 80)), fleet, 0.0).place == {"b": "d0"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
-from rubato.core.interfaces import Assigner, LengthPredictor, View
+from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.slo import StageTimes
 from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
@@ -127,6 +127,45 @@ def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
 def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int) -> None:
     setup = Setup(Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False)
     same(alone(load), load.truth, setup)
+
+
+class Minding:
+    """Demotes, waits for times of its own, and writes down what it sees of batches that run."""
+
+    needs = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+        self._next = 0.0
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        for view in fleet:
+            batch = {s.id: s.in_flight for s in view.running}
+            self.seen.append((now, view.in_flight, batch, view.busy_until if view.in_flight.seqs else now))
+            assert sum(batch.values()) <= view.in_flight.tokens  # of one that was cancelled nothing is shown
+        if now < self._next:
+            return Dispatch(wake_at=self._next)
+        self._next = now + 0.013
+        id = held[0].id
+        return Dispatch({id: fleet[len(self.seen) % 2].id}, demote=() if held[0].best_effort else (id,))
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sarathi", "edf"])
+@few
+@given(load=loads())
+def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> None:
+    made: list[Minding] = []
+
+    def router(*_: object) -> Minding:
+        made.append(Minding())
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.fleet.cluster.router_for", router)
+        same(alone(load), load.truth, Setup(Linear, load.limits, policy, replicas=2, learns=False))
+    assert made[0].seen == made[1].seen
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "co_chunk"])

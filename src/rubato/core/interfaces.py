@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rubato.core.types import (
     ANY,
     NO_BATCH,
+    NOTHING,
     Batch,
     Event,
     Limits,
@@ -239,20 +240,40 @@ class Scheduler(Protocol):
 
 
 class Dispatch(NamedTuple):
-    """place: request id -> replica id. reject: request id -> reason. What is in neither is still held."""
+    """What a Router decides. Carried out in this order: recall, demote, reject, place. A request that is neither placed
+    nor rejected is still held.
 
-    place: Mapping[str, str]
-    reject: Mapping[str, str]
+    place: request id -> replica id; a replica queues requests in the order in which they are named here. reject:
+    request id -> reason. demote: held requests that are served as best effort from now on.
+    recall: replica id -> which of the requests there come back: "waiting", those without KV, or "best_effort", those
+    that asked for no more or were demoted, waiting or running. The replica hands them off without KV (`HandedOff`,
+    reason "recalled") before its next step.
+    wake_at: ask again at this time, should anything be held then; in the place of what the Dispatch before said.
+    """
+
+    place: Mapping[str, str] = NOTHING
+    reject: Mapping[str, str] = NOTHING
+    demote: Collection[str] = ()
+    recall: Mapping[str, Recall] = NOTHING
+    wake_at: float | None = None
 
 
 class Router(Protocol):
-    """Places held requests on replicas. One that was handed off with KV (`request.handoff.cached`) must not go back to
-    the replica that holds it; it is held on while the replica it is placed on lacks the KV memory."""
+    """Places held requests on replicas. `needs` is matched with every replica's `View.supports` at start.
+
+    held: in the order in which they came, each as a replica shows one that waits (`due`, `predicted`, `length`). One
+    that was handed off with KV has it as `cached`; it must not go back to the replica that holds it
+    (`request.handoff.source`), and is held on while the replica it is placed on lacks the KV memory.
+
+    It is asked while something is held: when a request arrives, ends, is handed off or loses its replica, at `wake_at`,
+    and again as long as it places or rejects. One that says `wants = frozenset({"step"})` is also asked when a step of
+    any replica has ended, and then just once at any instant, after all else that happens at it.
+    """
 
     needs: ClassVar[frozenset[str]]
 
     def observe(self, events: Sequence[Event]) -> None: ...
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch: ...
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch: ...
 
 
 @runtime_checkable

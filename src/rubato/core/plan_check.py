@@ -1,13 +1,14 @@
-"""Checks that a plan can be carried out on a view; called wherever plans are carried out."""
+"""Checks that a plan, or a router's dispatch, can be carried out; called wherever one is carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
+from typing import get_args
 
-from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.interfaces import Dispatch, SeqView, View, untold
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import SATURATED, Plan, Work
+from rubato.core.types import SATURATED, Plan, Recall, Work
 
 
 class PlanError(RuntimeError):
@@ -137,6 +138,63 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
         yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"
     if need > free:
         yield f"{need} new KV blocks needed, {free} of {view.kv_total} free after the plan's own preemptions"
+
+
+def check_dispatch(
+    dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, policy: str, *, placed: int
+) -> None:
+    """Raise PlanError unless `dispatch` can be carried out: held requests, each either placed or rejected, replicas of
+    the fleet, KV not sent to where it is, and no standing still while nothing else would have the router asked again.
+
+    held, fleet, now: what the router was shown. placed: requests that are at replicas, and will end or come back.
+    """
+    for problem in _dispatch_problems(dispatch, held, fleet, now, placed):
+        raise PlanError(f"policy {policy!r}, router, t={now:.6f}: {problem}")
+
+
+def _dispatch_problems(
+    dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, placed: int
+) -> Iterable[str]:
+    place, reject, demote, recall, wake_at = dispatch
+    seqs = {seq.id: seq for seq in held}
+    replicas = [view.id for view in fleet]
+    for group, ids in (("place", place), ("reject", reject), ("demote", demote)):
+        for id in ids:
+            if id not in seqs:
+                yield f"{group} names {id!r}, which is not among the {len(seqs)} held: it ended, or is placed already"
+    for id, replica in place.items():
+        if id in reject:
+            yield f"place puts {id!r} on {replica!r}, and reject refuses it: choose one"
+        if replica not in replicas:
+            yield f"place puts {id!r} on {replica!r}, which is no replica: there are {', '.join(replicas)}"
+        handoff = seqs[id].request.handoff
+        if handoff is not None and handoff.cached and handoff.source == replica:
+            yield (
+                f"place puts {id!r} on {replica!r}, which had handed it off with its KV of {handoff.cached} tokens: "
+                "place it on another, or hold it"
+            )
+    for id in demote:
+        if seqs[id].best_effort:
+            yield f"demote names {id!r}, which is best effort already"
+        if id in reject:
+            yield f"demote names {id!r}, and reject refuses it: choose one"
+    if demote and len(set(demote)) < len(demote):
+        yield f"demote names a request twice: {', '.join(demote)}"
+    for replica, kind in recall.items():
+        if replica not in replicas:
+            yield f"recall names {replica!r}, which is no replica: there are {', '.join(replicas)}"
+        if kind not in get_args(Recall):
+            yield f"recall asks {replica!r} for {kind!r}: give {' or '.join(get_args(Recall))}"
+        if "recall" not in fleet[replicas.index(replica)].supports:
+            yield f"recall names {replica!r}, which hands nothing back: let the router's `needs` say recall"
+    if wake_at is not None and not now < wake_at < inf:
+        yield f"wake_at {wake_at:.6f} is no time in the future: it would spin, or never wake"
+    quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)
+    if quiet and wake_at is None:
+        yield (
+            f"all of {len(seqs)} requests are held though the {len(fleet)} replicas have none, and no wake_at: they "
+            "would wait for ever"
+        )
 
 
 def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:

@@ -10,10 +10,24 @@ from dataclasses import replace
 from typing import Any
 
 from rubato.core.clock import PLAN, Clock
-from rubato.core.interfaces import Assigner, Engine, Host, LatencyModel, LengthPredictor, Router, SeqView, TransferError
+from rubato.core.interfaces import (
+    Assigner,
+    Dispatch,
+    Engine,
+    Host,
+    LatencyModel,
+    LengthPredictor,
+    Router,
+    SeqView,
+    TransferError,
+    View,
+)
+from rubato.core.plan_check import check_dispatch
+from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
 from rubato.core.types import (
     SATURATED,
+    Demoted,
     Event,
     Finished,
     HandedOff,
@@ -22,12 +36,13 @@ from rubato.core.types import (
     Outcome,
     Placed,
     Preempted,
+    Progress,
     Request,
     Stepped,
 )
 from rubato.fleet.event_bus import Listener, Listeners
 from rubato.fleet.fair_share import FairShare
-from rubato.fleet.local_host import LocalHost
+from rubato.fleet.local_host import FAILURES, LocalHost
 from rubato.policies import load, router_for
 
 log = logging.getLogger(__name__)
@@ -36,6 +51,7 @@ RECENT = 64  # completions that the estimate of Retry-After looks back on
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
+WANTS = frozenset({"step"})  # what a router may ask for in `wants`
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
 HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
@@ -45,8 +61,10 @@ class Cluster:
     """Hosts behind a router, in this process or elsewhere.
 
     The hosts are built by `make_hosts`, which is given where to send events and where to report the loss of a host:
-    its requests go to the others. `dead` is set when none is left. max_in_flight: requests beyond it are refused as
-    saturated (None: no bound). fair: the tenants' shares, None for first come, first served.
+    its requests go to the others. `dead` is set when none is left, or the router fails time after time.
+    max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
+    first come, first served. lengths: what the router sees as `predicted`; hosts in this process have the same one, and
+    teach it. Raises ValueError for a router that wants what there is not.
     """
 
     def __init__(
@@ -58,7 +76,14 @@ class Cluster:
         max_in_flight: int | None = None,
         rule: str = "deadline",
         fair: FairShare | None = None,
+        lengths: LengthPredictor | None = None,
     ) -> None:
+        self._policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
+        wants: frozenset[str] = getattr(router, "wants", frozenset())
+        if unknown := wants - WANTS:
+            raise ValueError(
+                f"router {self._policy!r} wants {', '.join(sorted(unknown))}; known is {', '.join(sorted(WANTS))}"
+            )
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
         self.hosts = {host.id: host for host in make_hosts(self._emit, self._lost)}
@@ -67,12 +92,20 @@ class Cluster:
         self.finished = 0
         self.dead = asyncio.Event()
         self.error: BaseException | None = None
+        self._why_dead = ""
         self._router = router
         self._max_in_flight = max_in_flight
         self._rule = rule
         self._fair = fair
+        self._lengths = lengths
+        self._steps = "step" in wants  # asked when a step has ended, and once an instant
+        self._soon: asyncio.TimerHandle | None = None  # to ask the router at the end of this instant
         self._timer: asyncio.TimerHandle | None = None
-        self._held: dict[str, Request] = {}
+        self._wake_at: float | None = None  # as the router said
+        self._opens_at: float | None = None  # when the tenants' shares let something pass
+        self._failures = 0  # of the router, in a row
+        self._order = 0
+        self._held: dict[str, Seq] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
@@ -95,9 +128,15 @@ class Cluster:
         return self._listeners.errors
 
     async def start(self) -> None:
-        """Raises ValueError when the router wants more replicas than there are."""
+        """Raises ValueError when the router wants more replicas than there are, or needs what one of them lacks."""
         roles = self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
+        for id, host in self.hosts.items():
+            if missing := self._router.needs - (supports := host.view().supports):
+                raise ValueError(
+                    f"router {self._policy!r} needs {', '.join(sorted(missing))}, which replica {id!r} lacks (it "
+                    f"supports {', '.join(sorted(supports)) or 'nothing extra'}): choose another of the two"
+                )
         for id, role in roles.items():
             self.hosts[id].assign(role)
 
@@ -114,20 +153,18 @@ class Cluster:
             # a tenant with less than its share of the places gets one: another's flood must not take them all
             full = self._fair.beyond_share(request, self._max_in_flight, self.clock.now())
         self.offered += 1
-        self._held[request.id] = request
+        seq = self._hold(request)
         if self._fair is not None:
             self._fair.enter(request, self.clock.now())
         if listener is not None:
             self._own[request.id] = listener
         self._emit(Offered(self.clock.now(), request.id, request))
         if self._draining:
-            self._refuse(request, "rejected-shutting-down")
+            self._refuse(seq, "rejected-shutting-down")
         elif full:
-            self._refuse(request, SATURATED)
-        elif not self.hosts:
-            self._end(request, "failed", f"no replica is left: {self.error}")
+            self._refuse(seq, SATURATED)
         else:
-            self._place()
+            self._ask()
 
     def cancel(self, id: str, reason: str = "client disconnected") -> None:
         """End a request early; an id that is not in flight is ignored (it has just finished)."""
@@ -162,7 +199,8 @@ class Cluster:
     async def close(self) -> None:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = self._placing = True  # nothing is placed any more
-        self._ask_again(None)
+        self._wake_at = self._opens_at = None
+        self._set_timer()
         for id in list(self._transfers):
             self._take_back(id)
         for host in [*self.hosts.values(), *self._gone]:
@@ -177,12 +215,36 @@ class Cluster:
         for id in [id for id in self._cancelled if id in self._held]:
             self._end(self._held[id], "cancelled", self._cancelled[id])
 
+    def _hold(self, request: Request) -> Seq:
+        """It waits here, as a router sees it: with what it has received, and the KV that it would bring along."""
+        self._order += 1
+        seq = Seq.queued(request, self._order, self.clock.now(), lengths=self._lengths)
+        if request.progress is not None:
+            seq.resume(request.progress)
+        if request.handoff is not None:
+            seq.cached = request.handoff.cached
+        self._held[request.id] = seq
+        return seq
+
+    def _ask(self) -> None:
+        """Something has happened that the router is asked at: now, or, one that is told of steps, when all has that
+        happens at this instant."""
+        if not self._steps or self._why_dead:
+            self._place()
+        elif self._soon is None and not self._placing:
+            self._soon = self.clock.call_at(self.clock.now(), PLAN, self._place)
+
     def _place(self) -> None:
         """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
-        if self._placing or not self.hosts:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._placing:
             return
         self._placing = True
         try:
+            if self._why_dead:
+                self._end_held()
             while self._held and self._place_once():
                 pass
         finally:
@@ -195,40 +257,86 @@ class Cluster:
         views = [host.view() for host in self.hosts.values()]
         held = list(self._held.values())
         if self._fair is not None:  # what was handed off has passed already
-            moved = [r for r in held if r.handoff is not None]
-            held = moved + self._fair.open([r for r in held if r.handoff is None], views, now)
-            self._ask_again(self._fair.wake_at)
-        joining = [r for r in held if r.group in self._groups] if self._groups else []
-        for request in joining:
-            if request.id in self._held and request.group in self._groups:
-                self._submit(request, self._groups[request.group][0], now)
+            new = {s.id: s for s in held if s.request.handoff is None}
+            moved = [s for s in held if s.id not in new]
+            held = moved + [new[r.id] for r in self._fair.open([s.request for s in new.values()], views, now)]
+            self._opens_at = self._fair.wake_at
+            self._set_timer()
+        joining = [s for s in held if s.request.group in self._groups] if self._groups else []
+        for seq in joining:
+            if seq.id in self._held and seq.request.group in self._groups:
+                self._submit(seq, self._groups[seq.request.group][0], now)
         if joining:
-            held = [r for r in held if r.group not in self._groups and r.id in self._held]
+            held = [s for s in held if s.request.group not in self._groups and s.id in self._held]
         if not held:
             return bool(joining)
-        dispatch = self._router.place(held, views, now)
+        dispatch = self._asked(held, views, now)
+        if dispatch is None:
+            return not self.dead.is_set()
+        for replica, kind in dispatch.recall.items():
+            self.hosts[replica].recall(kind)
+        # From here on each one may end another, or find a host gone.
+        for id in dispatch.demote:
+            if id in self._held:
+                self._demote(self._held[id], now)
         for id, reason in dispatch.reject.items():
-            self._refuse(self._held[id], reason)
+            if id in self._held:
+                self._refuse(self._held[id], reason)
         placed = False
         for id, replica in dispatch.place.items():
-            if id in self._held and replica in self.hosts:  # placing one may end another, or find its host gone
-                request = self._held[id]
-                placed |= self._submit(request, self._groups.get(request.group, (replica,))[0], now)
+            if id in self._held and replica in self.hosts:
+                seq = self._held[id]
+                placed |= self._submit(seq, self._groups.get(seq.request.group, (replica,))[0], now)
         return bool(joining or dispatch.reject or placed)
 
-    def _ask_again(self, when: float | None) -> None:
-        """What is held may pass at this time though nothing happens until then."""
+    def _asked(self, held: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:
+        """What the router says. None where it fails or says what cannot be done: then all that it was asked about ends
+        with the error, as a replica's requests do for a plan, and after so many failures in a row it is given up."""
+        try:
+            dispatch = self._router.place(held, fleet, now)
+            check_dispatch(dispatch, held, fleet, now, self._policy, placed=len(self._placed))
+        except Exception as error:  # whatever a policy may raise: told to every client, never hidden
+            log.error("router %s failed; %d requests end", self._policy, len(held), exc_info=error)
+            why = f"{type(error).__name__}: {error}"
+            for seq in held:
+                if seq.id in self._held:
+                    self._end(seq, "failed", why)
+            self._failures += 1
+            if self._failures >= FAILURES:
+                last = f"router {self._policy!r}: {self._failures} dispatches in a row failed; the last: {why}"
+                self._give_up(last, RuntimeError(last))
+            return None
+        self._failures = 0
+        if dispatch.wake_at != self._wake_at:
+            self._wake_at = dispatch.wake_at
+            self._set_timer()
+        return dispatch
+
+    def _set_timer(self) -> None:
+        """Ask again when the router said so, or when what is held passes though nothing happens until then."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if when is None else self.clock.call_at(when, PLAN, self._place)
+            self._timer = None
+        times = [t for t in (self._wake_at, self._opens_at) if t is not None]
+        if times:
+            self._timer = self.clock.call_at(min(times), PLAN, lambda: self._woken(min(times)))
 
-    def _submit(self, request: Request, replica: str, now: float) -> bool:
+    def _woken(self, at: float) -> None:
+        self._timer = None
+        self._wake_at, self._opens_at = (None if t == at else t for t in (self._wake_at, self._opens_at))
+        self._place()
+
+    def _demote(self, seq: Seq, now: float) -> None:
+        """It is best effort from now on, also where it is placed."""
+        had = seq.request.progress or Progress((seq.request.arrival,), ((),))
+        seq.request = replace(seq.request, progress=replace(had, demoted=True))
+        seq.demoted = True
+        self._emit(Demoted(now, seq.id))
+
+    def _submit(self, seq: Seq, replica: str, now: float) -> bool:
         """Give a held request to a replica; False when that has no KV memory for what the request brings along."""
+        request = seq.request
         source = request.handoff.source if request.handoff is not None and request.handoff.cached else None
-        if source == replica:
-            why = f"the router placed it on {replica!r}, which had handed it off with its KV"
-            self._end(request, "failed", why)
-            return True
         if source is not None and not self.hosts[replica].reserve(request):
             return False
         del self._held[request.id]
@@ -245,7 +353,7 @@ class Cluster:
                 log.exception("replica %s could not take request %r", replica, request.id)
                 if request.id in self._placed:
                     why = f"replica {replica} could not take it: {type(error).__name__}: {error}"
-                    self._end(request, "failed", why)
+                    self._end(seq, "failed", why)
         else:
             moving = self._transfer(request.id, self.hosts[source], self.hosts[replica])
             self._transfers[request.id] = asyncio.create_task(moving, name=f"KV of {request.id}")
@@ -260,13 +368,13 @@ class Cluster:
             self._place_moved()
         except Exception as error:  # an engine that cannot take or give this KV: told to the client, never hidden
             log.exception("the KV of request %r could not be moved", id)
-            request = self._take_back(id)
-            self._end(request, "failed", f"its KV could not be moved from {source.id} to {target.id}: {error}")
+            why = f"its KV could not be moved from {source.id} to {target.id}: {error}"
+            self._end(self._take_back(id), "failed", why)
         else:
             self._transfers.pop(id, None)  # unless it has ended already
             self._place_moved()
 
-    def _take_back(self, id: str) -> Request:
+    def _take_back(self, id: str) -> Seq:
         """Stop a transfer; the request is held again, with its KV where that still is."""
         task = self._transfers.pop(id)
         if task is not asyncio.current_task():
@@ -275,8 +383,7 @@ class Cluster:
         self._forget(id)
         if replica in self.hosts:
             self.hosts[replica].release(id)
-        self._held[id] = self._with_kv(request)
-        return self._held[id]
+        return self._hold(self._with_kv(request))
 
     def _with_kv(self, request: Request) -> Request:
         """The request, its hand-off without KV if the replica that held it holds it no more."""
@@ -300,16 +407,16 @@ class Cluster:
                 del self._groups[request.group]
         return request
 
-    def _refuse(self, request: Request, reason: str) -> None:
-        self._end(request, "refused", reason)
+    def _refuse(self, seq: Seq, reason: str) -> None:
+        self._end(seq, "refused", reason)
 
-    def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
+    def _end(self, seq: Seq, outcome: Outcome, reason: str) -> None:
         """End a request that no host has."""
-        had = request.progress
+        had = seq.request.progress
         stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
-        verdict = judge(request, stages, outcome, self._rule, None if had is None else had.lost)
+        verdict = judge(seq.request, stages, outcome, self._rule, None if had is None else had.lost)
         output = sum(len(stage.tokens) for stage in stages)
-        self._emit(Finished(self.clock.now(), request.id, outcome, reason, verdict, output))
+        self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 
     def _emit(self, event: Event) -> None:
         last = False
@@ -323,7 +430,7 @@ class Cluster:
                 self._recent.append(event.at)
         elif isinstance(event, HandedOff):
             self._forget(event.id)
-            self._held[event.id] = event.request
+            self._hold(event.request)
         if self._own:
             own = self._own.pop(event.id, None) if last else self._own.get(event.id)
             if own is not None:
@@ -334,18 +441,20 @@ class Cluster:
             if last and not self._placed:
                 self._empty.set()
         elif isinstance(event, FREES_PLACES):
-            self._place()
+            self._ask()
         elif isinstance(event, FREES_KV):
             self._place_moved()
 
     def _place_moved(self) -> None:
-        """KV memory may have come free: all that a request with KV of its own may be waiting for."""
-        if any(request.handoff is not None for request in self._held.values()):
-            self._place()
+        """A step has ended, or KV memory may have come free: all that a request with KV of its own may be waiting for.
+        With nothing placed, what ended was cancelled, and no other event will come."""
+        if self._steps or not self._placed or any(seq.request.handoff is not None for seq in self._held.values()):
+            self._ask()
 
     def _let_go(self, id: str) -> None:
         """It has ended: so does its transfer, and its KV where it was handed off is free."""
-        request = self._held.pop(id, None) or self._forget(id)
+        seq = self._held.pop(id, None)
+        request = self._forget(id) if seq is None else seq.request
         self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)
         if task is not None and task is not asyncio.current_task():
@@ -362,25 +471,36 @@ class Cluster:
         for request in requests:
             if request.id in self._placed:
                 self._forget(request.id)
-                self._held[request.id] = self._with_kv(request)
+                self._hold(self._with_kv(request))
                 if self._fair is not None and request.handoff is None:
                     self._fair.returned(request.id)
                 self._emit(Lost(now, request.id, id))
-        for request in list(self._held.values()):
-            self._held[request.id] = self._with_kv(request)
+        for seq in list(self._held.values()):
+            if (request := self._with_kv(seq.request)) is not seq.request:
+                self._hold(request)
         for moving in list(self._transfers):
             target, request = self._placed[moving]
             if request.handoff is not None and id in (target, request.handoff.source):
                 self._take_back(moving)
                 self._emit(Lost(now, moving, id))
         if self.hosts:
-            self._place()
-            return
+            self._ask()
+        else:
+            self._give_up(f"no replica is left: {error}", error)
+
+    def _give_up(self, why: str, error: BaseException) -> None:
+        """Nothing can be placed any more: whatever is held ends, also what comes later."""
         self.error = error
-        self.dead.set()
+        self._why_dead = why
+        placing, self._placing = self._placing, True
         self._end_cancelled()
-        for request in list(self._held.values()):
-            self._end(request, "failed", f"no replica is left: {error}")
+        self.dead.set()
+        self._end_held()
+        self._placing = placing
+
+    def _end_held(self) -> None:
+        for seq in list(self._held.values()):
+            self._end(seq, "failed", self._why_dead)
 
 
 def cluster_of(
@@ -412,7 +532,7 @@ def cluster_of(
         ]
 
     placing = router_for(policy, router, router_settings, settings)
-    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair)
+    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair, lengths=lengths)
 
 
 def local_cluster(engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, **given: Any) -> Cluster:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, memory, run_in_order
-from rubato.core.interfaces import Dispatch, View
+from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.types import Event, HandoffReason, Plan, Request, Role
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -114,7 +114,7 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         prefills = [v for v in fleet if v.role.phase == "prefill"]
         decodes = [v for v in fleet if v.role.phase == "decode"]
         place: dict[str, str] = {}
@@ -122,22 +122,23 @@ class Router:
         load = {v.id: sum(s.pending for s in [*v.waiting, *v.running]) for v in prefills}
         free = {v.id: self._free(v) for v in decodes}
         full = False
-        for request in held:
+        for seq in held:
+            request = seq.request
             if not prefills or not decodes:
-                reject[request.id] = f"rejected-no-replica: none is left to {'decode' if prefills else 'prefill'}"
+                reject[seq.id] = f"rejected-no-replica: none is left to {'decode' if prefills else 'prefill'}"
             elif not any(_could_hold(v, request) for v in decodes):
-                reject[request.id] = "rejected-exceeds-kv"
-            elif request.handoff is None or not request.handoff.cached:
+                reject[seq.id] = "rejected-exceeds-kv"
+            elif not seq.cached:
                 to = min(load, key=lambda id: load[id])
-                place[request.id] = to
-                load[to] += request.prompt + (sum(map(len, request.progress.times)) if request.progress else 0)
+                place[seq.id] = to
+                load[to] += seq.pending
             elif not full:  # first come, first served: who is small does not pass who waits for memory
-                tokens = _longest(request) if self.whole else request.handoff.cached
+                tokens = _longest(request) if self.whole else seq.cached
                 taker = self._taker(decodes, free, request, tokens)
                 if taker is None:
                     full = True
                 else:
-                    place[request.id] = taker.id
+                    place[seq.id] = taker.id
                     free[taker.id] -= taker.limits.blocks(tokens)
         return Dispatch(place, reject)
 

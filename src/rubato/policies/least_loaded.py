@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.interfaces import Dispatch, View
-from rubato.core.types import Event, Request
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.types import Event
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 
@@ -22,12 +22,12 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         per = self.per_request
         load = [view.pending + per * view.count for view in fleet]
         place = {}
-        for request in held:
+        for seq in held:
             least = load.index(min(load))
-            place[request.id] = fleet[least].id
-            load[least] += request.stages[0].prompt + per
-        return Dispatch(place, {})
+            place[seq.id] = fleet[least].id
+            load[least] += seq.pending + per
+        return Dispatch(place)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.interfaces import Dispatch, View
-from rubato.core.types import Event, Request, Shape
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.types import Event, Shape
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 
@@ -23,14 +23,14 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         loads = [_Load(view) for view in fleet]
         place = {}
-        for request in held:
+        for seq in held:
             least = min(loads, key=lambda load: load.cost)
-            place[request.id] = least.view.id
-            least.add(request.stages[0].prompt, 0)
-        return Dispatch(place, {})
+            place[seq.id] = least.view.id
+            least.add(seq.pending, seq.cached)
+        return Dispatch(place)
 
 
 class _Load:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from rubato.core.interfaces import Dispatch, View
-from rubato.core.types import Event, Request
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.types import Event
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 
@@ -30,5 +30,5 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
-        return Dispatch({request.id: fleet[int(self._draw.integers(len(fleet)))].id for request in held}, {})
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        return Dispatch({seq.id: fleet[int(self._draw.integers(len(fleet)))].id for seq in held})

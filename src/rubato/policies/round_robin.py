@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.core.interfaces import Dispatch, View
-from rubato.core.types import Event, Request
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.types import Event
 
 SOURCE = "the usual default of load balancers"
 
@@ -20,9 +20,9 @@ class Router:
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         place = {}
-        for request in held:
-            place[request.id] = fleet[self._turn % len(fleet)].id
+        for seq in held:
+            place[seq.id] = fleet[self._turn % len(fleet)].id
             self._turn += 1
-        return Dispatch(place, {})
+        return Dispatch(place)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.core.types import Request
@@ -15,6 +16,35 @@ from rubato.policies import load
 from rubato.simulation.fast_host import Agenda, LeanHost
 
 Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host
+
+
+class _Timer:
+    """A callback among the hosts of an agenda."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def plan(self, version: int) -> None:
+        if self._callback is not None:
+            self._callback()
+
+    def cancel(self) -> None:
+        self._callback = None
+
+
+class _Clock(HandClock):
+    """The time of an agenda, whose callbacks are called with its plans: for a router that says when to ask it again."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        super().__init__()
+        self._agenda = agenda
+
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        if rank != PLAN:
+            raise RuntimeError("on this clock callbacks have the rank of plans")
+        timer: Any = _Timer(callback)
+        heappush(self._agenda.heap, (max(when, self.time), rank, next(self._agenda.count), timer, 0))
+        return cast(asyncio.TimerHandle, timer)
 
 
 def drive(
@@ -29,8 +59,8 @@ def drive(
     make: (number of the replica, the rest by name). ready: called with the cluster before the first. given: as
     `cluster_of` takes. Raises RuntimeError if some request never ends, and whatever a policy raised.
     """
-    clock = HandClock()
     agenda = Agenda()
+    clock = _Clock(agenda)
     heap, count = agenda.heap, agenda.count
     hosts: list[LeanHost] = []
 
@@ -72,5 +102,7 @@ def drive(
             host.plan(version)
     for host in hosts:
         host.log.clear()  # a host is in cycles: what it holds would stay until the next search for such
+    if cluster.error is not None:
+        raise cluster.error
     if cluster.in_flight:
         raise RuntimeError(f"virtual time stands still: {cluster.in_flight} requests are left and nothing will happen")

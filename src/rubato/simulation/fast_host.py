@@ -151,7 +151,9 @@ class LeanHost:
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others, began elsewhere or waits for tools: use
         `local_host.LocalHost`."""
-        if request.group or request.progress is not None or request.tools:
+        progress = request.progress
+        began = progress is not None and (any(progress.times) or len(progress.lost) > 0)
+        if request.group or began or request.tools:
             raise ValueError(
                 f"request {request.id!r} shares KV, began elsewhere or waits for a tool: a lean replica cannot count it"
             )

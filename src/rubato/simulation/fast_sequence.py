@@ -41,7 +41,7 @@ class LeanSeq:
         self.prompt = request.stages[0].prompt  # of all stages so far
         self.total = 0  # output tokens of the stages before this one
         self.continues: float | None = None
-        self.demoted = False
+        self.demoted = request.progress is not None and request.progress.demoted
         self.started = False
         self.ended = False
         self.due_tick = -1  # the step that brings its first token of the stage, or the stage's last

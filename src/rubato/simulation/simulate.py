@@ -189,11 +189,13 @@ def simulated_run(
 
 def lean_enough(setup: Setup) -> bool:
     """Whether the fast driver can simulate this: a model that does not learn, plain steps, no drafts by a policy that
-    would, no KV shared or moved, no shares that are paid back with time."""
+    would, no KV shared or moved, no shares that are paid back with time, no router that takes work back or follows
+    steps."""
     router = router_for(setup.policy, setup.router, setup.router_settings, setup.settings)
     scheduler = load(setup.policy, setup.settings)
     uses = optional(scheduler) if setup.drafter is not None else frozenset[str]()
-    plain = scheduler.needs | uses <= SUPPORTS and not hasattr(router, "roles")
+    needs = scheduler.needs | uses | router.needs
+    plain = needs <= SUPPORTS and not hasattr(router, "roles") and not getattr(router, "wants", None)
     return plain and not (setup.learns or setup.prefix_cache or setup.fair)
 
 

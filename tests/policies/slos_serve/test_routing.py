@@ -19,7 +19,7 @@ from rubato.policies.slos_serve import Router, Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import after_flight
 from rubato.simulation.simulate import Setup, simulate
-from tests.doubles import Seq, request
+from tests.doubles import Seq, request, shown
 from tests.policies.test_tables import decode, prompt, seen
 
 # A step takes 10 ms and 1 ms a token, at most 100 tokens; 40 blocks of 10 tokens.
@@ -30,8 +30,12 @@ def fleet(*waiting: Sequence[Seq], running: Sequence[Seq] = ()) -> list[View]:
     return [replace(seen(list(w), [] if i else list(running)), id=f"r{i}") for i, w in enumerate(waiting)]
 
 
-def place(held: Sequence[Request], views: Sequence[View], **settings: object) -> Dispatch:
-    return policies.load_router("slos_serve", settings).place(held, views, 0.0)
+def asked(router: Router, requests: Sequence[Request], views: Sequence[View]) -> Dispatch:
+    return router.place(shown(*requests), views, 0.0)
+
+
+def place(requests: Sequence[Request], views: Sequence[View], **settings: object) -> Dispatch:
+    return policies.load_router("slos_serve", settings).place(shown(*requests), views, 0.0)
 
 
 FULL = [prompt("full", 85, ttft=0.1)]  # its promise takes all there is until 0.1 s
@@ -40,9 +44,9 @@ NEW = request("a", 40, ttft=0.1)
 
 def test_it_lands_in_turn() -> None:
     router = Router()
-    held = [request(id, 20, ttft=1.0) for id in "abcd"]
-    assert router.place(held, fleet([], [], []), 0.0).place == {"a": "r0", "b": "r1", "c": "r2", "d": "r0"}
-    assert router.place([request("e", 20, ttft=1.0)], fleet([], [], []), 0.0).place == {"e": "r1"}
+    four = [request(id, 20, ttft=1.0) for id in "abcd"]
+    assert asked(router, four, fleet([], [], [])).place == {"a": "r0", "b": "r1", "c": "r2", "d": "r0"}
+    assert asked(router, [request("e", 20, ttft=1.0)], fleet([], [], [])).place == {"e": "r1"}
 
 
 def test_it_is_handed_on_in_order_while_it_is_declined() -> None:
@@ -78,10 +82,10 @@ def test_whom_the_backup_placed_takes_no_promise_away() -> None:
     router = Router()
     hopeless = request("late", 95, ttft=0.05)
     views = fleet([], [])
-    assert router.place([hopeless], views, 0.0).place == {"late": "r0"}
+    assert asked(router, [hopeless], views).place == {"late": "r0"}
     views = fleet([prompt("late", 95, ttft=0.05)], [])
-    assert router.place([request("b", 40, ttft=0.1)], views, 0.0).place == {"b": "r1"}  # r1's turn
-    assert router.place([request("c", 40, ttft=0.1)], views, 0.0).place == {"c": "r0"}
+    assert asked(router, [request("b", 40, ttft=0.1)], views).place == {"b": "r1"}  # r1's turn
+    assert asked(router, [request("c", 40, ttft=0.1)], views).place == {"c": "r0"}
     router.observe([Finished(1.0, "late", "completed", "eos", Verdict(False, "deadline"))])
     assert not router._declined
 

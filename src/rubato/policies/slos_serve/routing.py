@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.sequence import Seq
-from rubato.core.types import Event, Finished, Request
+from rubato.core.types import Event, Finished
 from rubato.policies.slos_serve.scheduler import DECLINED, Scheduler
 
 BACKUPS = ("best_effort", "refuse")
@@ -62,25 +61,25 @@ class Router:
             if isinstance(event, Finished):
                 self._declined.discard(event.id)
 
-    def place(self, held: Sequence[Request], fleet: Sequence[View], now: float) -> Dispatch:
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         replicas = [_Replica(view, self._virtual, self._declined) for view in fleet]
         place: dict[str, str] = {}
         reject: dict[str, str] = {}
-        for request in held:
+        for seq in held:
+            request = seq.request
             # who comes from elsewhere was admitted, or declined, there
             promised = not request.best_effort and request.progress is None and request.handoff is None
-            seq = _shown(request)
             taker = self._admitting(seq, replicas) if promised else None
             if taker is None:
-                if promised and "refuse" in (self.backup, request.on_decline):
-                    reject[request.id] = DECLINED
+                if promised and "refuse" in (self.backup, seq.request.on_decline):
+                    reject[seq.id] = DECLINED
                     continue
                 taker = min(replicas, key=lambda replica: replica.pending)
-                self._declined.add(request.id)
+                self._declined.add(seq.id)
             else:
-                self._declined.discard(request.id)
-            taker.added += request.stages[0].prompt
-            place[request.id] = taker.view.id
+                self._declined.discard(seq.id)
+            taker.added += seq.pending
+            place[seq.id] = taker.view.id
         return Dispatch(place, reject)
 
     def _admitting(self, seq: SeqView, replicas: Sequence[_Replica]) -> _Replica | None:
@@ -95,13 +94,6 @@ class Router:
                 replica.placed.append(seq)
                 return replica
         return None
-
-
-def _shown(request: Request) -> Seq:
-    """As a replica would show it."""
-    seq = Seq(request, 0, request.arrival, request.arrival, request.stages[0].prompt)
-    seq.renew_due()
-    return seq
 
 
 class _Replica:
