@@ -469,7 +469,7 @@ class Cluster:
         self._gone.append(self.hosts.pop(id))
         now = self.clock.now()
         for request in requests:
-            if request.id in self._placed:
+            if request.id in self._placed and request.id not in self._transfers:  # these are taken back below
                 self._forget(request.id)
                 self._hold(self._with_kv(request))
                 if self._fair is not None and request.handoff is None:
