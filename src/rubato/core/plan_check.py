@@ -158,11 +158,10 @@ def _dispatch_problems(
     place, reject, demote, recall, wake_at = dispatch
     seqs = {seq.id: seq for seq in held}
     replicas = [view.id for view in fleet]
-    for group, ids in (("place", place), ("reject", reject), ("demote", demote)):
-        for id in ids:
-            if id not in seqs:
-                yield f"{group} names {id!r}, which is not among the {len(seqs)} held: it ended, or is placed already"
+    unknown = "{} names {!r}, which is not among the {} held: it ended, or is placed already"
     for id, replica in place.items():
+        if id not in seqs:
+            yield unknown.format("place", id, len(seqs))
         if id in reject:
             yield f"place puts {id!r} on {replica!r}, and reject refuses it: choose one"
         if replica not in replicas:
@@ -173,7 +172,12 @@ def _dispatch_problems(
                 f"place puts {id!r} on {replica!r}, which had handed it off with its KV of {handoff.cached} tokens: "
                 "place it on another, or hold it"
             )
+    for id in reject:
+        if id not in seqs:
+            yield unknown.format("reject", id, len(seqs))
     for id in demote:
+        if id not in seqs:
+            yield unknown.format("demote", id, len(seqs))
         if seqs[id].best_effort:
             yield f"demote names {id!r}, which is best effort already"
         if id in reject:

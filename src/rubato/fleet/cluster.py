@@ -245,7 +245,7 @@ class Cluster:
         try:
             if self._why_dead:
                 self._end_held()
-            while self._held and self._place_once():
+            while self.hosts and self._held and self._place_once():
                 pass
         finally:
             self._placing = False
