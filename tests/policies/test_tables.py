@@ -98,6 +98,29 @@ def test_edf_ends_the_step_before_the_tightest_due_token() -> None:
     assert work(load("edf", EDF).plan(view_)) == {"r": 1, "a": 19}
 
 
+@pytest.mark.parametrize(
+    ("due", "longest", "chunk"),
+    [
+        (2.0, 0.3, 13),  # 30 % of 20 ms is less than the decode takes: twice 10 ms + 2 tokens, one of them the decode's
+        (2.0, 1.5, 19),  # 30 ms are more than that: the TTFT decides
+        (0.017, 0.3, 6),  # and the decode's own deadline always holds
+    ],
+)
+def test_edf_prefills_beside_decodes_that_take_longer_than_a_tight_ttft_allows(
+    due: float, longest: float, chunk: int
+) -> None:
+    view_ = seen([prompt("a", 60, ttft=1.0)], [decode("r", ttft=0.02, tpot=0.5, due=due)])
+    assert work(load("edf", EDF | {"longest": longest}).plan(view_)) == {"r": 1, "a": chunk}
+
+
+def test_edf_prefills_where_nobody_decodes_and_a_step_costs_more_than_a_tight_ttft_allows() -> None:
+    """Twice what one token takes, 11 ms, though the share of another's TTFT leaves it none, or one."""
+    for longest in (0.3, 0.55):  # 6 ms: not even a token; 11 ms: one
+        policy = load("edf", EDF | {"longest": longest})
+        policy.plan(seen([prompt("tight", 5, ttft=0.02)], []))
+        assert work(policy.plan(seen([prompt("a", 60, ttft=1.0)], []))) == {"a": 12}
+
+
 def test_edf_serves_prompts_by_deadline() -> None:
     view_ = seen([prompt("late", 60, ttft=2.0), prompt("soon", 60, ttft=1.0)], [])
     assert list(work(load("edf", EDF).plan(view_)).items()) == [("soon", 60), ("late", 40)]

@@ -26,6 +26,7 @@ from rubato.core.types import Event, Finished, Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all
+DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill
 DIP = 1.0  # of a token: the lead decodes keep while they lend the rest to a protected prefill
 MEMORY = 256  # requests of all tiers, over which losses are counted: one clock, however rare a tier is
 FORGOTTEN = 0.05  # a tier offered less than this, after fading, is dropped: its last request was 767 requests ago
@@ -35,7 +36,8 @@ RECENT = 64  # requests that the tightest TTFT is remembered over
 @dataclass
 class Scheduler:
     """safety: predicted times count this much more. reserve: seconds kept before each deadline, for delivery.
-    longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time.
+    longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time, but
+    may always take twice as long as its decodes: a TTFT shorter than they are cannot be kept by leaving prefill out.
     every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
     share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
     cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
@@ -219,7 +221,7 @@ class Scheduler:
         """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for a
         protected prefill."""
         view = packing.view
-        bound = deep = self.longest * min(self._ttfts, default=inf)
+        bound = deep = inf
         order = sorted((s for s in strict if s.pending == 1), key=_due)
         for seq in order:
             if packing.lacks(seq, 1):
@@ -229,7 +231,10 @@ class Scheduler:
             packing.add(seq, 1)
             bound = min(bound, self._lendable(seq, view.now, self.cushion))
             deep = min(deep, self._lendable(seq, view.now, min(DIP, self.cushion)))
-        return bound / (1.0 + self.safety), deep / (1.0 + self.safety)
+        safe = 1.0 + self.safety
+        cap = self.longest * min(self._ttfts, default=inf) / safe
+        cap = max(cap, DECODES * view.latency.step_time(packing.shape.plus(1, 0)))  # plus 1: of no decodes too
+        return min(bound / safe, cap), min(deep / safe, cap)
 
     def _lendable(self, seq: SeqView, now: float, cushion: float) -> float:
         """Seconds that a step with this decode may take: what it is ahead of its deadline, less a cushion of some
