@@ -155,7 +155,6 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {"one-replica-any-router": Estimate.exact(sum(v.get("differ", 0) for v in values))}
     for case in CASES:
         estimates |= {f"{case}-{n}": over(case, OURS, n, OURS, 1) for n in REPLICAS[1:]}
-        estimates[f"{case}-linear"] = estimates[f"{case}-{MOST}"]
         for system in BESIDE:
             name = system.replace("slos_serve@", "").replace("@least_loaded", "").replace("_", "-")
             estimates[f"{case}-over-{name}"] = over(case, OURS, MOST, system, MOST)
