@@ -15,6 +15,7 @@ from rubato.cli.main import main
 from rubato.experiments import Claim, claims, failed, names
 from rubato.experiments.paper_page import SECTION, page
 from rubato.measure.confidence import Estimate
+from rubato.planning.capacity import too_short
 
 ROOT = Path(__file__).parents[2]
 FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
@@ -159,6 +160,15 @@ def test_the_page_opens_with_the_headline_claims_and_takes_full_runs_only() -> N
     ):
         with pytest.raises(ValueError, match=says):
             page([bad])
+
+
+def test_the_page_says_which_runs_are_too_short() -> None:
+    data = json.loads((ROOT / "docs" / "figures" / "slos-serve-scaling.json").read_bytes())
+    runs = [{"seconds": 50.0, "e2e_p99": 10.0}, {"seconds": 49.0, "e2e_p99": 10.0}, {"seconds": 20.0, "e2e_p99": 10.0}]
+    assert too_short(runs[:1]) == too_short([{}]) == ""
+    assert "2 of 3 runs are too short" in too_short(runs)
+    assert "worst: 20 s of arrivals, p99 10 s" in too_short(runs)
+    assert f"**Short runs.** {too_short(data['data'])}" in page([data])
 
 
 def test_a_file_that_the_page_cannot_be_made_of_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

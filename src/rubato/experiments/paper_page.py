@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from rubato import experiments
 from rubato.experiments import Claim
 from rubato.measure.confidence import Estimate
+from rubato.planning.capacity import too_short
 from rubato.planning.sweep import markdown
 
 SECTION = re.compile(r"§([\d.]*\d)")  # named by every headline claim
@@ -176,7 +177,9 @@ def _figure(run: Mapping[str, Any], rows: Sequence[_Row]) -> str:
     more = "" if tables is None else f"\n{tables(run['data'])}\n"
     how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['judge']} rule, {run['cpu']:.3g} CPU seconds."
     about = f"{experiments.about(name)} Source: {figure.SOURCE}. {how}"
-    return f"## {name}\n\n{about}\n\n{markdown(table)}\n{more}"
+    short = too_short(run["data"]) if isinstance(run["data"], list) else ""
+    warning = f"**Short runs.** {short}.\n\n" if short else ""
+    return f"## {name}\n\n{about}\n\n{warning}{markdown(table)}\n{more}"
 
 
 def bar(claim: Mapping[str, Any]) -> str:

@@ -129,8 +129,8 @@ def cells(small: bool) -> list[Cell]:
 def measured(
     scenario: str, system: str, scale: Scale, asked: Sequence[tuple[str, float]] = ASKED
 ) -> list[dict[str, Any]]:
-    """One system's capacities (requests/s a replica), seed by seed, each with the setting that was best for it. asked:
-    judge and target."""
+    """One system's capacities (requests/s a replica), seed by seed, each with the setting that was best for it, and how
+    long (seconds) arrivals and requests (p99 of e2e) lasted at the first. asked: judge and target."""
     drafts = SYSTEMS[system].drafts
     tuning: dict[tuple[str, int], Tries] = {}
     best = {of: tuned(scenario, system, *of, scale, tuning) for of in asked}
@@ -141,9 +141,12 @@ def measured(
         for (judge_, target), setting in best.items():
             found[judge_]["setting"][str(target)] = setting[0]
             found[judge_]["capacity"][str(target)] = tries[setting].capacity(judge_, target, scale.tolerance)
+        judge_, target = asked[0]
+        seconds, p99 = tries[best[asked[0]]].lasted(found[judge_]["capacity"][str(target)])
         values.append({
             "scenario": scenario, "system": system, "seed": seed, "found": found,
             "tried": {setting: sorted(own.known.items()) for (setting, _), own in tries.items()},
+            "seconds": seconds, "e2e_p99": p99,
             "unfinished": sum(own.unfinished for own in tries.values()),
             "differ": sum(own.differ for own in tries.values()),
         })  # fmt: skip
@@ -185,17 +188,23 @@ class Tries:
         beside = drafter() if drafts else None
         self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=beside)
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
+        self._lasted: dict[float, tuple[float, float]] = {}
         self.unfinished = 0  # requests that had not all their tokens in the end
         self.differ = 0  # verdicts that are not what the simulator's own judge said
 
     def capacity(self, judge_: str, target: float, tolerance: float) -> float:
         return capacity.crossing(lambda rate: self.attained(rate)[judge_], target, self._start, tolerance)
 
+    def lasted(self, rate: float) -> tuple[float, float]:
+        """Seconds of arrivals, and the p99 of e2e, of the run whose rate was nearest."""
+        return self._lasted[min(self._lasted, key=lambda tried: abs(tried - rate))]
+
     def attained(self, rate: float) -> Mapping[str, float]:
         if rate not in self.known:
             run = self._setting.run(self._load.rescaled(rate * self._replicas), self._seed, causes=False)
             met = {judge_: verdicts(run, judge_) for judge_ in JUDGES}
             self.known[rate] = {judge_: sum(own) / len(own) for judge_, own in met.items()}
+            self._lasted[rate] = run.workload.duration, capacity.e2e_p99(run)
             self.unfinished += sum(r.outcome != "completed" or r.output != r.asked for r in run.records)
             self.differ += sum(a != r.verdict.met for a, r in zip(met[run.rule], run.records, strict=True))
         return self.known[rate]

@@ -17,6 +17,7 @@ from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
+from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Cell
 from rubato.planning.spec import Choice, Setting, oracle
 
@@ -51,6 +52,7 @@ def followed(name: str, seed: int, small: bool) -> dict[str, Any]:
     }
     return {
         "policy": name, "seed": seed, "at": at.tolist(),
+        "seconds": run.workload.duration, "e2e_p99": e2e_p99(run),
         "here": {tier: here(records, at) for tier, records in tiers.items()},
         "offered": {tier: len(records) for tier, records in tiers.items()},
         "attained": {tier: sum(r.verdict.met for r in records) for tier, records in tiers.items()},

@@ -85,4 +85,4 @@ def tables(data: Sequence[Mapping[str, Any]]) -> str:
             ratio = _ratio(data, host, scenario)
             row.append(f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of `{best}`")
         rows.append(row)
-    return markdown(rows)
+    return f"Runs are as long as those of `slos-serve-capacity`, whose warning holds here too.\n\n{markdown(rows)}"

@@ -21,6 +21,7 @@ from rubato.experiments._recording_slos_serve import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Cell
 from rubato.planning.spec import Choice, Hardware, Setting, oracle
 from rubato.planning.sweep import markdown
@@ -81,6 +82,7 @@ def kept(scenario: str, noise: float, margin: float | None, seed: int, small: bo
         "offered": len(met), "attained": sum(met.values()), "promised": len(log.promised),
         "broken": sum(not met[id] for id in log.promised), "came_to": float(np.mean(log.margins)),
         "unfinished": sum(r.outcome != "completed" for r in run.records),
+        "seconds": run.workload.duration, "e2e_p99": e2e_p99(run),
     }  # fmt: skip
 
 

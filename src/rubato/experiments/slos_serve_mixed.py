@@ -15,6 +15,7 @@ import numpy as np
 from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Cell
 from rubato.planning.spec import Choice, Setting, oracle
 
@@ -55,6 +56,7 @@ def measured(name: str, rate: float, seed: int, small: bool) -> dict[str, Any]:
                 shares[measure].append(round(had / promised, 4))
     return {
         "policy": name, "rate": rate, "seed": seed, "shares": shares,
+        "seconds": run.workload.duration, "e2e_p99": e2e_p99(run),
         "standard": sum(not r.best_effort for r in run.records) / len(run.records),
         "attained": sum(r.verdict.met for r in run.records) / len(run.records),
         "unfinished": sum(r.outcome != "completed" or r.output != r.asked for r in run.records),

@@ -20,6 +20,7 @@ from rubato.experiments import Found
 from rubato.experiments._recording_slos_serve import Log
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
+from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Cell
 from rubato.planning.spec import Choice, Hardware, Setting, oracle, packaged
 from rubato.workloads import Workload
@@ -100,8 +101,11 @@ def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict
     """What SLOs-Serve attains of these tiers at so many times their rates, for as long as it takes."""
     rate = factor * sum(RATES[tier] for tier in tiers)
     load = make("steadily", kinds(tiers), rate, count=count, seed=seed, texts=False)
-    records = Setting(hardware(), Choice("slos_serve"), lengths=oracle).run(load, times=False, causes=False).records
-    return {"steadily": list(tiers), "factor": factor, "seed": seed, "attained": share(records)}
+    run = Setting(hardware(), Choice("slos_serve"), lengths=oracle).run(load, times=False, causes=False)
+    return {
+        "steadily": list(tiers), "factor": factor, "seed": seed, "attained": share(run.records),
+        "seconds": load.duration, "e2e_p99": e2e_p99(run),
+    }  # fmt: skip
 
 
 def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str
     choice, log = POLICIES[policy], Log()
     if choice.policy == "slos_serve":
         choice = replace(choice, policy=LOGGED, settings={**choice.settings, "log": log})
-    records = Setting(hardware(), choice, lengths=oracle).run(load, seed, times=False, causes=False).records
+    run = Setting(hardware(), choice, lengths=oracle).run(load, seed, times=False, causes=False)
+    records = run.records
     rows = {tier: [r for r in records if r.tier == tier] for tier in tiers}
     asked = [r for r in records if r.tier != "batch"]
     kept = [r for r in asked if r.id in log.promised]
@@ -128,6 +133,8 @@ def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str
         "best_effort_completed": sum(r.outcome == "completed" for r in begun) / max(1, len(begun)),
         "refused": sum(r.outcome == "refused" for r in records),
         "in_flight": in_flight(records),
+        "seconds": scale.high,  # of the load that is in question
+        "e2e_p99": e2e_p99(run),
         "seconds_after": max((_end(r) for r in records if r.outcome == "completed"), default=0.0) - scale.high,
     }
 

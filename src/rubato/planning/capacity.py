@@ -8,7 +8,7 @@ seed. Attainment need not fall everywhere as the rate rises: of several crossing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Any
@@ -97,12 +97,12 @@ def search(
         if rate not in tried:
             result = setting.run(load.rescaled(rate), seed, times=False, causes=False)
             tried[rate] = sum(record.verdict.met for record in result.records) / len(result.records)
-            runs[rate] = (result.workload.duration, _longest(result))
+            runs[rate] = (result.workload.duration, e2e_p99(result))
         return tried[rate]
 
     first = start or estimate(load, setting)
     found = {str(target): crossing(attained, target, first, tolerance) for target in targets}
-    duration, longest = runs[min(tried, key=lambda rate: abs(rate - found[str(targets[0])]))]
+    duration, p99 = runs[min(tried, key=lambda rate: abs(rate - found[str(targets[0])]))]
     return {
         "policy": setting.choice.label,
         "seed": seed,
@@ -110,11 +110,12 @@ def search(
         "capacity": found,
         "tried": sorted(tried.items()),
         "seconds": duration,
-        "e2e_p99": longest,
+        "e2e_p99": p99,
     }
 
 
-def _longest(run: Run) -> float:
+def e2e_p99(run: Run) -> float:
+    """Seconds, of the requests that have an end-to-end latency; 0 where none has."""
     known = [r.verdict.e2e for r in run.records if r.verdict.e2e is not None]
     return float(np.quantile(known, 0.99)) if known else 0.0
 
@@ -155,6 +156,22 @@ def estimate(load: Workload, setting: Setting) -> float:
     kv = setting.hardware.limits.kv_blocks * setting.hardware.limits.block
     full = setting.hardware.model.step_time(Shape(batch, min(batch, setting.hardware.limits.max_seqs), kv // 2))
     return setting.replicas * batch / full / tokens
+
+
+def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A warning where arrivals (`seconds`) did not last `LONG` times as long as a request takes (`e2e_p99`), else "".
+
+    runs: each with both; others are left out."""
+    known = [run for run in runs if "seconds" in run and "e2e_p99" in run]
+    short = [run for run in known if run["seconds"] < LONG * run["e2e_p99"]]
+    if not short:
+        return ""
+    worst = min(short, key=lambda run: run["seconds"] / run["e2e_p99"])
+    return (
+        f"{len(short)} of {len(known)} runs are too short for their requests (arrivals for less than {LONG:g} times "
+        f"the p99 of e2e; worst: {worst['seconds']:.0f} s of arrivals, p99 {worst['e2e_p99']:.0f} s): queues had no "
+        "time to grow, what is held is overestimated"
+    )
 
 
 # --------------------------------------------------------------------------- what was found
@@ -199,15 +216,9 @@ class Outcome:
     @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to doubt the numbers, and how they came about."""
-        short = [v for v in self.done.values if v["seconds"] < LONG * v["e2e_p99"]]
         notes = list(self.done.notes)
-        if short:
-            worst = min(short, key=lambda v: v["seconds"] / v["e2e_p99"])
-            notes.append(
-                f"{len(short)} of {len(self.done.values)} searches ended at runs too short for their requests (worst: "
-                f"{worst['seconds']:.0f} s of arrivals, p99 of e2e {worst['e2e_p99']:.0f} s): queues had no time to "
-                "grow, the capacity is overestimated; offer more requests (--count)"
-            )
+        if short := too_short(self.done.values):
+            notes.append(f"{short}; offer more requests (--count)")
         if len(self.question.seeds) < 2:
             notes.append("one seed has no interval: give several (--seeds 0,1,2)")
         return tuple(notes)
