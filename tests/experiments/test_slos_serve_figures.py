@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rubato.core.types import SLO, Verdict
+from rubato.experiments import claims
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments._recording_slos_serve import Log, Scheduler
 from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
@@ -104,6 +105,21 @@ def test_a_setting_is_tuned_for_its_target_and_a_better_one_must_hold_more(monke
         worst_first = capacity.System(settings[::-1])
         monkeypatch.setitem(capacity.SYSTEMS, "reversed", worst_first)
         assert capacity.tuned("chatbot", "reversed", "deadline", target, scale, dict(known)) == settings[best]
+
+
+def test_edf_is_held_against_by_itself_and_no_baseline() -> None:
+    """It holds more than `vllm`, which stays the best of the baselines."""
+    own = dict.fromkeys(capacity.SYSTEMS, 1.0) | {"slos_serve": 6.0, "edf": 4.0, "vllm": 3.0}
+    values = [
+        [value(scenario, s, seed, rate) | {"unfinished": 0, "differ": 0} for seed in (1, 2)]
+        for s, rate in own.items()
+        for scenario in capacity.SYSTEMS[s].scenarios
+    ]
+    estimates = capacity.found(values, True).estimates
+    assert estimates["mixed-90-edf"].value == pytest.approx(1.5)
+    assert estimates["toolllm-98-edf-windowed"].value == pytest.approx(1.5)
+    assert estimates["mixed-90"].value == pytest.approx(2.0)
+    assert estimates.keys() == claims()["slos-serve-capacity"].keys()
 
 
 def test_tables_hold_rates_a_gpu() -> None:
