@@ -107,7 +107,7 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    out, kept = tmp_path / "toy.json", tmp_path / "results" / "figures" / "slos-serve-toy.cells.jsonl"
+    out, kept = tmp_path / "toy.json", tmp_path / "results" / "figures" / "slos-serve-toy.jobs.jsonl"
     words = ["figure", "slos-serve-toy", "--workers", "1", "--no-progress", "--json", str(out)]
 
     def stop(*_: Any) -> None:
