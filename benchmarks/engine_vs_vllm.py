@@ -116,7 +116,7 @@ class RubatoSide:
         }
 
     def add(self, prompts: list[list[int]], max_tokens: int) -> None:
-        from rubato.core.types import Request, Sampling, Stage
+        from rubato.core.request import Request, Sampling, Stage
 
         for ids in prompts:
             name = f"r{self.seen}"
@@ -135,7 +135,8 @@ class RubatoSide:
         return self.loop.run_until_complete(self._step())
 
     async def _step(self) -> Step:
-        from rubato.core.types import Finished, Sample, Tokens
+        from rubato.core.events import Finished, Tokens
+        from rubato.core.plan import Sample
 
         begin = CLOCK()
         plan = self.policy.plan(self.replica.view(begin))

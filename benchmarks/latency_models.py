@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency import profiles, step_table
 from rubato.latency.fit import blank, fit_groups
 from rubato.latency.fit_error import Report, error_report

@@ -21,8 +21,10 @@ import numpy as np
 import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
+from rubato.core.events import Event, Finished, Lost, Offered, Tokens
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import SLO, Event, Finished, Limits, Lost, Offered, Request, Sampling, Stage, Tokens
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.ray_host import RayHost, ray_cluster

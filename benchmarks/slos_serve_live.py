@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rubato.cli import demo
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run

@@ -31,7 +31,7 @@ from typing import Any
 from vllm_env import ROOT, ensure_env
 
 from rubato.cli.demo import HOLDS, PROMPT, Unloaded, held, kinds
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run, summarise
 from rubato.workloads import Workload

@@ -9,7 +9,8 @@ from math import inf
 
 from rubato.core import sequence
 from rubato.core.interfaces import View
-from rubato.core.types import SLO, Limits, Request, Sample, Sampling, Shape, Stage, Tree
+from rubato.core.plan import Limits, Sample, Shape, Tree
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency.defaults import Defaults
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rubato.core.clock import Clock, VirtualClock, WallClock, run_strict, run_virtual
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
+from rubato.core.plan import Limits, Plan
 from rubato.core.replica import Replica
 from rubato.core.sequence import Seq
-from rubato.core.types import Event, Finished, Limits, Plan
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.policies import load

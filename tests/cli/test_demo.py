@@ -23,7 +23,9 @@ from rubato.cli.demo import (
     checked_rate,
     held,
 )
-from rubato.core.types import SLO, Shape, Verdict
+from rubato.core.events import Verdict
+from rubato.core.plan import Shape
+from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
 from rubato.measure.load_generator import BenchError

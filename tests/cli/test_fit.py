@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from rubato.core import event_log
-from rubato.core.types import Sample, Shape, Stepped
+from rubato.core.events import Stepped
+from rubato.core.plan import Sample, Shape
 from rubato.latency import affine
 from rubato.latency.fit import Fitted, fit, fit_file
 from rubato.latency.models import MODELS, Model

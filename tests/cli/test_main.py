@@ -11,7 +11,8 @@ import pytest
 
 from rubato.cli.main import main
 from rubato.core import event_log
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.measure import results
 from rubato.simulation.simulate import Setup, simulate
 from rubato.workloads import read, write
@@ -378,7 +379,7 @@ def test_what_is_impossible_is_one_sentence_and_status_2(
         (tmp_path / name / "policy.py").write_text(
             "from dataclasses import dataclass\n"
             "from typing import ClassVar\n"
-            "from rubato.core.types import Plan\n"
+            "from rubato.core.plan import Plan\n"
             "@dataclass\n"
             "class Scheduler:\n"
             "    needs: ClassVar[frozenset[str]] = frozenset()\n"

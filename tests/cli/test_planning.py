@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rubato.cli.main import main
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.latency.profiles import load
 from rubato.planning.spec import packaged
 

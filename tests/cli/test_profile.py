@@ -9,7 +9,7 @@ import pytest
 
 from rubato.cli.main import main
 from rubato.core.clock import VirtualClock, run_virtual
-from rubato.core.types import Limits, Sample, Shape
+from rubato.core.plan import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine, profiles, step_table
 from rubato.latency.fit_error import error_report

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from rubato.core.event_log import TraceWriter, encode, read, without_content
+from rubato.core.events import Event, Tokens
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import steps, timelines
-from rubato.core.types import SLO, Event, Limits, Request, Stage, Tokens
 from rubato.simulation.simulate import Setup, simulate
 from tests.doubles import Linear, request
 

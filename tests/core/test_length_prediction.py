@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import CLASSES, LAST, PREDICTORS, ConditionalMean, Gaussian, Oracle, RunningMean
-from rubato.core.types import Request, Sampling, Stage
+from rubato.core.request import Request, Sampling, Stage
 from rubato.planning import spec
 from rubato.serving.build import lengths_of
 from rubato.serving.config import ConfigError, load

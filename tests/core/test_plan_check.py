@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rubato.core.interfaces import Dispatch, View
+from rubato.core.plan import Limits, Plan, Shape, Work
 from rubato.core.plan_check import PlanError, check, check_dispatch
-from rubato.core.types import Handoff, Limits, Plan, Shape, Work
+from rubato.core.request import Handoff
 from tests.doubles import Seq, request, shown, view
 
 LIMITS = Limits(max_seqs=2, max_tokens=20, max_length=100, kv_blocks=4, block=8)

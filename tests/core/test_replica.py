@@ -2,23 +2,11 @@
 
 import pytest
 
+from rubato.core.events import Finished, Preempted, Started, Tokens
 from rubato.core.length_prediction import RunningMean
+from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.replica import Replica
-from rubato.core.types import (
-    SLO,
-    Emitted,
-    Finished,
-    Limits,
-    Plan,
-    Preempted,
-    Request,
-    Sampling,
-    Stage,
-    Started,
-    StepResult,
-    Tokens,
-    Work,
-)
+from rubato.core.request import SLO, Request, Sampling, Stage
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=100, kv_blocks=8, block=8)

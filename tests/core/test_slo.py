@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.slo import RULES, StageTimes, judge
-from rubato.core.types import SLO, Request, Sampling, Stage
 from tests.doubles import request
 
 CASES = [

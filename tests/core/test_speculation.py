@@ -11,27 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.events import Event, Finished, Stepped, Tokens
 from rubato.core.interfaces import View
+from rubato.core.plan import Emitted, Limits, Plan, Sample, Shape, StepResult, Tree, Work
 from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
-from rubato.core.types import (
-    SLO,
-    Emitted,
-    Event,
-    Finished,
-    Limits,
-    Plan,
-    Request,
-    Sample,
-    Sampling,
-    Shape,
-    Stage,
-    Stepped,
-    StepResult,
-    Tokens,
-    Tree,
-    Work,
-)
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.with_drafter import Drafted

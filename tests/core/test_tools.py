@@ -4,20 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.types import (
-    SLO,
-    Demoted,
-    Emitted,
-    Finished,
-    Limits,
-    Plan,
-    Request,
-    Returned,
-    Sampling,
-    Stage,
-    Started,
-    Tokens,
-)
+from rubato.core.events import Demoted, Finished, Returned, Started, Tokens
+from rubato.core.plan import Emitted, Limits, Plan
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.simulation.simulate import Setup, simulate
 from tests.core.test_replica import replica, step
 from tests.doubles import Linear

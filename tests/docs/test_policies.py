@@ -14,7 +14,7 @@ from rubato import policies
 from rubato.cli.main import main
 from rubato.core import interfaces
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Plan, Work
+from rubato.core.plan import Plan, Work
 from rubato.engines.simulated import Engine
 from tests.docs.pages import PAGES, commands, fenced
 from tests.doubles import Seq, request, shown, view

@@ -11,7 +11,7 @@ import pytest
 
 from rubato.cli.main import main
 from rubato.core import event_log
-from rubato.core.types import Limits
+from rubato.core.plan import Limits
 from rubato.simulation.simulate import Setup, simulate
 from rubato.workloads import read
 from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced

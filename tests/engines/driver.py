@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from rubato.core.interfaces import KV, Engine
-from rubato.core.types import Batch, Emitted, Entry, Request, Sampling, Stage, StepResult
+from rubato.core.plan import Batch, Emitted, Entry, StepResult
+from rubato.core.request import Request, Sampling, Stage
 
 
 class Driver:

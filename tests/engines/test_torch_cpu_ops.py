@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite")
 
-from rubato.core.types import Batch, Entry, Sampling  # noqa: E402
+from rubato.core.plan import Batch, Entry  # noqa: E402
+from rubato.core.request import Sampling  # noqa: E402
 from rubato.engines.torch import Engine, cpu_ops, llvm_jit  # noqa: E402
 from rubato.engines.torch.batch_tensors import pack  # noqa: E402
 from rubato.engines.torch.model import Model  # noqa: E402

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rubato.core.cpu_usage import FreeCores  # noqa: E402
-from rubato.core.types import Batch, Entry, Request, Sampling, Stage  # noqa: E402
+from rubato.core.plan import Batch, Entry  # noqa: E402
+from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 

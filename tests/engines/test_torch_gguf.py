@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
 
-from rubato.core.types import Sampling  # noqa: E402
+from rubato.core.request import Sampling  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch import gguf as ours  # noqa: E402
 from rubato.engines.torch.gguf_tokenizer import tokenizer  # noqa: E402

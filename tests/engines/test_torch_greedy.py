@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rubato.core.types import Sampling  # noqa: E402
+from rubato.core.request import Sampling  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 

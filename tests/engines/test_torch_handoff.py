@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rubato.core.clock import WallClock, run_strict  # noqa: E402
-from rubato.core.types import Event, Finished, Request, Sampling, Stage, Stepped, Tokens, Transferred  # noqa: E402
+from rubato.core.events import Event, Finished, Stepped, Tokens, Transferred  # noqa: E402
+from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.fleet.cluster import local_cluster  # noqa: E402
 from rubato.latency import affine  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.core.types import Request, Sampling, Stage  # noqa: E402
+from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch.sampling import Choice, choose, logprobs  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 

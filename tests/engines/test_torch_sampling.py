@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.core.types import Progress, Request, Sampling, Stage  # noqa: E402
+from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch.sampling import Choice, choose  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 

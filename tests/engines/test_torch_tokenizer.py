@@ -8,8 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rubato.core.plan import Emitted  # noqa: E402
+from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.core.stop_strings import StopText  # noqa: E402
-from rubato.core.types import Emitted, Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch.sequence import Sequence  # noqa: E402
 from rubato.engines.torch.tokenizer import Detokeniser, Text, _sentencepiece  # noqa: E402
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rubato.core.interfaces import KV  # noqa: E402
-from rubato.core.types import Progress, Request, Sampling, Stage  # noqa: E402
+from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 

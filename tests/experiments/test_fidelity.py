@@ -7,8 +7,10 @@ from math import inf
 
 import pytest
 
+from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
+from rubato.core.plan import Limits, Shape
+from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import timelines
-from rubato.core.types import SLO, Event, Finished, Limits, Offered, Request, Shape, Stage, Stepped, Verdict
 from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, outside
 from rubato.experiments.fidelity.live_runs import apart, at_least
 from rubato.experiments.fidelity.table import Cell, Figures, Off, Rule, figures, table

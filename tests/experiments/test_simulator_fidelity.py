@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rubato import experiments
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.experiments import simulator_fidelity as figure
 from rubato.experiments.fidelity.live_runs import Outcome
 from rubato.experiments.fidelity.table import Cell, Figures, Rule

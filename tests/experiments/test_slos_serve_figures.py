@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import SLO, Verdict
+from rubato.core.events import Verdict
+from rubato.core.request import SLO
 from rubato.experiments import claims
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments._recording_slos_serve import Log, Scheduler

@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 from rubato.core.clock import ARRIVAL, Clock, VirtualClock, WallClock, run_strict, run_virtual
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Tokens
 from rubato.core.interfaces import Host, LengthPredictor, Router, Scheduler
-from rubato.core.types import Event, Finished, HandedOff, Limits, Lost, Placed, Request, Started, Tokens
+from rubato.core.plan import Limits
+from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.event_bus import Listener

@@ -11,19 +11,9 @@ from typing import Any
 import pytest
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
-from rubato.core.types import (
-    Batch,
-    Event,
-    Finished,
-    Limits,
-    Offered,
-    Placed,
-    Plan,
-    Request,
-    Stepped,
-    StepResult,
-    Tokens,
-)
+from rubato.core.events import Event, Finished, Offered, Placed, Stepped, Tokens
+from rubato.core.plan import Batch, Limits, Plan, StepResult
+from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, cluster_of, local_cluster
 from rubato.fleet.local_host import LocalHost

@@ -11,9 +11,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.plan import Batch, Limits, Plan, StepResult
 from rubato.core.plan_check import PlanError
-from rubato.core.types import Batch, Event, Finished, HandedOff, Limits, Plan, Request, StepResult, Tokens
+from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare

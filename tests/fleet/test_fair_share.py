@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
-from rubato.core.types import SLO, Finished, Limits, Request, Sampling, Stage
+from rubato.core.events import Finished
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
 from rubato.simulation.simulate import Setup, simulate

@@ -12,32 +12,12 @@ from hypothesis import given
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.event_log import decode, encode, without_content
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import SeqView
+from rubato.core.plan import Batch, Emitted, Limits, Plan, StepResult, Work
 from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
-from rubato.core.types import (
-    SLO,
-    Batch,
-    Emitted,
-    Event,
-    Finished,
-    HandedOff,
-    Handoff,
-    Limits,
-    Lost,
-    Placed,
-    Plan,
-    Progress,
-    Request,
-    Sampling,
-    Stage,
-    Started,
-    Stepped,
-    StepResult,
-    Tokens,
-    Transferred,
-    Work,
-)
+from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare

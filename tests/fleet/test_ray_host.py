@@ -11,9 +11,11 @@ import pytest
 import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Tokens
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
 from rubato.core.length_prediction import RunningMean
-from rubato.core.types import Event, Finished, HandedOff, Limits, Lost, Placed, Request, Sampling, Stage, Tokens
+from rubato.core.plan import Limits
+from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.ray_host import RayHost, ray_cluster

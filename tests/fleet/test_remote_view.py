@@ -8,22 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import View
-from rubato.core.types import (
-    SLO,
-    Event,
-    Finished,
-    HandedOff,
-    Handoff,
-    Limits,
-    Offered,
-    Placed,
-    Progress,
-    Request,
-    Stage,
-    Stepped,
-    Tokens,
-)
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import local_cluster
 from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, shifted_request

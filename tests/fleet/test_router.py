@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rubato.core.events import Demoted, Event, Finished, Placed, Stepped
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.length_prediction import RunningMean
-from rubato.core.types import Demoted, Event, Finished, Placed, Plan, Shape, Stepped, Work
+from rubato.core.plan import Plan, Shape, Work
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost

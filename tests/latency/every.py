@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.latency import affine, bilinear, kernel_sum, operation_count, profiles, roofline, table
 from rubato.latency.model_dims import Dims
 from rubato.latency.models import MODELS

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 
 
 def decodes(rng: random.Random, most: int = 24) -> Shape:

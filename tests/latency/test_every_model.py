@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency import kernel_sum
 from rubato.latency.fit_error import error_report
 from rubato.latency.models import MODELS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
 from rubato.latency.fit_error import error_report
 from tests.latency.steps import decodes, drafted, mixed, run, with_chunk

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rubato.cli.main import main
-from rubato.core.types import Sample
+from rubato.core.plan import Sample
 from rubato.latency import affine, profiles, step_table
 from rubato.latency.fit import fit_file, fit_groups
 from rubato.latency.fit_error import error_report

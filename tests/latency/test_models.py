@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Batch, Entry, Sample, Shape
+from rubato.core.plan import Batch, Entry, Sample, Shape
 from rubato.latency import affine, bilinear, operation_count, roofline, table
 from rubato.latency.kernel_sum import Factors, Model, Tables
 from rubato.latency.model_dims import Dims

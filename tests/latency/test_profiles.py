@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rubato.core.types import Limits, Shape
+from rubato.core.plan import Limits, Shape
 from rubato.latency import profiles
 from rubato.latency.kernel_sum import Model
 from rubato.latency.profiles import packaged

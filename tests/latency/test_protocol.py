@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, profiles, roofline, table
 from rubato.latency.defaults import MEMBERS, MOST, completed
 from rubato.latency.with_drafter import Drafted

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from rubato.core.types import Batch, Entry, Shape, Stepped
+from rubato.core.events import Stepped
+from rubato.core.plan import Batch, Entry, Shape
 
 entries = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), max_size=8)
 

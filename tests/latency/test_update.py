@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
 from rubato.latency.fit_error import error_report
 from rubato.latency.models import MODELS, Model

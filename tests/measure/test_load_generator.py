@@ -8,7 +8,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.measure import load_generator
 from rubato.measure.http_client import Listed
 from rubato.measure.load_generator import BenchError

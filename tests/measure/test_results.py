@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import orjson
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.measure import plot, results
 from rubato.measure.results import Client, Record, Run, compare, summarise, to_json, verdict
 from rubato.workloads import Arrival, Workload

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.latency.affine import Model
 from rubato.planning.spec import Choice, Hardware, Mix, Setting
 from rubato.workloads.request_kinds import chat, code, summary

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.planning import capacity
 from rubato.planning.capacity import Question, crossing
 from rubato.planning.fleet_size_model import Faster

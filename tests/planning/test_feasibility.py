@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.request import SLO
 from rubato.core.slo import RULES
-from rubato.core.types import SLO
 from rubato.planning import feasibility
 from rubato.planning.spec import Choice, Setting
 from rubato.workloads import Arrival, Part, Workload

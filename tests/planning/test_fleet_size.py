@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rubato.core.types import SLO, Limits, Shape
+from rubato.core.plan import Limits, Shape
+from rubato.core.request import SLO
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.planning import fleet_size

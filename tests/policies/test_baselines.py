@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rubato.core.interfaces import View
-from rubato.core.types import Limits
+from rubato.core.plan import Limits
 from rubato.policies import PolicyError, load_router
 from tests.doubles import Linear, Seq, request, shown
 from tests.policies.test_tables import LIMITS, decode, fleet, load, prompt, seen, work

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.interfaces import Assigner, View
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import SLO, Event, Finished, Limits, Offered, Plan, Request, Sampling, Stage, Stepped
+from rubato.core.plan import Limits, Plan
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter, Link
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster

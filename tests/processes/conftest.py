@@ -20,7 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core import event_log
-from rubato.core.types import Event
+from rubato.core.events import Event
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240.0  # a model may have to be fetched and converted first

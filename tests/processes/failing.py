@@ -6,7 +6,7 @@ from typing import Any
 
 from rubato.core.clock import Clock
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Batch, Limits, StepResult
+from rubato.core.plan import Batch, Limits, StepResult
 from rubato.engines import simulated
 
 

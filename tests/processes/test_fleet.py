@@ -10,7 +10,7 @@ import time
 
 import httpx2
 
-from rubato.core.types import Finished, Lost, Tokens
+from rubato.core.events import Finished, Lost, Tokens
 from tests.processes.conftest import Server, Start
 from tests.processes.test_serving import chat, outcomes
 

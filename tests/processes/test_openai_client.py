@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from rubato.core.types import SLO, Offered
+from rubato.core.events import Offered
+from rubato.core.request import SLO
 from tests.processes.conftest import Server, Start, servers
 
 TIMEOUT = 60.0

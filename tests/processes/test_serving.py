@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rubato.core.types import Event, Finished, Offered, Tokens
+from rubato.core.events import Event, Finished, Offered, Tokens
 from tests.processes.conftest import STEP, Server, Start
 
 TIMEOUT = 60.0

@@ -12,7 +12,8 @@ import pytest
 from fastapi import FastAPI
 
 from rubato.core.clock import VirtualClock, run_virtual
-from rubato.core.types import Event, Limits
+from rubato.core.events import Event
+from rubato.core.plan import Limits
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare

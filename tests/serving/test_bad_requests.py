@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import Finished, Request
+from rubato.core.events import Finished
+from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import SLO, Batch, Finished, Limits, Offered, Request, Started, StepResult
+from rubato.core.events import Finished, Offered, Started
+from rubato.core.plan import Batch, Limits, StepResult
+from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
 from rubato.serving.slo_tiers import Tier, Tiers
 from tests.serving.conftest import STEP, Edge

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rubato.core.clock import VirtualClock
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline

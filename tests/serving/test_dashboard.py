@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.serving.slo_tiers import Tier, Tiers
 from tests.serving.conftest import Edge
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import Logprob
+from rubato.core.plan import Logprob
 from rubato.serving import logprobs
 from tests.serving.conftest import Edge
 from tests.serving.test_response import events

@@ -25,7 +25,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from rubato.core.clock import WallClock
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import local_cluster
 from rubato.latency.affine import Model

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import SLO, Finished, Limits, Offered, Request
+from rubato.core.events import Finished, Offered
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
 from rubato.serving.app import LONG_TEXT
 from tests.serving.conftest import STEP, Edge, key, tenant

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rubato.core.types import Finished, Offered
+from rubato.core.events import Finished, Offered
 from rubato.serving.rate_limits import Bucket
 from tests.serving.conftest import STEP, Edge, key, tenant
 from tests.serving.test_metrics import scrape

@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import (
-    SLO,
-    Finished,
-    Limits,
-    Offered,
-    Placed,
-    Preempted,
-    Request,
-    Stage,
-    Started,
-    Tokens,
-    Verdict,
-)
+from rubato.core.events import Finished, Offered, Placed, Preempted, Started, Tokens, Verdict
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.serving import logs, request_history
 from rubato.serving.request_history import MOST_STEPS, Recorder

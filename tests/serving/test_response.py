@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import (
-    SLO,
-    Batch,
-    Demoted,
-    Finished,
-    Limits,
-    Offered,
-    Request,
-    Sampling,
-    Started,
-    StepResult,
-    Tokens,
-)
+from rubato.core.events import Demoted, Finished, Offered, Started, Tokens
+from rubato.core.plan import Batch, Limits, StepResult
+from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster
 from rubato.serving.slo_tiers import Tier, Tiers

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.serving.errors import ApiError
 from rubato.serving.schemas import SLOBody
 from rubato.serving.slo_tiers import Tier, Tiers, stages

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rubato.core.types import SLO, Finished, Offered
+from rubato.core.events import Finished, Offered
+from rubato.core.request import SLO
 from rubato.serving.slo_tiers import Bounds, Tier, Tiers
 from rubato.serving.tenants import Tenants
 from tests.serving.conftest import Edge, key, tenant

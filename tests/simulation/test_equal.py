@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
+from rubato.core.events import Event, Finished, Stepped, Tokens
 from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
+from rubato.core.plan import Limits, Plan, Shape
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.slo import StageTimes
-from rubato.core.types import SLO, Event, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Stepped, Tokens
 from rubato.latency import profiles
 from rubato.policies import describe, load, load_router
 from rubato.simulation.driver import drive

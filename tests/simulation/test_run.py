@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.engines.simulated import Drafter
 from rubato.simulation.simulate import Setup, lean_enough, simulated_run
 from rubato.workloads import Workload

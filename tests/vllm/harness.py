@@ -21,9 +21,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Scheduler, View
+from rubato.core.plan import Plan
 from rubato.core.plan_check import spelled_out
-from rubato.core.types import Event, Finished, Plan
 from rubato.engines.vllm.scheduler import RubatoScheduler
 from tests.doubles import Linear
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing
+from rubato.core.events import Event
 from rubato.core.interfaces import View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = "chance"
 

@@ -15,7 +15,7 @@ import pytest
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rubato.core.types import Finished
+from rubato.core.events import Finished
 from rubato.engines.vllm.scheduler import RubatoScheduler
 
 CHANCE = "tests.vllm.random_plans"

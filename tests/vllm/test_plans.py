@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from rubato.core.events import Finished, Offered, Preempted, Started, Stepped, Tokens
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import Finished, Offered, Plan, Preempted, Started, Stepped, Tokens, Work
+from rubato.core.plan import Plan, Work
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rubato.core.types import Limits
+from rubato.core.plan import Limits
 from rubato.engines.vllm.bookkeeping import Control, Settings, settings_of
 from rubato.policies import PolicyError
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import Part
 from rubato.workloads.arrivals import Gamma, Poisson
 from rubato.workloads.generate import BEST_EFFORT, make

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import kinds_file, request_kinds
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads.lengths import (
     LogNormal,
     Normal,

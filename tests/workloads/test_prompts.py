@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.measure.records import rejudged
 from rubato.simulation.simulate import Setup, simulated_run

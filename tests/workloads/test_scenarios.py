@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import scenarios
 from rubato.workloads.arrivals import Replay
 from rubato.workloads.generate import BEST_EFFORT

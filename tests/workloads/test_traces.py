@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
 from rubato.workloads.traces import Offer, Trace, TraceError

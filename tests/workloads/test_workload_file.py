@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import Arrival, Part, Workload, WorkloadError, prompts, read, request_kinds, write
 from rubato.workloads.generate import make
 

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads import kinds_file
 from rubato.workloads.request_kinds import Kind, chat, code, summary
 

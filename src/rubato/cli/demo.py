@@ -24,8 +24,9 @@ from statistics import median
 from rubato.core import event_log
 from rubato.core.clock import WallClock, process_cpu_time
 from rubato.core.cpu_usage import TakenCores, cpu_seconds_of, usable
+from rubato.core.plan import Limits, Sample, Shape
+from rubato.core.request import SLO
 from rubato.core.timeline import steps
-from rubato.core.types import SLO, Limits, Sample, Shape
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report

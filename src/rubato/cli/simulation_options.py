@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from rubato.cli import common_options
+from rubato.core.plan import Limits
 from rubato.core.slo import RULES
-from rubato.core.types import Limits
 from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
 from rubato.serving.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.serving.config import Config, load

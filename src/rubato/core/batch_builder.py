@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import NOTHING, HandoffReason, Plan, Shape, Work
+from rubato.core.plan import Plan, Shape, Work
+from rubato.core.request import NOTHING, HandoffReason
 
 FOR_EVER = 1 << 30
 

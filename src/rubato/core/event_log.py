@@ -12,7 +12,7 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter
 
-from rubato.core.types import (
+from rubato.core.events import (
     Demoted,
     Event,
     Finished,

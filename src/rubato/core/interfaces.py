@@ -14,22 +14,9 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.types import (
-    ANY,
-    NO_BATCH,
-    NOTHING,
-    Batch,
-    Event,
-    Limits,
-    Plan,
-    Recall,
-    Request,
-    Role,
-    Sample,
-    Shape,
-    StepResult,
-    Tree,
-)
+from rubato.core.events import Event
+from rubato.core.plan import ANY, NO_BATCH, Batch, Limits, Plan, Recall, Role, Sample, Shape, StepResult, Tree
+from rubato.core.request import NOTHING, Request
 
 
 class SeqView(Protocol):

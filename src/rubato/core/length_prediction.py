@@ -18,7 +18,7 @@ from statistics import NormalDist
 import numpy as np
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.types import Request
+from rubato.core.request import Request
 
 LAST = 1024  # finished requests of a class that are remembered
 CLASSES = 256  # classes that are: tiers may be any text of a client's

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Batch, Shape
+from rubato.core.request import Cause
 from rubato.core.sequence import Seq
-from rubato.core.types import Batch, Cause, Shape
 
 Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
 

@@ -8,7 +8,8 @@ from typing import get_args
 
 from rubato.core.interfaces import Dispatch, SeqView, View, untold
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import SATURATED, Plan, Recall, Work
+from rubato.core.plan import Plan, Recall, Work
+from rubato.core.request import SATURATED
 
 
 class PlanError(RuntimeError):

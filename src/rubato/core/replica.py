@@ -16,38 +16,26 @@ from bisect import insort
 from dataclasses import replace
 from math import inf
 
-from rubato.core.interfaces import LatencyModel, LengthPredictor, View
-from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
-from rubato.core.miss_cause import blame
-from rubato.core.plan_check import check, spelled_out
-from rubato.core.sequence import Seq
-from rubato.core.slo import StageTimes, judge
-from rubato.core.types import (
-    ANY,
-    NO_BATCH,
-    Batch,
+from rubato.core.events import (
     Demoted,
-    Emitted,
-    Entry,
     Event,
     Finished,
     HandedOff,
-    Handoff,
-    HandoffReason,
-    Limits,
-    Outcome,
-    Plan,
     Preempted,
     Promoted,
-    Recall,
-    Request,
     Returned,
     Started,
-    StepResult,
     Tokens,
     Transferred,
-    Work,
 )
+from rubato.core.interfaces import LatencyModel, LengthPredictor, View
+from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
+from rubato.core.miss_cause import blame
+from rubato.core.plan import ANY, NO_BATCH, Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, Work
+from rubato.core.plan_check import check, spelled_out
+from rubato.core.request import Handoff, HandoffReason, Outcome, Request
+from rubato.core.sequence import Seq
+from rubato.core.slo import StageTimes, judge
 
 
 def never(request: Request, limits: Limits) -> str | None:

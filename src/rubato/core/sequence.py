@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.kv_blocks import KVBlocks, next_key
+from rubato.core.plan import Tree
+from rubato.core.request import Cause, Progress, Request
 from rubato.core.slo import TOLERANCE, Deadlines, deadlines
-from rubato.core.types import Cause, Progress, Request, Tree
 
 NO_DEADLINES = Deadlines()
 

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.types import SLO, Cause, Outcome, Request, Verdict
+from rubato.core.events import Verdict
+from rubato.core.request import SLO, Cause, Outcome, Request
 
 Rule = Literal["deadline", "mean", "windowed"]
 RULES: tuple[Rule, ...] = get_args(Rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rubato.core.types import SLO, OnDecline
+from rubato.core.request import SLO, OnDecline
 
 
 class StrictSettings(BaseModel):

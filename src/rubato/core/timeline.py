@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rubato.core.types import Event, Finished, Offered, Request, Sample, Stepped, Tokens
+from rubato.core.events import Event, Finished, Offered, Stepped, Tokens
+from rubato.core.plan import Sample
+from rubato.core.request import Request
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rubato.core.interfaces import View
-from rubato.core.types import Plan
+from rubato.core.plan import Plan
 from rubato.policies import slos_serve
 
 SOURCE = "ours, to count promises by"

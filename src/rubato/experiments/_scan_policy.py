@@ -8,8 +8,9 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.batch_builder import decode_first
+from rubato.core.events import Event
 from rubato.core.interfaces import View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = "ours, to measure the simulator by"
 

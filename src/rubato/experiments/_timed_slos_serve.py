@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rubato.core.clock import measured
 from rubato.core.interfaces import View
-from rubato.core.types import Plan
+from rubato.core.plan import Plan
 from rubato.policies import slos_serve
 
 SOURCE = "ours, to measure planning by"

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from rubato.core.types import Limits
+from rubato.core.plan import Limits
 from rubato.engines.simulated import ByteText
 from rubato.experiments import Found
 from rubato.experiments.fidelity.live_runs import ENGINE, HOLDS, LOADS, Ground, Outcome, Rig, Scale, torch_rig

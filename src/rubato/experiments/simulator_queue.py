@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.experiments import Found
 from rubato.experiments.littles_law import little
 from rubato.latency.affine import Model

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from rubato.core.clock import measured
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline, timelines
-from rubato.core.types import SLO, Limits, Request, Sampling, Stage
 from rubato.experiments import Found
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.experiments import Found
 from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments.slos_serve_capacity import FULL, OPT, OURS, SMALL, Rates, Scale

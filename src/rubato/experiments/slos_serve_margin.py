@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.experiments import Found
 from rubato.experiments._recording_slos_serve import Log
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load

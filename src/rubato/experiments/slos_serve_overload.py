@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.experiments import Found
 from rubato.experiments._recording_slos_serve import Log
 from rubato.measure.confidence import Estimate, over_seeds

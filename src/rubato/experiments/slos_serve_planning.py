@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from rubato.core.events import Finished
 from rubato.core.length_prediction import Oracle
-from rubato.core.types import SLO, Finished, Request, Sampling, Shape, Stage
+from rubato.core.plan import Shape
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.experiments import Found
 from rubato.experiments._timed_slos_serve import Planned
 from rubato.experiments.simulator_speed import loop_seconds

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rubato.core.types import SLO, Limits
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.experiments import Found
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate

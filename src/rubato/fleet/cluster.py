@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rubato.core.clock import PLAN, Clock
+from rubato.core.events import Demoted, Event, Finished, HandedOff, Lost, Offered, Placed, Preempted, Stepped
 from rubato.core.interfaces import (
     Assigner,
     Dispatch,
@@ -23,23 +24,9 @@ from rubato.core.interfaces import (
     View,
 )
 from rubato.core.plan_check import check_dispatch
+from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
-from rubato.core.types import (
-    SATURATED,
-    Demoted,
-    Event,
-    Finished,
-    HandedOff,
-    Lost,
-    Offered,
-    Outcome,
-    Placed,
-    Preempted,
-    Progress,
-    Request,
-    Stepped,
-)
 from rubato.fleet.event_bus import Listener, Listeners
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES, LocalHost

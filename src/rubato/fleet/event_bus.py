@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-from rubato.core.types import Event
+from rubato.core.events import Event
 
 QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from rubato.core.interfaces import View
-from rubato.core.types import Request, Shape
+from rubato.core.plan import Shape
+from rubato.core.request import Request
 
 LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
 RECENT = 64  # requests that the tightest TPOT and the mean work are taken over

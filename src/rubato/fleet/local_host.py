@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rubato.core.clock import PLAN, Clock
+from rubato.core.events import Event, Stepped
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
+from rubato.core.plan import Batch, Plan, Recall, Role, Sample, StepResult
 from rubato.core.replica import Replica
-from rubato.core.types import Batch, Event, Plan, Recall, Request, Role, Sample, Stepped, StepResult
+from rubato.core.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.events import Event
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, View
-from rubato.core.types import Event, Limits, Recall, Request, Role
+from rubato.core.plan import Limits, Recall, Role
+from rubato.core.request import Request
 from rubato.fleet.cluster import Cluster, HostLost, cluster_of
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost

@@ -11,28 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rubato.core.interfaces import LatencyModel, LengthPredictor, View
-from rubato.core.sequence import Seq
-from rubato.core.types import (
-    ANY,
-    NO_BATCH,
+from rubato.core.events import (
     Demoted,
     Event,
     Finished,
     HandedOff,
-    Limits,
     Offered,
     Preempted,
     Promoted,
-    Request,
-    Role,
-    Sample,
-    Shape,
     Started,
     Stepped,
     Tokens,
     Transferred,
 )
+from rubato.core.interfaces import LatencyModel, LengthPredictor, View
+from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample, Shape
+from rubato.core.request import Request
+from rubato.core.sequence import Seq
 
 
 @dataclass(frozen=True, slots=True)

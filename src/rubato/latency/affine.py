@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from rubato.core.interfaces import Line
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.plane_fit import Array, Coefficients, crossing, fit_planes, largest, numbers

@@ -26,7 +26,7 @@ from typing import ClassVar
 import numpy as np
 from scipy.optimize import nnls
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.online import Learns, Online
 from rubato.latency.plane_fit import Array, largest, numbers
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rubato.core.interfaces import LatencyModel, Line
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.plane_fit import largest
 
 CORNER = 0.5  # a step this much longer than its memory-bound time is at the knee

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from rubato.core import event_log
+from rubato.core.plan import Sample
 from rubato.core.timeline import steps
-from rubato.core.types import Sample
 from rubato.latency import operation_count, profiles, step_table
 from rubato.latency.fit_error import Report, error_report
 from rubato.latency.models import MODELS, Model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample
+from rubato.core.plan import Sample
 
 
 @dataclass(frozen=True, slots=True)

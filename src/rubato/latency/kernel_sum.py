@@ -28,7 +28,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
 from rubato.core.interfaces import Line
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import Defaults
 from rubato.latency.plane_fit import Array, largest
 

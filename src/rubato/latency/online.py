@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.latency.defaults import Defaults
 from rubato.latency.plane_fit import Array, Coefficients, fit_planes
 

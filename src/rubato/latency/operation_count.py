@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.model_dims import Dims
 from rubato.latency.online import Learns, Online
 from rubato.latency.plane_fit import Coefficients, fit_planes, largest, numbers

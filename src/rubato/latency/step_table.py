@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf, nan
 from pathlib import Path
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 
 Row = Mapping[str, str | None]  # None: a row that is too short
 SHAPES = ("tokens", "seqs", "kv", "chunk_context", "chunk_sq", "chunks", "chunk_kv", "seconds")

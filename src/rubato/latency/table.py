@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.plane_fit import Array, largest, numbers

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.plane_fit import largest
 from rubato.latency.wrapped import Wrapped
 

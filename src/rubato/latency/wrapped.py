@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rubato.core.interfaces import LatencyModel, Line
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rubato.core.types import Outcome
+from rubato.core.request import Outcome
 
 NAMES = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}  # vLLM's names and ours
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from rubato.core.types import SLO, Outcome
+from rubato.core.request import SLO, Outcome
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]

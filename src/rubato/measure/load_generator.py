@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rubato.core.clock import process_cpu_time
-from rubato.core.types import Request
+from rubato.core.request import Request
 from rubato.measure.goodput import Bounds
 from rubato.measure.http_client import Answer, BenchError, Endpoint, Target, TierField, ask, look, v1
 from rubato.measure.records import Client, Record, Run, verdict, versions

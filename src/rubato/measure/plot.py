@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.measure.records import Record, Run, summarise
 
 # Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.

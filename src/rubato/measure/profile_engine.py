@@ -17,7 +17,8 @@ import orjson
 
 from rubato.core.clock import Clock, WallClock
 from rubato.core.interfaces import Engine
-from rubato.core.types import Batch, Entry, Limits, Request, Sample, Sampling, Stage
+from rubato.core.plan import Batch, Entry, Limits, Sample
+from rubato.core.request import Request, Sampling, Stage
 from rubato.latency import affine, profiles, step_table
 from rubato.latency.fit_error import error_report
 from rubato.latency.profiles import aiconfigurator, packaged

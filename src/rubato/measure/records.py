@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.events import Verdict
+from rubato.core.request import Outcome, Request
 from rubato.core.slo import StageTimes, judge
-from rubato.core.types import Outcome, Request, Verdict
 from rubato.measure.confidence import ALL, Fate, proportion, wilson
 from rubato.measure.goodput import Bounds
 from rubato.workloads import Workload

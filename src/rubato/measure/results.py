@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.measure.confidence import Difference, Pair, default_block, paired
 from rubato.measure.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
 

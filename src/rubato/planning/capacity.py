@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run, versions
 from rubato.planning import feasibility, jobs

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from rubato.core.plan import Shape
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
-from rubato.core.types import Shape
 from rubato.planning.spec import Hardware, prefill_time
 from rubato.workloads import Arrival, Part, Workload
 

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from rubato.core.interfaces import Line
-from rubato.core.types import Sample, Shape
+from rubato.core.plan import Sample, Shape
 from rubato.latency.wrapped import Wrapped
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions

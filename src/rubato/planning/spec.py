@@ -19,7 +19,7 @@ import yaml
 
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
-from rubato.core.types import Limits, Shape
+from rubato.core.plan import Limits, Shape
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, memory, run_in_order
+from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Event, HandoffReason, Plan, Request, Role
+from rubato.core.plan import Plan, Role
+from rubato.core.request import HandoffReason, Request
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 

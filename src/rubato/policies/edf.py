@@ -21,8 +21,9 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import SeqView, View, untold
-from rubato.core.types import Event, Finished, Plan, Shape
+from rubato.core.plan import Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 PROBE = 256  # tokens of prefill whose marginal time stands for all

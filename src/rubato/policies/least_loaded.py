@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Event
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 

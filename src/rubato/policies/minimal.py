@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Event, Shape
+from rubato.core.plan import Shape
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 

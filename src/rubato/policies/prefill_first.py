@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, run_in_order, starting
+from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
 

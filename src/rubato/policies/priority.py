@@ -20,8 +20,9 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing
+from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = (
     "vLLM V1 scheduler with --scheduling-policy priority; priorities from SLOs, and turns for the starved, are ours"

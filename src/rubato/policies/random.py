@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Event
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import decode_first
+from rubato.core.events import Event
 from rubato.core.interfaces import View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, admit_in_order, decode_first, run_in_order, starting
+from rubato.core.events import Event
 from rubato.core.interfaces import View
-from rubato.core.types import Event, Plan
+from rubato.core.plan import Plan
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
 

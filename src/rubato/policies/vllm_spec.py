@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.batch_builder import Packing, admit_in_order, run_in_order, starting
+from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import Event, Plan, Work
+from rubato.core.plan import Plan, Work
 from rubato.policies import vllm
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rubato.core.types import Request
+from rubato.core.request import Request
 
 
 def spread(prompts: Sequence[Request], n: int) -> tuple[Request, ...]:

@@ -11,7 +11,7 @@ import math
 import orjson
 from fastapi.responses import Response
 
-from rubato.core.types import Finished
+from rubato.core.events import Finished
 
 # Refusals that waiting does not cure: the request itself is at fault.
 NEVER = ("rejected-invalid", "rejected-too-long", "rejected-exceeds-kv")

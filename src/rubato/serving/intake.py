@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from uuid import uuid4
 
-from rubato.core.types import Request
+from rubato.core.request import Request
 from rubato.serving import choices, schemas, slo_tiers, sse
 from rubato.serving.errors import ApiError
 from rubato.serving.response import Answer, Intake

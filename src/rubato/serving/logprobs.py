@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rubato.core.types import Logprob
+from rubato.core.plan import Logprob
 
 Spell = Callable[[int], bytes]
 

@@ -17,10 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from rubato.core.interfaces import View
-from rubato.core.slo import TOLERANCE
-from rubato.core.types import (
-    SLO,
+from rubato.core.events import (
     Demoted,
     Event,
     Finished,
@@ -28,13 +25,15 @@ from rubato.core.types import (
     Placed,
     Preempted,
     Promoted,
-    Request,
-    Shape,
     Started,
     Stepped,
     Tokens,
     Verdict,
 )
+from rubato.core.interfaces import View
+from rubato.core.plan import Shape
+from rubato.core.request import SLO, Request
+from rubato.core.slo import TOLERANCE
 
 MOST_REASONS = 32  # label values; a policy may refuse with any words
 OTHER = "other"

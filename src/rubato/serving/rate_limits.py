@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
+from rubato.core.events import Event, Finished, Offered
+from rubato.core.request import Request
 from rubato.core.slo import judge
-from rubato.core.types import Event, Finished, Offered, Request
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.event_bus import Listener, Listeners
 from rubato.serving.choices import firsts, prompt_of

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from rubato.core.interfaces import View
-from rubato.core.slo import deadlines
-from rubato.core.types import (
+from rubato.core.events import (
     Demoted,
     Event,
     Finished,
@@ -23,12 +21,14 @@ from rubato.core.types import (
     Placed,
     Preempted,
     Promoted,
-    Request,
     Started,
     Stepped,
     Tokens,
     Transferred,
 )
+from rubato.core.interfaces import View
+from rubato.core.request import Request
+from rubato.core.slo import deadlines
 from rubato.serving.choices import answer_of, firsts
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one

@@ -9,7 +9,9 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rubato.core.types import Event, Finished, Logprob, Request, Started, Tokens
+from rubato.core.events import Event, Finished, Started, Tokens
+from rubato.core.plan import Logprob
+from rubato.core.request import Request
 from rubato.serving import sse
 from rubato.serving.choices import firsts
 from rubato.serving.errors import ApiError, from_finished

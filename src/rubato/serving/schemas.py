@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from rubato.core.types import Sampling
+from rubato.core.request import Sampling
 from rubato.serving.errors import ApiError
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".

@@ -23,9 +23,9 @@ from fastapi import FastAPI
 
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.event_log import TraceWriter
+from rubato.core.events import Stepped
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.suggest import nearest
-from rubato.core.types import Stepped
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from rubato.core.types import SLO, Finished, Request
+from rubato.core.events import Finished
+from rubato.core.request import SLO, Request
 from rubato.serving.slo_tiers import BEST_EFFORT
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
 
-from rubato.core.types import SLO, OnDecline, Stage
+from rubato.core.request import SLO, OnDecline, Stage
 from rubato.serving.errors import ApiError
 from rubato.serving.schemas import LONGEST_NAME, SLOBody, StageBody
 

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import orjson
 
-from rubato.core.types import Finished, Logprob, Request
+from rubato.core.events import Finished
+from rubato.core.plan import Logprob
+from rubato.core.request import Request
 from rubato.serving import logprobs
 from rubato.serving.choices import firsts
 from rubato.serving.slo_report import report, served_tier, usage

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, cast
 
 from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
-from rubato.core.types import Request
+from rubato.core.request import Request
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker, cluster_of
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load

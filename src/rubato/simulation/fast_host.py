@@ -15,25 +15,14 @@ from heapq import heappush
 from itertools import repeat
 
 from rubato.core.clock import COMPLETION, PLAN, HandClock
+from rubato.core.events import Demoted, Event, Finished, Preempted, Promoted, Started
 from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, View
 from rubato.core.kv_blocks import blocks_for
+from rubato.core.plan import Limits, Plan, Recall, Role
 from rubato.core.plan_check import PlanError, check
 from rubato.core.replica import never
+from rubato.core.request import Outcome, Request
 from rubato.core.slo import StageTimes, judge
-from rubato.core.types import (
-    Demoted,
-    Event,
-    Finished,
-    Limits,
-    Outcome,
-    Plan,
-    Preempted,
-    Promoted,
-    Recall,
-    Request,
-    Role,
-    Started,
-)
 from rubato.simulation.decode_pool import Pool
 from rubato.simulation.due_times import Dues
 from rubato.simulation.fast_miss_cause import blame

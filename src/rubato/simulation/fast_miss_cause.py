@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import of_chunk, of_decode, of_idle
+from rubato.core.request import Cause
 from rubato.core.slo import TOLERANCE, deadlines
-from rubato.core.types import Cause
 from rubato.simulation.step_log import Log
 
 if TYPE_CHECKING:

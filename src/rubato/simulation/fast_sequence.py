@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from rubato.core.kv_blocks import blocks_for
+from rubato.core.request import Request, Stage
 from rubato.core.slo import TOLERANCE, Deadlines, deadlines
-from rubato.core.types import Request, Stage
 
 if TYPE_CHECKING:
     from rubato.simulation.fast_host import LeanHost

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import ANY, NO_BATCH, Shape
+from rubato.core.plan import ANY, NO_BATCH, Shape
 from rubato.simulation.due_times import Dues
 
 if TYPE_CHECKING:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.interfaces import LatencyModel, LengthPredictor
+from rubato.core.plan import Limits, Sample
+from rubato.core.request import Request
 from rubato.core.slo import StageTimes
 from rubato.core.timeline import Timeline, timelines
-from rubato.core.types import Event, Finished, Limits, Offered, Request, Sample, Tokens
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare

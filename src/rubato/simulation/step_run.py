@@ -12,7 +12,7 @@ import numpy as np
 
 from rubato.core.interfaces import LatencyModel, Line
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.engines.simulated import check_noise, factors
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.lengths import Floats, Ints, of
 from rubato.workloads.prompts import TEXTS, Count, with_texts

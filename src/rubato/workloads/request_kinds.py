@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads.lengths import Lengths, mean, of
 from rubato.workloads.workload import NO_SLO
 

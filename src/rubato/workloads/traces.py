@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.request import SLO
 from rubato.core.suggest import nearest
-from rubato.core.types import SLO
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, Promises
 from rubato.workloads.prompts import Count, with_texts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
-from rubato.core.types import SLO, Request, Sampling, Stage
+from rubato.core.request import SLO, Request, Sampling, Stage
 
 HASH_BLOCK = 512  # tokens that one id of `Arrival.blocks` stands for, in Mooncake's traces
 

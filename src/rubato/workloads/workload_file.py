@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from rubato.core.types import SLO
+from rubato.core.request import SLO
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Part, Workload
 
 FORMAT = "rubato-workload/2"

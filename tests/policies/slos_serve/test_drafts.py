@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.events import Event, Finished, Tokens, Verdict
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
+from rubato.core.plan import Plan, Tree, Work
 from rubato.core.plan_check import spelled_out
-from rubato.core.types import SLO, Event, Finished, Plan, Request, Sampling, Stage, Tokens, Tree, Verdict, Work
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rubato.core.events import Finished
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
-from rubato.core.types import SLO, Finished, Limits, OnDecline, Plan, Request, Sample, Sampling, Shape, Stage
+from rubato.core.plan import Limits, Plan, Sample, Shape
+from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, kernel_sum, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from rubato import policies
+from rubato.core.events import Event, Finished, Verdict
 from rubato.core.interfaces import Dispatch, View
 from rubato.core.length_prediction import Oracle
-from rubato.core.types import SLO, Event, Finished, Handoff, Limits, Progress, Request, Sampling, Stage, Verdict
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato import policies
+from rubato.core.events import Demoted, Finished, Tokens
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
-from rubato.core.types import SLO, Demoted, Finished, Limits, Plan, Request, Sampling, Shape, Stage, Tokens
+from rubato.core.plan import Limits, Plan, Shape
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler

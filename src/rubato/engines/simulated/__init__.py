@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from rubato.core.clock import COMPLETION, Clock
 from rubato.core.interfaces import KV, LatencyModel
+from rubato.core.plan import Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
+from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.core.suggest import nearest
-from rubato.core.types import Batch, Emitted, Entry, Limits, Logprob, Request, Shape, StepResult
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
 from rubato.latency import profiles
 

@@ -15,7 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
-from rubato.core.types import Request, Tree
+from rubato.core.plan import Tree
+from rubato.core.request import Request
 
 STREAM = 0xACC  # apart from arrivals, lengths and noise
 BLOCK = 64  # tokens drawn at once

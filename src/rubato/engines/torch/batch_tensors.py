@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rubato.core.types import Batch, Entry
+from rubato.core.plan import Batch, Entry
 from rubato.engines.torch import cpu_ops
 
 SPREAD = 1.5  # decodes share one attention call when the longest has at most this many times the blocks of the shortest

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rubato.core.types import Entry
+from rubato.core.plan import Entry
 from rubato.engines.torch import cpu_kernels, llvm_jit
 from rubato.engines.torch.cpu_kernels import ROWS, STEP, UNIT
 from rubato.engines.torch.model_config import Config

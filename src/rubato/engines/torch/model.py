@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rubato.core.types import Batch, Entry
+from rubato.core.plan import Batch, Entry
 from rubato.engines.torch import cpu_ops
 from rubato.engines.torch.batch_tensors import Chunk, Decodes, Packed, Seen, pack
 from rubato.engines.torch.model_config import Config

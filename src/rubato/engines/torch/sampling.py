@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rubato.core.types import Logprob, Sampling
+from rubato.core.plan import Logprob
+from rubato.core.request import Sampling
 
 NUCLEUS = 1024  # tokens looked at first for top-p: a sort of the whole vocabulary is needed only by very flat rows
 MOST_LOGPROBS = 20  # OpenAI's bound

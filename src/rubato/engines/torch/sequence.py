@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from rubato.core.plan import Emitted, FinishReason, Logprob
+from rubato.core.request import Progress, Request
 from rubato.core.stop_strings import StopText
-from rubato.core.types import Emitted, FinishReason, Logprob, Progress, Request
 from rubato.engines.torch.sampling import Choice
 from rubato.engines.torch.tokenizer import Detokeniser
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
-from rubato.core.types import Limits, Plan
+from rubato.core.plan import Limits, Plan
 from rubato.engines.vllm.bookkeeping import Control, log, settings_of
 
 

@@ -8,8 +8,8 @@ from math import inf
 from typing import Any, cast
 
 from rubato.core.interfaces import LengthPredictor
+from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.core.sequence import Seq as Books
-from rubato.core.types import SLO, OnDecline, Request, Sampling, Stage
 
 PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")

@@ -10,8 +10,10 @@ from statistics import mean, median
 
 import numpy as np
 
+from rubato.core.events import Event, Finished, Offered, Stepped
+from rubato.core.plan import Sample, Shape
+from rubato.core.request import SLO
 from rubato.core.timeline import Timeline, steps, timelines
-from rubato.core.types import SLO, Event, Finished, Offered, Sample, Shape, Stepped
 from rubato.latency import affine
 from rubato.latency.fit import fit
 from rubato.latency.fit_error import Report

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rubato.core import event_log
-from rubato.core.types import SLO, Event, Limits, Offered
+from rubato.core.events import Event, Offered
+from rubato.core.plan import Limits
+from rubato.core.request import SLO
 from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, pace, promises, say, scaled
 from rubato.experiments.fidelity.table import Cell, Rule, figures
 from rubato.latency import affine

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.types import Limits
+from rubato.core.plan import Limits
 from rubato.latency import kernel_sum
 from rubato.latency.model_dims import Dims
 from rubato.latency.models import MODELS

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from rubato.core.batch_builder import Packing, memory
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import NOTHING, Shape
+from rubato.core.plan import Shape
+from rubato.core.request import NOTHING
 
 
 class Filling:

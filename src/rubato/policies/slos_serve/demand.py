@@ -12,7 +12,7 @@ import numpy as np
 
 from rubato.core.batch_builder import memory, remaining
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import Shape
+from rubato.core.plan import Shape
 from rubato.policies.slos_serve.budget import Job
 
 PROBE = 512  # tokens of prefill whose time stands for all

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from math import ceil, floor, inf, sqrt
 
 from rubato.core.batch_builder import remaining
+from rubato.core.events import Event, Finished, HandedOff, Preempted, Tokens
 from rubato.core.interfaces import SeqView, View
-from rubato.core.types import Event, Finished, HandedOff, Plan, Preempted, Request, Shape, Tokens, Work
+from rubato.core.plan import Plan, Shape, Work
+from rubato.core.request import Request
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import Machine, counted, round_of
 from rubato.policies.slos_serve.speculation import LONGEST, Tier, best_lengths, expected, keeping_up

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.types import Event, Finished
 from rubato.policies.slos_serve.scheduler import DECLINED, Scheduler
 
 BACKUPS = ("best_effort", "refuse")

@@ -9,9 +9,11 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from rubato.core.batch_builder import memory
+from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.plan import Plan, Shape
+from rubato.core.request import SATURATED
 from rubato.core.slo import TOLERANCE
-from rubato.core.types import SATURATED, Event, Finished, HandedOff, Plan, Shape
 from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
 from rubato.policies.slos_serve.batches import Filling
 from rubato.policies.slos_serve.budget import Grid, Job, room

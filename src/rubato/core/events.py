@@ -1,0 +1,149 @@
+"""What happens to requests and replicas, in order: all that metrics, logs and clients know. Times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rubato.core.plan import Logprob, Shape
+from rubato.core.request import Cause, Outcome, Request
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as happened
+else:
+
+    def happened(*, frozen: bool, slots: bool) -> Any:
+        """For mypy `dataclass`. Making a frozen one takes four times as long, and a simulation makes little else."""
+        return dataclass(slots=slots, unsafe_hash=frozen)
+
+
+# --------------------------------------------------------------------------- what happened
+
+
+@happened(frozen=True, slots=True)
+class Verdict:
+    """The judgement of one finished request (`slo.judge`). Measured times in seconds, None where there is none.
+
+    met: every stage met every SLO it carries (True for a completed best-effort request). cause: of a miss, where it was
+    worked out; else None.
+    ttft is measured from arrival; tpot is the mean over the tokens after the first, of each prompt where there are
+    several; e2e leaves out the time that tools took.
+    margin: seconds to spare at the tightest token (negative: late by that much), None without an SLO.
+    """
+
+    met: bool
+    rule: str
+    cause: Cause | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    margin: float | None = None
+
+
+@happened(frozen=True, slots=True)
+class Event:
+    """Something happened to request `id` at time `at`."""
+
+    at: float
+    id: str
+
+
+@happened(frozen=True, slots=True)
+class Offered(Event):
+    request: Request
+
+
+@happened(frozen=True, slots=True)
+class Placed(Event):
+    replica: str
+
+
+@happened(frozen=True, slots=True)
+class Started(Event):
+    """The first work of this sequence since it waited. `resumed`: after a preemption, or on another replica than
+    before. cached: tokens whose KV was there already (prefix cache, or its group's prompt)."""
+
+    resumed: bool = False
+    cached: int = 0
+
+
+@happened(frozen=True, slots=True)
+class Tokens(Event):
+    """Output tokens came out. stage_done: the last of `stage`; the next stage began with it, or begins when its tool
+    has returned. tried: drafted tokens that were put to the test, of which all but one of `tokens` were right."""
+
+    tokens: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    stage: int = 0
+    logprobs: tuple[Logprob, ...] = ()
+    stage_done: bool = False
+    tried: int = 0
+
+
+@happened(frozen=True, slots=True)
+class Preempted(Event):
+    pass
+
+
+@happened(frozen=True, slots=True)
+class Returned(Event):
+    """A tool has returned: the stage that waited for it begins, and the request waits to run."""
+
+
+@happened(frozen=True, slots=True)
+class HandedOff(Event):
+    """A replica gave up this request: `request.handoff` says which, why and with how much KV, `request.progress` what
+    it had received. It is held again until a router places it."""
+
+    request: Request
+
+
+@happened(frozen=True, slots=True)
+class Transferred(Event):
+    """The KV of `tokens` tokens, `size` bytes, has come to `replica` from `source`; the request runs on there."""
+
+    replica: str
+    source: str
+    tokens: int
+    size: int
+
+
+@happened(frozen=True, slots=True)
+class Lost(Event):
+    """The replica that served this request is gone; the request is held again, with what it had received."""
+
+    replica: str
+
+
+@happened(frozen=True, slots=True)
+class Demoted(Event):
+    pass
+
+
+@happened(frozen=True, slots=True)
+class Promoted(Event):
+    pass
+
+
+@happened(frozen=True, slots=True)
+class Finished(Event):
+    """The one last event of every request, whatever became of it.
+
+    reason: "stop" | "length" for completed; the reject reason, the error or the client's act otherwise.
+    best_effort: the tier actually served was best effort when it ended. output: tokens out in all.
+    """
+
+    outcome: Outcome
+    reason: str
+    verdict: Verdict
+    output: int = 0
+    best_effort: bool = False
+
+
+@happened(frozen=True, slots=True)
+class Stepped(Event):
+    """A replica (`id`) planned and ran a batch of `shape` in `seconds`."""
+
+    shape: Shape
+    seconds: float

@@ -1,0 +1,234 @@
+"""What a replica can take, a plan for one step, the batch made of it, and what an engine returns.
+
+Frozen; times in seconds, lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from rubato.core.request import NOTHING, HandoffReason
+
+Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
+
+
+# --------------------------------------------------------------------------- what a step is made of
+
+Phase = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a replica is for, as a Router or an Autoscaler assigns it and both policies read it.
+
+    tier: the one it serves ("" = any). group: of replicas that work together. kind: a policy's own word, such as lp,
+    hp, best_effort or pending.
+    """
+
+    phase: Phase = "both"
+    tier: str = ""
+    group: str = ""
+    kind: str = ""
+
+
+ANY = Role()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
+
+    max_seqs: int  # sequences in one batch
+    max_tokens: int  # tokens in one batch
+    max_length: int  # prompt + output of one sequence (the model's context)
+    kv_blocks: int  # blocks of KV memory
+    block: int  # tokens a block holds
+    max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
+
+    def blocks(self, tokens: int) -> int:
+        """KV blocks that so many tokens of one sequence take."""
+        return -(-tokens // self.block)
+
+
+class Shape(NamedTuple):
+    """The features of a batch that its step time depends on; adding up two shapes' features joins two batches.
+
+    Each entry runs `c` tokens on top of `k` tokens already cached.
+    tokens = Σ c;  seqs = entries;  kv = Σ (k + c), KV tokens read;  spec_steps = draft steps. Over the chunks alone,
+    entries with c > 1:  chunks = how many;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);  chunk_kv =
+    Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. A log from before `chunks` and `chunk_kv` were
+    kept has 0 in both.
+    """
+
+    tokens: int = 0
+    seqs: int = 0
+    kv: int = 0
+    chunk_context: int = 0
+    chunk_sq: int = 0
+    spec_steps: int = 0
+    chunks: int = 0
+    chunk_kv: int = 0
+
+    def plus(self, tokens: int, cached: int) -> Shape:
+        """This batch with one more entry of `tokens` tokens on top of `cached`."""
+        all_, seqs, kv, context, square, spec, chunks, chunk_kv = self
+        more = cached + tokens
+        if tokens <= 1:
+            return Shape(all_ + tokens, seqs + 1, kv + more, context, square, spec, chunks, chunk_kv)
+        return Shape(
+            all_ + tokens, seqs + 1, kv + more, context + tokens * cached, square + tokens * tokens, spec, chunks + 1,
+            chunk_kv + more,
+        )  # fmt: skip
+
+    def minus(self, tokens: int, cached: int) -> Shape:
+        """This batch without one entry that `plus` gave it."""
+        all_, seqs, kv, context, square, spec, chunks, chunk_kv = self
+        less = cached + tokens
+        if tokens <= 1:
+            return Shape(all_ - tokens, seqs - 1, kv - less, context, square, spec, chunks, chunk_kv)
+        return Shape(
+            all_ - tokens, seqs - 1, kv - less, context - tokens * cached, square - tokens * tokens, spec, chunks - 1,
+            chunk_kv - less,
+        )  # fmt: skip
+
+
+NO_BATCH = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured step: what ran and the seconds it took."""
+
+    shape: Shape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself), and all
+    up to it is right with probability paths[i], which never rises along a path. A chain is a tree of one leaf."""
+
+    parents: tuple[int, ...]
+    paths: tuple[float, ...]
+
+
+class Work(NamedTuple):
+    """Run `tokens` of a sequence's pending tokens in this step (1 for a decode, more for a chunk of prefill).
+
+    Of a sequence that samples: verify, the nodes of its candidate tree (`SeqView.draft`) to run along, parents with
+    their children; draft, (depth, width) of the tree to draft at the end of the step, for the next plan to see.
+    """
+
+    seq: str
+    tokens: int
+    verify: tuple[int, ...] = ()
+    draft: tuple[int, int] | None = None
+
+
+class Plan(NamedTuple):
+    """One step, decided by a Scheduler. Applied in this order: drop, handoff, preempt, demote, promote, work.
+
+    drop: seq -> reason, refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
+    one that has not begun.
+    handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
+    until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
+    without_kv: of those handed off, who give up their KV here and now: they are prefilled again where they go on.
+    preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
+    demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
+
+    decode: one token of every running sequence that has one pending and stays, beside `work`, which then names none of
+    them. steady: the plan of each of so many further steps would be this one again, its work cut to what is pending by
+    then (whose prompt is through decodes with the rest); unless something arrives, is cancelled or lacks KV, or a
+    prompt or a stage ends while somebody waits or prefills. Whoever simulates may carry these steps out without asking.
+    """
+
+    work: tuple[Work, ...] = ()
+    preempt: tuple[str, ...] = ()
+    demote: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    drop: Mapping[str, str] = NOTHING
+    wake_at: float | None = None
+    decode: bool = False
+    steady: int = 0
+    handoff: Mapping[str, HandoffReason] = NOTHING
+    without_kv: frozenset[str] = frozenset()
+
+
+class Entry(NamedTuple):
+    """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position).
+
+    sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
+    tree, the last of `count`; their KV follows that of the pending tokens, in this order. draft: as in `Work`.
+    """
+
+    seq: str
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple's method
+    blocks: tuple[int, ...]
+    sample: bool
+    verify: tuple[int, ...] = ()
+    draft: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """spec_steps: steps that the drafter runs at the end, the deepest of the drafts asked for."""
+
+    entries: tuple[Entry, ...] = ()
+    spec_steps: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        tokens = kv = context = square = chunks = chunk_kv = 0
+        for e in self.entries:
+            tokens += e.count
+            kv += e.start + e.count
+            if e.count > 1:
+                context += e.count * e.start
+                square += e.count * e.count
+                chunks += 1
+                chunk_kv += e.start + e.count
+        return Shape(tokens, len(self.entries), kv, context, square, self.spec_steps, chunks, chunk_kv)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A chosen token's natural log probability under the model (before temperature, cuts and penalties), and those of
+    the likeliest tokens, descending: (id, logprob) pairs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Emitted(NamedTuple):
+    """What one sequence got out of a step: `tokens` new tokens, their ids where there is a model, and the text that is
+    final by now (never half a character, never the beginning of a stop string).
+
+    finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
+    logprobs: one a token, where the request asked for them. More than one token only after verification: all but one
+    were drafted and accepted. tried: drafted tokens put to the test, the accepted and the one (with its siblings) that
+    was wrong. draft: the candidates for what comes next, where the batch asked for them.
+    """
+
+    tokens: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    stage_done: bool = False
+    logprobs: tuple[Logprob, ...] = ()
+    tried: int = 0
+    draft: Tree | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per sequence that sampled, what came out. `seconds`: the engine's own measure of the step, in its clock."""
+
+    emitted: Mapping[str, Emitted]
+    seconds: float

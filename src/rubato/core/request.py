@@ -1,0 +1,184 @@
+"""A request as it is offered: its SLOs, stages and sampling, and what it has received when it moves between replicas.
+
+Frozen; times in seconds, lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+# --------------------------------------------------------------------------- what a client asks for
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What one stage of a request is promised, in seconds; None = not promised, all None = best effort.
+
+    ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
+    e2e: last token within this of the request's arrival.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot", "e2e"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ValueError(f"slo.{name} is {value!r} s: give a positive, finite number of seconds, or none")
+
+    @property
+    def best_effort(self) -> bool:
+        return self.ttft is None and self.tpot is None and self.e2e is None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A prefill of `prompt` tokens (0 in a decode-only stage) and then a decode, with SLOs of their own.
+
+    ends: "eos" (end of text, a stop string or max_tokens) or a literal such as "</think>" after which the next stage
+    begins. `token_ids` are the prompt's ids where an engine needs them; simulation leaves them empty. tool: the prompt
+    is what a tool returns, and the stage begins when it has (`Cluster.resume`), not when the one before it is done.
+    """
+
+    prompt: int
+    slo: SLO = SLO()
+    ends: str = "eos"
+    token_ids: tuple[int, ...] = ()
+    tool: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompt < 0:
+            raise ValueError(f"stage.prompt is {self.prompt}: give the number of prompt tokens, 0 or more")
+        if self.token_ids and len(self.token_ids) != self.prompt:
+            raise ValueError(f"stage.prompt says {self.prompt} tokens but token_ids holds {len(self.token_ids)}")
+        if self.tool and not self.prompt:
+            raise ValueError("stage.prompt is 0 after a tool: what it returns has at least one token")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How output tokens are chosen and when they end. temperature 0 = greedy; top_k 0 = off; stop = literal strings.
+
+    min_p: tokens less likely than this share of the likeliest are left out (0 = off). Penalties as OpenAI (presence,
+    frequency; over output tokens; 0 = off) and Hugging Face (repetition; over prompt and output; 1 = off) define them.
+    stop_ids: token ids that end the output as eos does. ignore_eos: go on to max_tokens whatever the model says
+    (vLLM's field: fixed lengths for benchmarks). logprobs: how many of the likeliest tokens to report beside each
+    chosen one's log probability (0: the chosen one's alone; None: none).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+OnDecline = Literal["best_effort", "refuse"]
+Outcome = Literal["completed", "refused", "failed", "cancelled"]
+Cause = Literal[
+    "queue", "prefill interference", "decode interference", "preemption", "transfer", "refused", "failed", "client"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a request had received where it was served before: it moves with the request to another replica.
+
+    starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
+    far, in order (empty in simulation). demoted: it was served as best effort. lost: seconds by cause (`Verdict`).
+    Times are in the clock of who places it.
+    """
+
+    starts: tuple[float, ...]
+    times: tuple[tuple[float, ...], ...]
+    token_ids: tuple[int, ...] = ()
+    demoted: bool = False
+    lost: Mapping[Cause, float] = field(default_factory=dict)
+
+
+HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Why a replica gave up a request that is to go on at another, at time `at`.
+
+    reason: the scheduler's ("prefilled", "declined", "offloaded"), or "recalled" by the router. cached: tokens whose KV
+    goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled again. hops: how often
+    it has been handed off so far, this time included.
+    """
+
+    source: str
+    reason: HandoffReason
+    at: float
+    cached: int = 0
+    hops: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as offered. `arrival` is in the clock's seconds; on_decline: what a client wants when its SLO
+    cannot be met: to be served late as best effort, or to be refused at once.
+
+    group: requests that name the same one have the same prompt, go to the same replica and share the prompt's KV (the
+    choices of `n` > 1). progress: of a request that began on another replica. handoff: of one that the replica it was
+    on gave up; it has left its group.
+    """
+
+    id: str
+    stages: tuple[Stage, ...]
+    arrival: float
+    tier: str = "default"
+    tenant: str = "default"
+    app: str = ""
+    sampling: Sampling = Sampling()
+    on_decline: OnDecline = "best_effort"
+    group: str = ""
+    progress: Progress | None = None
+    handoff: Handoff | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0].prompt < 1:
+            raise ValueError(f"request {self.id!r} has no prompt: its first stage needs at least one token")
+        if self.stages[0].tool:
+            raise ValueError(f"request {self.id!r} begins with a tool: it is offered when that has returned")
+        if self.sampling.max_tokens < 1:
+            raise ValueError(f"request {self.id!r} has max_tokens {self.sampling.max_tokens}: give 1 or more")
+
+    @property
+    def prompt(self) -> int:
+        """Prompt tokens, of all stages."""
+        stages = self.stages
+        return stages[0].prompt if len(stages) == 1 else sum([stage.prompt for stage in stages])
+
+    @property
+    def tools(self) -> bool:
+        """Whether it is to wait for one."""
+        return len(self.stages) > 1 and any(stage.tool for stage in self.stages)
+
+    @property
+    def best_effort(self) -> bool:
+        for stage in self.stages:  # noqa: SIM110  `all` takes twice as long, for every request in every step
+            if not stage.slo.best_effort:
+                return False
+        return True
+
+
+# Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a
+# third of the time that frozen dataclasses do.
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+SATURATED = "rejected-saturated"  # the reason of a refusal because too many wait; over HTTP a 429 with Retry-After
