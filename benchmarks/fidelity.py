@@ -17,13 +17,13 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rubato.experiments.fidelity.fit_run import Learned, say
+from rubato.experiments.fidelity.fit_run import LearnedModel, say
 from rubato.experiments.fidelity.live_runs import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
 from rubato.experiments.fidelity.table import table
 from rubato.measure import results
 
 
-def told(what: Learned, rate: float, scale: Scale, threads: int | None) -> str:
+def told(what: LearnedModel, rate: float, scale: Scale, threads: int | None) -> str:
     """What stands above the table."""
     assert what.inside is not None
     assert what.held_out is not None

@@ -25,7 +25,7 @@ from rubato.core.request import SLO
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run
-from rubato.planning.spec import Choice
+from rubato.planning.spec import PolicyChoice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
 
@@ -54,7 +54,7 @@ def attained(run: Run) -> tuple[int, int]:
     return sum(r.verdict.met for r in asked), len(asked)
 
 
-def rate_of(stage: Stage, choice: Choice, warm: demo.WarmUp) -> float:
+def rate_of(stage: Stage, choice: PolicyChoice, warm: demo.WarmUp) -> float:
     """Requests/s at which it attains 90 %."""
 
     def attained_at(rate: float) -> float:
@@ -78,7 +78,7 @@ def found(attained_at: Callable[[float], float], rate: float, policy: str) -> fl
     return demo.held(tries, policy)
 
 
-def row(choice: Choice, seed: int, run: Run) -> dict[str, Any]:
+def row(choice: PolicyChoice, seed: int, run: Run) -> dict[str, Any]:
     met, offered = attained(run)
     of = {tier: [r for r in run.records if r.tier == tier] for tier in run.workload.tiers}
     patient = [r for r in run.records if r.tier == PATIENT or r.best_effort]
@@ -136,10 +136,10 @@ def main() -> None:
         warm = stage.warm_up()
         slos = warm.slos
         budget = stage.tuned_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))
-        sarathi = Choice("sarathi", {"budget": budget})
+        sarathi = PolicyChoice("sarathi", {"budget": budget})
         rate = args.rate or rate_of(stage, sarathi, warm)
         print(f"{sarathi.label} holds {rate:.2f}/s; offered: {demo.OVERLOAD * rate:.2f}/s", flush=True)
-        choices = [sarathi if name == "sarathi" else Choice.parse(name) for name in args.policy or POLICIES]
+        choices = [sarathi if name == "sarathi" else PolicyChoice.parse(name) for name in args.policy or POLICIES]
         rows = []
         for seed in range(1, args.seeds + 1):
             load = loads(stage, warm, rate, args.seconds, seed)

@@ -10,7 +10,7 @@ import pytest
 from rubato.cli.main import main
 from rubato.core.plan import Shape
 from rubato.latency.profiles import load
-from rubato.planning.spec import packaged
+from rubato.planning.spec import packaged_hardware
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
@@ -40,13 +40,13 @@ def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys:
     assert main(words) == 0
     again = json.loads(Path(out).read_text())
     assert [c["tiers"] for c in again["cells"]] == [c["tiers"] for c in data["cells"]]
-    assert "7 of 8 cells were in the file already" in again["notes"][0]
+    assert "7 of 8 jobs were in the file already" in again["notes"][0]
     assert "1 half-written line dropped" in again["notes"][1]
     assert "co_chunk:budget=64@minimal" in Path(report).read_text()
     assert "1 half-written line dropped" in capsys.readouterr().out
     assert main([*words, "--noise", "0.1"]) == 2
     assert (
-        "holds the cells of another run (what differs: sweep.settings.0.noise, sweep.settings.1.noise)"
+        "holds the jobs of another run (what differs: sweep.settings.0.noise, sweep.settings.1.noise)"
         in capsys.readouterr().err
     )
 
@@ -121,7 +121,7 @@ def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureF
     assert (hardware["name"], hardware["gpus"]) == ("opt-13b-a100", 1)
     assert hardware["limits"]["kv_blocks"] == load("opt-13b-a100").kv_tokens // 16
     assert main([*words, "--profile", "opt-13b-a100", "--cells", str(cells)]) == 0  # step times have the same digest
-    assert "1 of 1 cells were in the file already" in json.loads(out.read_text())["notes"][0]
+    assert "1 of 1 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     without = tmp_path / "without.json"
     without.write_text(json.dumps(load("opt-13b-a100").to_json() | {"kv_tokens": None}))
     assert main([*words, "--profile", str(without)]) == 2
@@ -132,12 +132,12 @@ def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_step_times_keep_their_digest_when_they_have_been_asked_for() -> None:
-    machine = packaged("opt-13b-a100")
+    machine = packaged_hardware("opt-13b-a100")
     before = machine.describe()
     for batch in (1, 3, 70):
         machine.model.step_time(Shape(batch, batch, 900 * batch))
-    assert machine.describe() == before == packaged("opt-13b-a100").describe()
-    assert packaged("opt-6.7b-a100-40g").describe()["model"] != before["model"]
+    assert machine.describe() == before == packaged_hardware("opt-13b-a100").describe()
+    assert packaged_hardware("opt-6.7b-a100-40g").describe()["model"] != before["model"]
 
 
 FAULTY = """

@@ -11,9 +11,9 @@ from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import timelines
-from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, outside
+from rubato.experiments.fidelity.fit_run import LearnedModel, delivered, learn, lengthened, outside
 from rubato.experiments.fidelity.live_runs import apart, at_least
-from rubato.experiments.fidelity.table import Cell, Figures, Off, Rule, figures, table
+from rubato.experiments.fidelity.table import Cell, Deviation, Figures, Rule, figures, table
 from rubato.latency import affine
 from rubato.simulation.simulate import Setup, simulate, simulated_run
 from rubato.workloads import Workload
@@ -37,10 +37,10 @@ def events(asked: Workload, policy: str, **settings: object) -> list[Event]:
 def test_the_fit_run_gives_back_what_was_put_in() -> None:
     """Step times with a spread of 15 %, and 30 ms outside the server until the first token, 20 ms at the last."""
     asked = load(7)
-    known = Learned(TRUE, TRUE, noise=0.15, first=0.03, last=0.02)
+    known = LearnedModel(TRUE, TRUE, noise=0.15, first=0.03, last=0.02)
     server = Setup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
     client = delivered(simulated_run(asked, server), known)
-    found = learned(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
+    found = learn(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
     assert (found.first, found.last) == (pytest.approx(0.03), pytest.approx(0.02))
     assert found.gap == pytest.approx(0.0, abs=1e-9)
     assert found.noise == pytest.approx(0.15, rel=0.15)
@@ -115,12 +115,12 @@ def test_ttft_is_judged_where_the_rule_says_so(two: float, simulated: float, hol
 
 def test_a_share_of_the_bound_has_the_spread_of_the_seeds() -> None:
     """Two seeds, off by 2 and 4 % where 6 % are allowed: t is 12.7, the half width 12.7 %."""
-    both = Off(-0.03, 0.06, (-0.02, -0.04)).share()
+    both = Deviation(-0.03, 0.06, (-0.02, -0.04)).share()
     assert (both.value, both.low) == (pytest.approx(0.5), 0.0)
     assert both.high == pytest.approx((0.03 + 12.706 * 0.01) / 0.06, rel=1e-4)
-    alike = Off(0.03, 0.06, (0.03, 0.03, 0.03)).share()
+    alike = Deviation(0.03, 0.06, (0.03, 0.03, 0.03)).share()
     assert alike.low == pytest.approx(alike.high)
-    assert Off(0.03, 0.06, (0.03,)).share().high == inf
+    assert Deviation(0.03, 0.06, (0.03,)).share().high == inf
 
 
 def test_runs_on_one_server_are_told_apart() -> None:

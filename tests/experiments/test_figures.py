@@ -42,7 +42,7 @@ def test_a_figure_gives_its_claims_and_its_checks_hold(name: str) -> None:
         assert claim["low"] <= claim["ours"] <= claim["high"]
     figure = experiments.load(name)
     assert figure.SECONDS > 0.0
-    assert len(figure.cells(False)) >= len(figure.cells(True)) > 0
+    assert len(figure.jobs(False)) >= len(figure.jobs(True)) > 0
 
 
 def test_the_claims_file_and_the_figures_are_the_same() -> None:
@@ -119,7 +119,7 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
     assert kept.exists()
     assert main(words) == 0
     assert "about 0.1 s of one core; if interrupted, the same command goes on" in capsys.readouterr().err
-    assert "3 of 3 cells were in the file already" in json.loads(out.read_text())["notes"][0]
+    assert "3 of 3 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     assert not kept.exists()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.experiments.littles_law import little
+from rubato.experiments.littles_law import littles_law
 from rubato.policies import describe, load
 from tests.planning.machine import mix, setting
 
@@ -18,7 +18,7 @@ SCHEDULERS = sorted({n for n, kind, *_ in describe() if kind == "scheduler" and 
 @pytest.mark.parametrize("rate", [3.0, 80.0])
 def test_on_every_policys_runs(policy: str, rate: float) -> None:
     run = setting(policy, replicas=2).run(mix().make(1).rescaled(rate))
-    found = little(run)
+    found = littles_law(run)
     assert found.gap < 1e-9
     assert found.in_system > 0.0
     assert found.left_out == sum(record.outcome != "completed" for record in run.records)
@@ -33,12 +33,12 @@ def test_a_record_that_contradicts_itself_is_named() -> None:
         replace(first, times=first.times[::-1]),
     ):
         with pytest.raises(ValueError, match="mix-0"):
-            little(replace(run, records=(bad, *run.records[1:])))
+            littles_law(replace(run, records=(bad, *run.records[1:])))
     with pytest.raises(ValueError, match="completed no request"):
-        little(replace(run, records=()))
+        littles_law(replace(run, records=()))
 
 
 def test_a_moment_lost_between_tokens_and_verdicts_is_a_gap() -> None:
     run = setting().run(mix().make(0))
     late = [replace(r, times=(*r.times[:-1], r.times[-1] + 0.01)) for r in run.records]
-    assert little(replace(run, records=tuple(late))).gap > 1e-3
+    assert littles_law(replace(run, records=tuple(late))).gap > 1e-3

@@ -65,7 +65,7 @@ def test_requests_that_end_otherwise_are_counted_one_by_one() -> None:
 
 
 def test_a_full_run_says_what_it_lacks_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [cell.key for cell in figure.cells(False)] == [
+    assert [cell.key for cell in figure.jobs(False)] == [
         f"{policy} load={load}" for policy in ("vllm", "edf") for load in (0.6, 0.9, 1.2)
     ]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

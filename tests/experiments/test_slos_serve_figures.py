@@ -12,17 +12,17 @@ from rubato.core.events import Verdict
 from rubato.core.request import SLO
 from rubato.experiments import claims
 from rubato.experiments import slos_serve_capacity as capacity
-from rubato.experiments._recording_slos_serve import Log, Scheduler
-from rubato.experiments.slos_serve_capacity import Rates, Tries, stages, verdicts
+from rubato.experiments._recording_slos_serve import PromiseLog, Scheduler
+from rubato.experiments.slos_serve_capacity import Rates, RateTrials, stages, verdicts
 from rubato.experiments.slos_serve_coder_load import here
 from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.measure.records import Record, Run
-from rubato.workloads import Arrival, Part, Workload
+from rubato.workloads import Arrival, OfferedStage, Workload
 from tests.policies.test_tables import prompt, seen
 
 TWO = SLO(ttft=1.0, tpot=0.1)
 LATER = SLO(tpot=0.2)
-STAGED = Arrival("q", 5.0, "chat", "", 10, 5, parts=(Part(10, 2, TWO), Part(0, 3, LATER)))
+STAGED = Arrival("q", 5.0, "chat", "", 10, 5, parts=(OfferedStage(10, 2, TWO), OfferedStage(0, 3, LATER)))
 
 
 def test_stages_are_told_apart_by_their_outputs() -> None:
@@ -80,7 +80,7 @@ def test_ratios_are_to_the_best_baseline_seed_by_seed() -> None:
     assert rates.mean_ratio(("sarathi",), "windowed", 0.98).value == pytest.approx(8.0)
 
 
-class Tried(Tries):
+class Tried(RateTrials):
     """Attains 95 % up to one rate and all up to another, else half."""
 
     def __init__(self, most: float, all_: float) -> None:
@@ -154,13 +154,13 @@ def test_promises_broken_are_counted_over_all_scenarios_seed_by_seed() -> None:
 
 
 def test_a_promise_that_was_given_up_is_still_counted() -> None:
-    log = Log()
+    log = PromiseLog()
     scheduler = Scheduler(margin=0.1, log=log)
     a = prompt("a", 60, ttft=0.1)
     scheduler.plan(seen([a], []))
     assert scheduler.plan(seen([a], [], now=0.05)).demote == ("a",)  # nothing was run, and 70 ms are needed
     assert not scheduler.promised
-    assert log == Log({"a"}, [0.1, 0.1])
+    assert log == PromiseLog({"a"}, [0.1, 0.1])
 
 
 def test_what_a_run_kept() -> None:

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from rubato.measure.confidence import Fate, Pair, paired, proportion, unpaired, wilson
+from rubato.measure.confidence import PairedOutcome, RequestOutcome, paired, proportion, unpaired, wilson
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_wilson_knows_nothing_of_nothing_and_refuses_nonsense():
 
 
 def one(at, a, b, tier="t", workload="w"):
-    return Pair(workload, at, tier, bool(a), bool(b))
+    return PairedOutcome(workload, at, tier, bool(a), bool(b))
 
 
 def test_a_difference_without_noise_has_an_interval_without_width():
@@ -63,7 +63,7 @@ def test_rounds_of_one_workload_do_not_count_as_new_evidence_about_time():
     same = paired(pairs * 3, {"w": 100.0})["all"]  # three rounds that came out alike
     assert same.offered_b == 600
     assert (same.difference_low, same.difference_high) == pytest.approx((once.difference_low, once.difference_high))
-    others = [Pair(f"w{k}", p.at, p.tier, p.met_a, p.met_b) for k in range(3) for p in pairs]
+    others = [PairedOutcome(f"w{k}", p.at, p.tier, p.met_a, p.met_b) for k in range(3) for p in pairs]
     apart = paired(others, {f"w{k}": 100.0 for k in range(3)})["all"]  # three workloads: three times the evidence
     assert apart.difference_high - apart.difference_low < 0.75 * (once.difference_high - once.difference_low)
 
@@ -102,7 +102,7 @@ def test_nothing_to_compare_is_an_error():
 
 
 def alone(pairs, side, workload="w"):
-    return [Fate(workload, p.at, p.tier, p.met_a if side == "a" else p.met_b) for p in pairs]
+    return [RequestOutcome(workload, p.at, p.tier, p.met_a if side == "a" else p.met_b) for p in pairs]
 
 
 def test_unpaired_runs_cover_a_planted_difference():
@@ -117,12 +117,12 @@ def test_unpaired_runs_cover_a_planted_difference():
 
 
 def test_unpaired_ratios_are_of_rates():
-    a = [Fate("w", i / 2, "t", i % 4 != 0) for i in range(120)]  # 90 met in 60 s
-    b = [Fate("v", i / 4, "t", i % 2 == 0) for i in range(120)]  # 60 met in 30 s
+    a = [RequestOutcome("w", i / 2, "t", i % 4 != 0) for i in range(120)]  # 90 met in 60 s
+    b = [RequestOutcome("v", i / 4, "t", i % 2 == 0) for i in range(120)]  # 60 met in 30 s
     found = unpaired(a, b, {"w": 60.0}, {"v": 30.0}, (60.0, 30.0))["t"]
     assert (found.met_a, found.met_b, found.difference, found.ratio) == (90, 60, 0.25, 0.75)
     with pytest.raises(ValueError, match="share no tier"):
-        unpaired(a, [Fate("v", 0.0, "u", True)], {"w": 60.0}, {"v": 30.0}, (60.0, 30.0))
+        unpaired(a, [RequestOutcome("v", 0.0, "u", True)], {"w": 60.0}, {"v": 30.0}, (60.0, 30.0))
     with pytest.raises(ValueError, match="no requests"):
         unpaired(a, [], {"w": 60.0}, {}, (60.0, 0.0))
 
@@ -144,5 +144,5 @@ def test_a_proportion_is_no_narrower_than_wilsons_and_covers_where_misses_come_i
 
 def test_a_proportion_of_all_or_nothing_is_wilsons():
     assert proportion([], {}) == (0.0, 1.0)
-    every = [Fate("w", float(i), "t", True) for i in range(40)]
+    every = [RequestOutcome("w", float(i), "t", True) for i in range(40)]
     assert proportion(every, {"w": 40.0}) == wilson(40, 40)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rubato.core.request import SLO
 from rubato.measure import load_generator
-from rubato.measure.http_client import Listed
+from rubato.measure.http_client import ServerModels
 from rubato.measure.load_generator import BenchError
 from rubato.workloads import Arrival, Workload
 
@@ -384,12 +384,12 @@ def test_keys_and_headers_are_sent_and_not_kept():
 
 
 def test_what_a_server_is_follows_from_its_list_of_models():
-    assert (Listed(("m",), "rubato").knows_slos, Listed(("m",), "rubato").fixed_lengths) == (True, True)
-    assert (Listed(("m",), "vllm").knows_slos, Listed(("m",), "vllm").fixed_lengths) == (False, True)
-    assert (Listed(("m",), "openai").knows_slos, Listed(None).fixed_lengths) == (False, False)
-    assert Listed(("m", "n")).first("http://h") == "m"
+    assert (ServerModels(("m",), "rubato").knows_slos, ServerModels(("m",), "rubato").fixed_lengths) == (True, True)
+    assert (ServerModels(("m",), "vllm").knows_slos, ServerModels(("m",), "vllm").fixed_lengths) == (False, True)
+    assert (ServerModels(("m",), "openai").knows_slos, ServerModels(None).fixed_lengths) == (False, False)
+    assert ServerModels(("m", "n")).first("http://h") == "m"
     with pytest.raises(BenchError, match="http://h/v1 lists no models"):
-        Listed(None).first("http://h")
+        ServerModels(None).first("http://h")
 
 
 def test_requests_are_sent_on_time_to_a_server_that_answers_none_and_latency_counts_from_the_schedule():
@@ -440,7 +440,7 @@ def test_a_run_that_cannot_begin_says_why():
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
         asyncio.run(load_generator.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(load_generator.look("http://127.0.0.1:1"))
+        asyncio.run(load_generator.list_models("http://127.0.0.1:1"))
     bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
     with pytest.raises(BenchError, match="no prompt text: make some"):
         asyncio.run(load_generator.run(bare, "http://127.0.0.1:1", "tiny", progress=False))

@@ -8,11 +8,11 @@ import pytest
 
 from rubato.core.request import SLO
 from rubato.measure import plot, results
-from rubato.measure.results import Client, Record, Run, compare, summarise, to_json, verdict
+from rubato.measure.results import ClientLoad, Record, Run, compare, summarise, to_json, verdict
 from rubato.workloads import Arrival, Workload
 
 TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}
-CLIENT = Client(5.0, 1.0, 0.001, 0.002, 0.003, 0.001, 0.05)
+CLIENT = ClientLoad(5.0, 1.0, 0.001, 0.002, 0.003, 0.001, 0.05)
 
 
 def workload(name="w", count=8, gap=1.0):
@@ -158,7 +158,7 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
         "format", "attainment", "attained_rps", "goodput_tokens_per_s", "policies", "runs", "comparisons",
     }  # fmt: skip
     assert set(data["policies"]) == {"a", "b"}
-    assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.Row)}
+    assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.TierSummary)}
     first, second = data["runs"]
     assert set(first) == {
         "policy", "judge", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
@@ -169,7 +169,7 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     assert first["workload"]["seed"] == 3
     assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None}
     assert first["workload"]["fingerprint"] == second["workload"]["fingerprint"]
-    assert set(first["client"]) == {field.name for field in fields(Client)}
+    assert set(first["client"]) == {field.name for field in fields(ClientLoad)}
     compared = data["comparisons"][0]["differences"]["all"]
     assert (compared["met_a"], compared["met_b"], compared["ratio"]) == (4, 0, None)  # infinite: not JSON
     assert to_json(runs)["comparisons"] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.latency.affine import Model
-from rubato.planning.spec import Choice, Hardware, Mix, Setting
+from rubato.planning.spec import Hardware, MixSource, PolicyChoice, RunSpec
 from rubato.workloads.request_kinds import chat, code, summary
 
 LIMITS = Limits(max_seqs=16, max_tokens=512, max_length=4096, kv_blocks=512, block=16)
@@ -17,9 +17,9 @@ KINDS = (
 )
 
 
-def mix(count: int = 60) -> Mix:
-    return Mix(KINDS, count=count)
+def mix(count: int = 60) -> MixSource:
+    return MixSource(KINDS, count=count)
 
 
-def setting(policy: str = "sarathi", **changes: object) -> Setting:
-    return Setting(MACHINE, Choice.parse(policy), **changes)  # type: ignore[arg-type]
+def setting(policy: str = "sarathi", **changes: object) -> RunSpec:
+    return RunSpec(MACHINE, PolicyChoice.parse(policy), **changes)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rubato.core.request import SLO
 from rubato.core.slo import RULES
 from rubato.planning import feasibility
-from rubato.planning.spec import Choice, Setting
-from rubato.workloads import Arrival, Part, Workload
+from rubato.planning.spec import PolicyChoice, RunSpec
+from rubato.workloads import Arrival, OfferedStage, Workload
 from tests.planning.machine import MACHINE
 
 
@@ -30,8 +30,8 @@ def test_as_the_simulator_judges_a_request_alone(
     prompt: int, output: int, ttft: float | None, tpot: float | None, e2e: float | None, rule: str
 ) -> None:
     load = one(prompt, output, SLO(ttft, tpot, e2e))
-    (record,) = Setting(MACHINE, Choice("vllm"), rule=rule).run(load).records
-    assert feasibility.alone(load, MACHINE, rule).count == (not record.verdict.met)
+    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), rule=rule).run(load).records
+    assert feasibility.assess(load, MACHINE, rule).count == (not record.verdict.met)
 
 
 SLOS = st.builds(
@@ -40,22 +40,22 @@ SLOS = st.builds(
     tpot=st.sampled_from([None, 0.0101, 0.0103, 0.0106, 0.02]),
     e2e=st.sampled_from([None, 0.3, 1.0]),
 )
-FIRST = st.builds(Part, st.sampled_from([1, 100, 513]), st.sampled_from([1, 2, 11]), SLOS, st.just("</think>"))
-LATER = st.builds(Part, st.sampled_from([0, 0, 1, 100, 600]), st.sampled_from([1, 2, 12, 25]), SLOS)
+FIRST = st.builds(OfferedStage, st.sampled_from([1, 100, 513]), st.sampled_from([1, 2, 11]), SLOS, st.just("</think>"))
+LATER = st.builds(OfferedStage, st.sampled_from([0, 0, 1, 100, 600]), st.sampled_from([1, 2, 12, 25]), SLOS)
 
 
 @given(parts=st.tuples(FIRST, LATER), rule=st.sampled_from(RULES))
-def test_as_the_simulator_judges_each_stage(parts: tuple[Part, ...], rule: str) -> None:
+def test_as_the_simulator_judges_each_stage(parts: tuple[OfferedStage, ...], rule: str) -> None:
     lengths = (sum(p.prompt for p in parts), sum(p.output for p in parts))
     staged = Workload("one", 0, 1.0, 1.0, {"only": SLO()}, (Arrival("a", 0.0, "only", "", *lengths, parts=parts),))
-    (record,) = Setting(MACHINE, Choice("vllm"), rule=rule).run(staged).records
+    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), rule=rule).run(staged).records
     assert record.outcome == "completed"
-    assert feasibility.alone(staged, MACHINE, rule).count == (not record.verdict.met)
+    assert feasibility.assess(staged, MACHINE, rule).count == (not record.verdict.met)
 
 
 def test_a_requests_own_slo_goes_before_its_tiers() -> None:
     arrivals = (Arrival("a", 0.0, "only", "", 512, 2), Arrival("b", 1.0, "only", "", 512, 2, slo=SLO(ttft=0.001)))
-    found = feasibility.alone(Workload("two", 0, 1.0, 1.0, {"only": SLO(ttft=1.0)}, arrivals), MACHINE)
+    found = feasibility.assess(Workload("two", 0, 1.0, 1.0, {"only": SLO(ttft=1.0)}, arrivals), MACHINE)
     assert (found.count, found.example[:1]) == (1, "b")
 
 
@@ -64,19 +64,19 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
     rows = [("tight", 2000), ("tight", 100), ("loose", 2000), ("tight", 2000), ("loose", 5000)]
     arrivals = tuple(Arrival(f"q{i}", float(i), tier, "", prompt, 2) for i, (tier, prompt) in enumerate(rows))
     load = Workload("some", 0, 1.0, 4.0, tiers, arrivals)
-    found = feasibility.alone(load, MACHINE)
+    found = feasibility.assess(load, MACHINE)
     assert found.hopeless == {"tight": 2, "loose": 1}
     assert "3 of 5 requests (2 of tight, 1 of loose)" in found.text
     assert "q0 (tier tight) needs 0.4" in found.text
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: 3 of 5 requests"):
         found.check(0.9)
     found.check(0.4)
-    left = feasibility.without_hopeless(load, MACHINE)
+    left = feasibility.feasible_only(load, MACHINE)
     assert [a.id for a in left.arrivals] == ["q1", "q2"]
-    assert feasibility.alone(left, MACHINE).count == 0
+    assert feasibility.assess(left, MACHINE).count == 0
     with pytest.raises(ValueError, match="cannot be attained even alone"):
-        feasibility.without_hopeless(one(2000, 1, SLO(ttft=0.01)), MACHINE)
+        feasibility.feasible_only(one(2000, 1, SLO(ttft=0.01)), MACHINE)
 
 
 def test_what_does_not_fit_is_hopeless_without_any_slo() -> None:
-    assert "is 4100 tokens long and 4096 fit" in feasibility.alone(one(4000, 100, SLO()), MACHINE).text
+    assert "is 4100 tokens long and 4096 fit" in feasibility.assess(one(4000, 100, SLO()), MACHINE).text

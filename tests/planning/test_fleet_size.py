@@ -11,8 +11,8 @@ from rubato.core.request import SLO
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.planning import fleet_size
-from rubato.planning.fleet_size_model import Faster, Plan, Question, effect
-from rubato.planning.spec import Choice, Setting
+from rubato.planning.fleet_size_model import Faster, FleetPlan, FleetQuestion, effect
+from rubato.planning.spec import PolicyChoice, RunSpec
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, busiest, window
 from tests.planning.machine import KINDS, MACHINE, mix, setting
@@ -36,15 +36,15 @@ class Traced:
 
 
 SLOW = replace(MACHINE, model=Faster(MACHINE.model, 0.4))
-QUESTION = Question(Traced(), Setting(SLOW, Choice("sarathi")), seconds=60.0, seeds=(2, 8), price=3.6)
+QUESTION = FleetQuestion(Traced(), RunSpec(SLOW, PolicyChoice("sarathi")), seconds=60.0, seeds=(2, 8), price=3.6)
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> FleetPlan:
     return fleet_size.plan(QUESTION, workers=1)
 
 
-def test_n_is_enough_and_one_fewer_is_not(plan: Plan) -> None:
+def test_n_is_enough_and_one_fewer_is_not(plan: FleetPlan) -> None:
     assert plan.replicas > 1
     assert plan.with_n.low >= 0.9
     assert plan.decided
@@ -54,7 +54,7 @@ def test_n_is_enough_and_one_fewer_is_not(plan: Plan) -> None:
     assert plan.with_n == attainment_over_seeds([v["met"] for v in own], [v["offered"] for v in own])
 
 
-def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: Plan) -> None:
+def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: FleetPlan) -> None:
     assert plan.stretch == (60.0, 120.0)
     load = Traced().make(0)
     assert plan.whole["offered"] == len(load.arrivals)
@@ -63,7 +63,7 @@ def test_it_is_sized_on_the_busiest_stretch_and_verified_on_the_whole(plan: Plan
     assert sum(offered for _, offered in plan.whole["tiers"].values()) == plan.whole["offered"]
 
 
-def test_what_it_costs(plan: Plan) -> None:
+def test_what_it_costs(plan: FleetPlan) -> None:
     load = Traced().make(0)
     assert plan.gpus == 2 * plan.replicas
     total = 3.6 * plan.gpus * load.duration / 3600.0
@@ -73,7 +73,7 @@ def test_what_it_costs(plan: Plan) -> None:
     assert plan.cost["per_million_tokens"] == pytest.approx(1e6 * total / tokens)
 
 
-def test_compute_binds_where_kv_is_plenty(plan: Plan) -> None:
+def test_compute_binds_where_kv_is_plenty(plan: FleetPlan) -> None:
     """A quarter more KV changes nothing; steps as much faster as the missing replica's part do."""
     assert set(plan.relaxed) == {"compute", "kv", "ttft", "tpot"}
     assert plan.relaxed_by == max(1.25, plan.replicas / (plan.replicas - 1))
@@ -87,13 +87,15 @@ def test_compute_binds_where_kv_is_plenty(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("guessed", [1, 5])
-def test_the_answer_does_not_depend_on_the_guess(plan: Plan, monkeypatch: pytest.MonkeyPatch, guessed: int) -> None:
+def test_the_answer_does_not_depend_on_the_guess(
+    plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, guessed: int
+) -> None:
     monkeypatch.setattr(fleet_size, "guess", lambda question: {"replicas": guessed})
     other = fleet_size.plan(QUESTION, workers=1)
     assert replace(other, done=plan.done) == plan
 
 
-def test_nothing_that_was_tried_is_in_vain_where_the_guess_is_right(plan: Plan) -> None:
+def test_nothing_that_was_tried_is_in_vain_where_the_guess_is_right(plan: FleetPlan) -> None:
     wanted = {f"n={n} seed={seed}" for n in (plan.replicas, plan.replicas - 1) for seed in range(plan.seeds)}
     wanted |= {f"n={plan.replicas - 1} {thing} relaxed seed=0" for thing in plan.relaxed}
     assert {result.key for result in plan.done.results} == wanted | {"survey", "guess", f"whole n={plan.replicas}"}
@@ -117,11 +119,11 @@ def test_what_relaxing_does_is_seen_under_a_second_seed_where_it_is_near_the_tar
 ) -> None:
     """One replica fewer attains 80 %: 90 % are lacking by 10 points."""
 
-    def attained(question: Question, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
+    def attained(question: FleetQuestion, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
         return counts(x=relaxed if thing else 0.99 if replicas > 2 else 0.8)["x"]
 
     monkeypatch.setattr(fleet_size, "peak", attained)
-    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
     assert found.replicas == 3
     assert set(found.relaxed_seeds.values()) == {seeds}
     assert found.binds == (["compute", "kv", "ttft", "tpot"] if relaxed >= 0.9 else [])
@@ -142,13 +144,13 @@ def test_kv_binds_where_it_is_scarce() -> None:
     scarce = replace(MACHINE, model=free, limits=Limits(64, 512, 4096, kv_blocks=70, block=16))
     kinds = tuple(replace(kind, slo=SLO(ttft=0.12), output=(20, 30)) for kind in KINDS)
     source = replace(mix(60), kinds=kinds, rate=8.0)
-    found = fleet_size.plan(Question(source, Setting(scarce, Choice("vllm")), seeds=(4, 8)), workers=1)
+    found = fleet_size.plan(FleetQuestion(source, RunSpec(scarce, PolicyChoice("vllm")), seeds=(4, 8)), workers=1)
     assert found.decided
     assert "kv" in found.binds
     assert "tpot" not in found.relaxed  # nothing promises one
 
 
-def test_text_and_json_say_it(plan: Plan) -> None:
+def test_text_and_json_say_it(plan: FleetPlan) -> None:
     text = plan.text()
     assert f"**{plan.replicas} replicas of test** ({plan.gpus} GPUs), policy sarathi, attain 90 %" in text
     assert "What binds:" in text
@@ -160,7 +162,7 @@ def test_text_and_json_say_it(plan: Plan) -> None:
 
 
 def test_one_replica_is_enough_for_little() -> None:
-    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
     assert (found.replicas, found.decided, found.binds) == (1, True, [])
     assert found.with_one_fewer.value == 0.0
     assert "What binds" not in found.text()
@@ -171,8 +173,8 @@ def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> 
     tight = tuple(replace(kind, slo=SLO(0.01, 0.03)) if kind.tier == "code" else kind for kind in KINDS)
     source = replace(mix(60), kinds=tight, rate=1.0)
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: \d+ of 60 requests \(\d+ of code\)"):
-        fleet_size.plan(Question(source, setting(), seeds=(2, 2)), workers=1)
-    found = fleet_size.plan(Question(source, setting(), seeds=(2, 2), exclude=True), workers=1)
+        fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2)), workers=1)
+    found = fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2), exclude=True), workers=1)
     hopeless = found.hopeless.count
     assert 0 < hopeless < 60
     assert found.whole["offered"] == 60 - hopeless
@@ -185,7 +187,7 @@ def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
 ) -> None:
     """85 %, and a mean just above the target whose interval stays below."""
     monkeypatch.setattr(fleet_size, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
-    question = Question(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
+    question = FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
     with pytest.raises(ValueError, match=rf"{met / 10:.1f} % .*more of them would not attain 90 %"):
         fleet_size.plan(question, workers=1)
 
@@ -193,12 +195,12 @@ def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
 def test_where_the_mean_of_one_fewer_attains_nothing_is_said_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas attain 91 % in the mean, 80 and 100 by turns: too little for the interval."""
 
-    def attained(question: Question, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
+    def attained(question: FleetQuestion, replicas: int, thing: str, by: float, seed: int) -> dict[str, object]:
         return counts(x=0.5 if replicas < 2 else 0.82 + 0.18 * (seed % 2) if replicas < 3 else 0.99)["x"]
 
     monkeypatch.setattr(fleet_size, "peak", attained)
     monkeypatch.setattr(fleet_size, "guess", lambda question: {"replicas": 2})
-    found = fleet_size.plan(Question(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
     assert (found.replicas, found.decided, dict(found.relaxed), found.binds) == (3, False, {}, [])
     assert "What binds cannot be told: in the mean, 2 replicas would do." in found.text()
     assert "is on the safe side" in found.text()
@@ -224,4 +226,4 @@ def test_a_faster_model_is_consistent() -> None:
 )
 def test_impossible_questions(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Question(**{"source": mix(), "setting": setting(), **changes})  # type: ignore[arg-type]
+        FleetQuestion(**{"source": mix(), "setting": setting(), **changes})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rubato.planning import jobs
-from rubato.planning.jobs import Cell, Program, Wanted
+from rubato.planning.jobs import Job, JobBatch, Program
 
 HEAD = {"of": "a test"}
 
@@ -23,8 +23,8 @@ def square(number: int, log: str = "") -> dict[str, int]:
     return {"square": number * number}
 
 
-def squares(count: int, log: str = "") -> list[Cell]:
-    return [Cell(f"n={i}", square, (i, log)) for i in range(count)]
+def squares(count: int, log: str = "") -> list[Job]:
+    return [Job(f"n={i}", square, (i, log)) for i in range(count)]
 
 
 def test_parallel_equals_serial(tmp_path: Path) -> None:
@@ -37,14 +37,14 @@ def test_parallel_equals_serial(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     file, log = tmp_path / "cells", tmp_path / "log"
     with pytest.raises(ValueError, match="-1 is negative"):
-        jobs.run([*squares(3, str(log)), Cell("bad", square, (-1,))], file=file, head=HEAD, workers=1)
+        jobs.run([*squares(3, str(log)), Job("bad", square, (-1,))], file=file, head=HEAD, workers=1)
     done = jobs.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
     assert (done.resumed, done.dropped) == (3, 0)
     assert done.values == [{"square": i * i} for i in range(5)]
     assert log.read_text().split() == ["0", "1", "2", "3", "4"]  # nothing ran twice
     again = jobs.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
     assert again.results == done.results
-    assert "5 of 5 cells were in the file already" in again.notes[0]
+    assert "5 of 5 jobs were in the file already" in again.notes[0]
 
 
 @pytest.mark.parametrize("cut", [1, 9, 30])
@@ -86,22 +86,22 @@ def test_a_damaged_value_is_an_error_that_names_the_line(tmp_path: Path, was: by
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], b'{"key": "n=1"}\n', lines[3]]))
-    with pytest.raises(ValueError, match="cells, line 3: not a cell"):
+    with pytest.raises(ValueError, match="cells, line 3: not a job"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
 def test_a_file_of_other_cells_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cells"
     jobs.run(squares(1), file=file, head=HEAD, workers=1)
-    with pytest.raises(ValueError, match=r"holds the cells of another run \(what differs: of\): name"):
+    with pytest.raises(ValueError, match=r"holds the jobs of another run \(what differs: of\): name"):
         jobs.run(squares(1), file=file, head={"of": "something else"}, workers=1)
     (tmp_path / "other").write_text('{"format": "rubato-workload/1"}\n')
-    with pytest.raises(ValueError, match=r"is not a file of cells \(rubato-cells/2, but 'rubato-workload/1'"):
+    with pytest.raises(ValueError, match=r"is not a file of jobs \(rubato-cells/2, but 'rubato-workload/1'"):
         jobs.run(squares(1), file=tmp_path / "other", head=HEAD, workers=1)
 
 
 def test_keys_are_unique_and_workers_some() -> None:
-    with pytest.raises(ValueError, match="two cells have the same key"):
+    with pytest.raises(ValueError, match="two jobs have the same key"):
         jobs.run([*squares(1), *squares(1)])
     with pytest.raises(ValueError, match="0 workers: give 1 or more"):
         jobs.run(squares(2), workers=0)
@@ -116,8 +116,8 @@ def squares_up_to(most: int, log: str = "", soon: int = 0) -> Any:
     def program(values: Mapping[str, Any]) -> Program[int]:
         last, n = 0, 1
         while True:
-            ahead = [Cell(f"n={n + i}", square, (n + i, log)) for i in range(soon + 1)]
-            yield Wanted(ahead[:1], soon=lambda ahead=ahead: ahead)  # type: ignore[misc]
+            ahead = [Job(f"n={n + i}", square, (n + i, log)) for i in range(soon + 1)]
+            yield JobBatch(ahead[:1], soon=lambda ahead=ahead: ahead)  # type: ignore[misc]
             if values[f"n={n}"]["square"] > most:
                 return last
             last, n = n, 2 * n
@@ -166,7 +166,7 @@ def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_what_a_program_raises_leaves_what_has_finished(tmp_path: Path) -> None:
     def program(values: Mapping[str, Any]) -> Program[None]:
-        yield Wanted(squares(2))
+        yield JobBatch(squares(2))
         raise ValueError(f"{len(values)} are enough")
 
     file = tmp_path / "cells"

@@ -1,4 +1,4 @@
-"""Sweeps: every cell once, the same requests under every policy and rate, the same numbers however they were run."""
+"""Sweeps: every job once, the same requests under every policy and rate, the same numbers however they were run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rubato.measure.confidence import ALL
 from rubato.measure.results import as_json
 from rubato.planning import sweep
-from rubato.planning.spec import Choice
+from rubato.planning.spec import PolicyChoice
 from rubato.planning.sweep import Sweep
 from tests.planning.machine import mix, setting
 
@@ -17,19 +17,19 @@ ASKED = Sweep(mix(), (setting("sarathi"), setting("vllm@random:seed=3")), (2.0, 
 
 
 @pytest.fixture(scope="module")
-def serial() -> sweep.Outcome:
+def serial() -> sweep.SweepResult:
     return sweep.run(ASKED, workers=1)
 
 
-def numbers(outcome: sweep.Outcome) -> list[object]:
+def numbers(outcome: sweep.SweepResult) -> list[object]:
     return [*outcome.done.values, *map(as_json, outcome.points())]
 
 
-def test_parallel_equals_serial(serial: sweep.Outcome, tmp_path: Path) -> None:
+def test_parallel_equals_serial(serial: sweep.SweepResult, tmp_path: Path) -> None:
     assert numbers(sweep.run(ASKED, workers=2, file=tmp_path / "cells")) == numbers(serial)
 
 
-def test_each_cell_stands_once_and_all_see_the_same_requests(serial: sweep.Outcome) -> None:
+def test_each_cell_stands_once_and_all_see_the_same_requests(serial: sweep.SweepResult) -> None:
     values = serial.done.values
     assert len({(v["policy"], v["rate"], v["seed"]) for v in values}) == len(values) == 8
     for seed in (0, 1):
@@ -40,7 +40,7 @@ def test_each_cell_stands_once_and_all_see_the_same_requests(serial: sweep.Outco
     assert all("requests" not in v and v["judge"] == "deadline" for v in values)
 
 
-def test_points_say_what_the_cells_say(serial: sweep.Outcome) -> None:
+def test_points_say_what_the_cells_say(serial: sweep.SweepResult) -> None:
     points = {(p.policy, p.rate): p for p in serial.points()}
     assert points["sarathi", 2.0].attainment[ALL].value > points["sarathi", 60.0].attainment[ALL].value
     assert points["sarathi", 2.0].against.value == 0.0
@@ -52,7 +52,7 @@ def test_points_say_what_the_cells_say(serial: sweep.Outcome) -> None:
         assert point.attainment[ALL].high >= max(r["attainment"] for r in rows)
 
 
-def test_json_and_table_have_what_a_reader_needs(serial: sweep.Outcome, tmp_path: Path) -> None:
+def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult, tmp_path: Path) -> None:
     data = serial.to_json()
     assert data["format"] == "rubato-sweep/1"
     assert (data["seeds"], data["judge"]) == ((0, 1), "deadline")
@@ -73,7 +73,7 @@ def test_one_seed_has_the_interval_of_its_run() -> None:
     assert (point.attainment[ALL].low, point.attainment[ALL].high) == (row["attainment_low"], row["attainment_high"])
 
 
-def test_a_picture(serial: sweep.Outcome, tmp_path: Path) -> None:
+def test_a_picture(serial: sweep.SweepResult, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from rubato.planning.plot import plot
 
@@ -97,12 +97,12 @@ def test_impossible_sweeps(changes: dict[str, object], says: str) -> None:
 
 
 def test_a_policy_as_one_writes_it() -> None:
-    choice = Choice.parse("co_chunk:budget=256@random:seed=3")
+    choice = PolicyChoice.parse("co_chunk:budget=256@random:seed=3")
     assert (choice.policy, choice.settings) == ("co_chunk", {"budget": 256})
     assert (choice.router, choice.router_settings) == ("random", {"seed": 3})
     assert choice.label == "co_chunk:budget=256@random:seed=3"
-    assert Choice.parse("sarathi").label == "sarathi"
-    assert Choice.parse("sarathi", "minimal").router == "minimal"
+    assert PolicyChoice.parse("sarathi").label == "sarathi"
+    assert PolicyChoice.parse("sarathi", "minimal").router == "minimal"
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_policy_as_one_writes_it() -> None:
 )
 def test_a_policy_that_is_not_there(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Choice.parse(text)
+        PolicyChoice.parse(text)

@@ -12,7 +12,7 @@ from rubato.simulation.simulate import Setup, lean_enough, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
-from rubato.workloads.request_kinds import Kind, Then
+from rubato.workloads.request_kinds import FollowUp, Kind
 from tests.planning.machine import MACHINE, mix, setting
 from tests.simulation.test_equal import SCHEDULERS
 
@@ -37,8 +37,8 @@ def test_of_a_mix(policy: str, rate: float) -> None:
 @pytest.mark.parametrize("policy", SCHEDULERS)
 def test_of_requests_with_stages(policy: str) -> None:
     """Thinking and an answer, or up to five rounds with a tool and a last word."""
-    think = Kind("think", SLO(0.2, 0.02), (50, 400), (10, 60), then=(Then((5, 30), slo=SLO(tpot=0.04)),))
-    last = Then((5, 30), (20, 90), SLO(0.4, 0.03))
+    think = Kind("think", SLO(0.2, 0.02), (50, 400), (10, 60), then=(FollowUp((5, 30), slo=SLO(tpot=0.04)),))
+    last = FollowUp((5, 30), (20, 90), SLO(0.4, 0.03))
     tools = Kind("tools", SLO(0.3, 0.03), (50, 900), (5, 30), rounds=Normal(2.0, 1.0, most=5), then=(last,))
     load = make("stages", [think, tools], 12.0, count=40, seed=1, texts=False)
     assert max(len(load.parts(one)) for one in load.arrivals) > 2

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from rubato.core.request import SLO
-from rubato.workloads import Part
+from rubato.workloads import OfferedStage
 from rubato.workloads.arrivals import Gamma, Poisson
 from rubato.workloads.generate import BEST_EFFORT, make
 from rubato.workloads.lengths import Normal, fixed
-from rubato.workloads.request_kinds import Change, Kind, Then
+from rubato.workloads.request_kinds import FollowUp, Kind, MixChange
 
 A = Kind("a", SLO(tpot=0.05), (100, 200), (10, 20), ttft_slowdown=3.0, share=2.0, acceptance=(0.5, 0.9))
 B = Kind("b", SLO(ttft=1.0), (300, 400), (30, 40), tenant="acme")
 TOOLS = Kind(
     "tools", SLO(tpot=0.05), (100, 200), (10, 20), ttft_slowdown=3.0, ends="</call>", pause=0.5,
-    rounds=Normal(1.7, 1.1, most=8), then=(Then((50, 60), (20, 30), SLO(tpot=0.1), 5.0, pause=1.0),),
+    rounds=Normal(1.7, 1.1, most=8), then=(FollowUp((50, 60), (20, 30), SLO(tpot=0.1), 5.0, pause=1.0),),
 )  # fmt: skip
 REASONING = Kind("why", SLO(ttft=2.0, tpot=0.05), (100, 200), (500, 900), ends="</think>",
-                 then=(Then((50, 60), slo=SLO(tpot=0.1)),))  # fmt: skip
+                 then=(FollowUp((50, 60), slo=SLO(tpot=0.1)),))  # fmt: skip
 
 
 def prefill(tokens):
@@ -54,7 +54,7 @@ def test_every_purpose_has_a_stream_of_its_own():
     assert column(shares, "at", "prompt_tokens") == column(
         made(dataclasses.replace(A, prompt=(300, 400), output=(30, 40)), B), "at", "prompt_tokens"
     )
-    staged = made(dataclasses.replace(A, then=(Then((5, 9)),)), B)
+    staged = made(dataclasses.replace(A, then=(FollowUp((5, 9)),)), B)
     assert [a.parts[0].output if a.parts else a.output_tokens for a in staged.arrivals] == [
         a.output_tokens for a in base.arrivals
     ]
@@ -134,9 +134,9 @@ def test_reasoning_goes_on_without_a_prompt():
 
 
 def test_a_mix_changes_with_the_request_or_the_second_said():
-    flipped = made(A, changes=[Change((B,), request=150)], count=300)
+    flipped = made(A, changes=[MixChange((B,), request=150)], count=300)
     assert [a.app for a in flipped.arrivals] == ["a"] * 150 + ["b"] * 150
-    later = made(A, changes=[Change((B,), at=40.0), Change((A,), at=80.0)], count=300)
+    later = made(A, changes=[MixChange((B,), at=40.0), MixChange((A,), at=80.0)], count=300)
     assert [a.app for a in later.arrivals] == ["b" if 40.0 <= a.at < 80.0 else "a" for a in later.arrivals]
     assert flipped.tiers == {"a": A.slo, "b": B.slo}
     assert column(flipped, "at") == column(later, "at")
@@ -170,7 +170,7 @@ def test_a_request_needs_a_prompt():
     with pytest.raises(ValueError, match="has no prompt"):
         made(dataclasses.replace(REASONING, rounds=fixed(0)))
     with pytest.raises(ValueError, match="give >= 0 and >= 1"):
-        Part(3, 0)
+        OfferedStage(3, 0)
 
 
 def test_slo_scale_stretches_every_promise():

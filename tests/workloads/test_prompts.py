@@ -9,7 +9,7 @@ from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.measure.records import rejudged
 from rubato.simulation.simulate import Setup, simulated_run
-from rubato.workloads import Arrival, Part, Workload, prompts, scenarios
+from rubato.workloads import Arrival, OfferedStage, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import with_texts
 from rubato.workloads.request_kinds import chat, code
@@ -71,7 +71,7 @@ def test_simulated_tools_take_their_time():
     """10 ms and 0.1 ms a token. The tool returns 2 s after the first round's last token, and TTFT runs from there: of
     24 tokens in KV those of the one full block are kept. The judge of records says of it what the replica said."""
     promise = SLO(ttft=0.0125, tpot=0.0101)
-    parts = (Part(20, 5, promise, ends="</call>"), Part(10, 5, promise, pause=2.0))
+    parts = (OfferedStage(20, 5, promise, ends="</call>"), OfferedStage(10, 5, promise, pause=2.0))
     load = Workload("p", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 30, 10, parts=parts),))
     run = simulated_run(load, setup())
     (record,) = run.records

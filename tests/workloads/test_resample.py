@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rubato.planning.spec import Trace as Source
+from rubato.planning.spec import TraceSource as Source
 from rubato.workloads import Workload
 from rubato.workloads.resample import bootstrapped, busiest, multiplied, sampled, window
-from rubato.workloads.traces import Offer, Trace, make
+from rubato.workloads.traces import Trace, TraceRequest, make
 from tests.planning.machine import KINDS
 
-OFFERS = [Offer(t * 1.7 + (t % 7), 10 + t, 1 + t % 5) for t in range(200)]
+OFFERS = [TraceRequest(t * 1.7 + (t % 7), 10 + t, 1 + t % 5) for t in range(200)]
 OFFERS.sort(key=lambda o: o.at)
 
 
@@ -74,7 +74,7 @@ def test_a_request_beyond_the_end_cannot_be_resampled() -> None:
 
 def test_requests_at_one_instant_have_no_busiest_stretch() -> None:
     with pytest.raises(ValueError, match="there is no stretch of time"):
-        busiest(drawn([Offer(0.0, 5, 5), Offer(0.0, 6, 6)]), 60.0)
+        busiest(drawn([TraceRequest(0.0, 5, 5), TraceRequest(0.0, 6, 6)]), 60.0)
 
 
 def test_a_stretch_of_all_has_its_last_request(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_impossible_scale(factor: float) -> None:
         multiplied(OFFERS, factor)
 
 
-def drawn(offers: Sequence[Offer], seed: int = 0) -> Workload:
+def drawn(offers: Sequence[TraceRequest], seed: int = 0) -> Workload:
     return make("t", Trace("t", tuple(offers)), KINDS, seed=seed, texts=False)
 
 
@@ -110,10 +110,10 @@ def test_tiers_are_drawn_by_share_and_lengths_are_the_traces() -> None:
         (o.at, o.prompt, o.output) for o in OFFERS
     ]
     assert made(1).arrivals == made(1).arrivals != made(2).arrivals
-    named = drawn([Offer(0.0, 5, 5, "code"), Offer(1.0, 5, 5)])
+    named = drawn([TraceRequest(0.0, 5, 5, "code"), TraceRequest(1.0, 5, 5)])
     assert named.arrivals[0].tier == "code"
     with pytest.raises(ValueError, match="tier 'cod', which no kind is of: did you mean 'code'"):
-        drawn([Offer(0.0, 5, 5, "cod")])
+        drawn([TraceRequest(0.0, 5, 5, "cod")])
     with pytest.raises(ValueError, match="trace 't' has no requests"):
         drawn([])
 

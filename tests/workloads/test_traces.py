@@ -8,10 +8,10 @@ import pytest
 from rubato.core.request import SLO
 from rubato.workloads import request_kinds, traces
 from rubato.workloads.arrivals import Poisson, Replay
-from rubato.workloads.traces import Offer, Trace, TraceError
+from rubato.workloads.traces import Trace, TraceError, TraceRequest
 
 KINDS = [request_kinds.chat(SLO(ttft=1.0), share=3.0), request_kinds.code(SLO(tpot=0.1), tier="editor", share=1.0)]
-OFFERS = [Offer(0.0, 50, 10), Offer(1.5, 200, 1), Offer(4.0, 30, 7)]
+OFFERS = [TraceRequest(0.0, 50, 10), TraceRequest(1.5, 200, 1), TraceRequest(4.0, 30, 7)]
 
 
 def file(tmp_path, name, text):
@@ -152,7 +152,7 @@ def test_a_traces_times_are_kept_or_rescaled():
 
 
 def test_texts_have_the_traces_lengths():
-    offers = [Offer(float(i), 60 + 40 * i, 5) for i in range(40)]
+    offers = [TraceRequest(float(i), 60 + 40 * i, 5) for i in range(40)]
     made = traces.make("t", Trace("t", tuple(offers)), KINDS, seed=4)
     off = [a.prompt_tokens - o.prompt for a, o in zip(made.arrivals, offers, strict=True)]
     assert sum(abs(o) <= 12 for o in off) >= 36
@@ -160,7 +160,7 @@ def test_texts_have_the_traces_lengths():
 
 
 def test_arrivals_may_be_poissons_at_the_rate_asked_for():
-    offers = [Offer(0.0, 40, 5)] * 400
+    offers = [TraceRequest(0.0, 40, 5)] * 400
     made = traces.make("t", Trace("t", tuple(offers)), KINDS, arrivals=Poisson(), rate=5.0, seed=1)
     gaps = [b.at - a.at for a, b in zip(made.arrivals, made.arrivals[1:], strict=False)]
     assert sum(gaps) == pytest.approx(399 / 5.0)
@@ -174,12 +174,12 @@ def test_arrivals_may_be_poissons_at_the_rate_asked_for():
 
 
 def test_tiers_are_the_traces_or_drawn_by_share():
-    named = traces.make("t", Trace("t", (Offer(0.0, 40, 5, "editor"), Offer(1.0, 40, 5, "chat"))), KINDS)
+    named = traces.make("t", Trace("t", (TraceRequest(0.0, 40, 5, "editor"), TraceRequest(1.0, 40, 5, "chat"))), KINDS)
     assert [(a.tier, a.app) for a in named.arrivals] == [("editor", "code"), ("chat", "chat")]
-    drawn = traces.make("t", Trace("t", tuple([Offer(float(i), 40, 5) for i in range(400)])), KINDS)
+    drawn = traces.make("t", Trace("t", tuple([TraceRequest(float(i), 40, 5) for i in range(400)])), KINDS)
     assert sum(a.tier == "chat" for a in drawn.arrivals) == pytest.approx(300, abs=35)
     with pytest.raises(ValueError, match="tier 'edtor', which no kind is of: did you mean 'editor'"):
-        traces.make("t", Trace("t", (Offer(0.0, 40, 5, "edtor"),)), KINDS)
+        traces.make("t", Trace("t", (TraceRequest(0.0, 40, 5, "edtor"),)), KINDS)
 
 
 def test_slowdowns_of_kinds_go_by_the_traces_prompts():

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rubato.core.request import SLO
-from rubato.workloads import Arrival, Part, Workload, WorkloadError, prompts, read, request_kinds, write
+from rubato.workloads import Arrival, OfferedStage, Workload, WorkloadError, prompts, read, request_kinds, write
 from rubato.workloads.generate import make
 
 CHAT, CODE, SUMMARY = SLO(ttft=1.0, tpot=0.08), SLO(tpot=0.05), SLO(e2e=20.0)
@@ -48,7 +48,7 @@ EVERYTHING = Workload(
     (
         Arrival("a", 0.0, "t", "chat", 1100, 6, slo=SLO(ttft=0.7, tpot=0.05), blocks=(0, 7, 8), tenant="acme"),
         Arrival("b", 0.5, "t", "tools", 150, 30, seed=3, acceptance=0.8, parts=(
-            Part(100, 10, SLO(ttft=1.0, tpot=0.05), "</call>"), Part(50, 20, SLO(tpot=0.1), pause=1.5),
+            OfferedStage(100, 10, SLO(ttft=1.0, tpot=0.05), "</call>"), OfferedStage(50, 20, SLO(tpot=0.1), pause=1.5),
         )),
         Arrival("c", 9.0, "free", "", 5, 1),
     ),

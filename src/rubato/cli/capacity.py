@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
-    question = capacity.Question(
+    question = capacity.CapacityQuestion(
         simulation_options.source(args, machine),
         simulation_options.settings(args, machine, args.replicas),
         tuple(args.seeds),

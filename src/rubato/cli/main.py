@@ -27,7 +27,7 @@ from rubato.core.timeline import steps
 from rubato.latency import fit
 from rubato.measure import compare, goodput, load_generator, profile_engine, results
 from rubato.measure import plot as plotting
-from rubato.planning.spec import Choice
+from rubato.planning.spec import PolicyChoice
 from rubato.serving.config import Config, load
 from rubato.workloads import Workload
 
@@ -204,7 +204,7 @@ def _config(args: argparse.Namespace, **given: Any) -> Config:
     """The configuration of --config, changed by options: a bare --set is a setting of the policy."""
     overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
     if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
-        choice = Choice.parse(args.policy, args.router or "auto")
+        choice = PolicyChoice.parse(args.policy, args.router or "auto")
         overrides += [f"policy={choice.policy}", f"router={choice.router}"]
         overrides += [f"policy.{name}={json.dumps(value)}" for name, value in choice.settings.items()]
         overrides += [f"router.{name}={json.dumps(value)}" for name, value in choice.router_settings.items()]
@@ -242,7 +242,7 @@ def _bench(args: argparse.Namespace) -> int:
     loads = _loads(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
-    listed = asyncio.run(load_generator.look(args.url, args.api_key, headers))
+    listed = asyncio.run(load_generator.list_models(args.url, args.api_key, headers))
     slo_as: load_generator.TierField = "body" if listed.knows_slos else "none"
     if args.slo_as != "auto":
         slo_as = args.slo_as

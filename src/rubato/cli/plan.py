@@ -8,7 +8,7 @@ from typing import Any
 from rubato.cli import common_options, simulation_options
 from rubato.measure import results
 from rubato.planning import fleet_size, sweep
-from rubato.planning.fleet_size_model import Question
+from rubato.planning.fleet_size_model import FleetQuestion
 
 
 def add(commands: Any) -> None:
@@ -32,7 +32,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = simulation_options.settings(args, machine)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
-    question = Question(
+    question = FleetQuestion(
         simulation_options.source(args, machine, args.rate, drawn=False),
         settings[0],
         args.target,

@@ -9,7 +9,18 @@ from typing import Any
 from rubato.cli import common_options
 from rubato.core.plan import Limits
 from rubato.core.slo import RULES
-from rubato.planning.spec import Choice, File, Hardware, Mix, Scenario, Setting, Source, Trace, packaged, unknown
+from rubato.planning.spec import (
+    FileSource,
+    Hardware,
+    MixSource,
+    PolicyChoice,
+    RequestSource,
+    RunSpec,
+    ScenarioSource,
+    TraceSource,
+    packaged_hardware,
+    unknown_lengths,
+)
 from rubato.serving.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.serving.config import Config, load
 from rubato.workloads.workload import check_rate
@@ -105,7 +116,7 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
         blocks = limits.pop("kv_blocks", None)
         if kv_tokens is None and blocks is not None:
             kv_tokens = blocks * limits.get("block", 16)
-        return packaged(args.profile, kv_tokens, args.host_scale, **{**limits, **options})
+        return packaged_hardware(args.profile, kv_tokens, args.host_scale, **{**limits, **options})
     if args.host_scale != 1.0:
         raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
     if kv_tokens is not None:
@@ -115,24 +126,24 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
     return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
 
 
-def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[Setting, ...]:
+def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[RunSpec, ...]:
     """One for each --policy."""
     config = load(args.config or {}, args.set)
-    lengths = unknown if config.lengths is None else partial(lengths_of, config)
+    lengths = unknown_lengths if config.lengths is None else partial(lengths_of, config)
     link, drafter = link_of(config), drafter_of(config)
     if not 0.0 <= args.noise < 1.0:
         raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give 1 or more")
-    chosen = [Choice.parse(text, args.router) for text in args.policy or ["sarathi"]]
+    chosen = [PolicyChoice.parse(text, args.router) for text in args.policy or ["sarathi"]]
     rule = args.judge or config.judge
     return tuple(
-        Setting(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen
+        RunSpec(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen
     )
 
 
-def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> Source:
-    """Where requests come from. rate: that a scenario or a mix is made for; drawn: as `Trace` has it.
+def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> RequestSource:
+    """Where requests come from. rate: that a scenario or a mix is made for; drawn: as `TraceSource` has it.
 
     Raises ValueError for two origins, and for a rate, count or duration that cannot be.
     """
@@ -148,10 +159,10 @@ def source(args: argparse.Namespace, machine: Hardware, rate: float | None = Non
         if args.workload or args.trace:
             raise ValueError("--rate is for a scenario or a mix: a trace has its own, times --scale")
     if args.workload:
-        return File(args.workload, drawn)
+        return FileSource(args.workload, drawn)
     if args.trace:
-        return Trace(args.trace, tuple(common_options.kinds(args)), args.scale, args.duration, args.count, drawn)
+        return TraceSource(args.trace, tuple(common_options.kinds(args)), args.scale, args.duration, args.count, drawn)
     count = args.count if args.count is not None or args.duration is not None else 1000
     if args.scenario:
-        return Scenario(args.scenario, machine, rate or 1.0, count, args.duration)
-    return Mix(tuple(common_options.kinds(args)), rate or 1.0, count, args.duration)
+        return ScenarioSource(args.scenario, machine, rate or 1.0, count, args.duration)
+    return MixSource(tuple(common_options.kinds(args)), rate or 1.0, count, args.duration)

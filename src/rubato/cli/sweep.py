@@ -11,7 +11,7 @@ from rubato.planning import sweep
 
 
 def add(commands: Any) -> None:
-    about = "policies at rates under seeds, simulated on all cores; one line a cell in a file, resumable"
+    about = "policies at rates under seeds, simulated on all cores; one line a job in a file, resumable"
     parser = commands.add_parser("sweep", help=about, description=about)
     parser.set_defaults(run=_run)
     simulation_options.add(parser)

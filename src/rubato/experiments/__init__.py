@@ -2,10 +2,10 @@
 
 A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS` (of a full run, on one core) and
 
-    def cells(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
-    def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the cells returned, in order
+    def jobs(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
+    def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the jobs returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must run its cells one at a time, `draw(data, axes)`,
+and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `draw(data, axes)`,
 its picture, and `tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
 claims and what they are held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is
 one module and its claims; modules without claims of their own help the others.
@@ -26,7 +26,7 @@ from rubato.core.suggest import nearest
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
 from rubato.planning import jobs
-from rubato.planning.jobs import Cell
+from rubato.planning.jobs import Job
 
 FORMAT = "rubato-figure/1"
 Kind = Literal["check", "paper", "ours"]
@@ -81,7 +81,7 @@ class Figure(Protocol):
     SOURCE: str
     SECONDS: float
 
-    def cells(self, small: bool) -> list[Cell]: ...
+    def jobs(self, small: bool) -> list[Job]: ...
     def found(self, values: Sequence[Any], small: bool) -> Found: ...
 
 
@@ -112,7 +112,7 @@ def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
     figure = load(name)
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
-    done = jobs.run(figure.cells(small), head={"figure": name, "small": small}, about=name, **how)
+    done = jobs.run(figure.jobs(small), head={"figure": name, "small": small}, about=name, **how)
     found = figure.found(done.values, small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():

@@ -12,7 +12,7 @@ SOURCE = "ours, to count promises by"
 
 
 @dataclass
-class Log:
+class PromiseLog:
     """promised: ids of all who ever were, also where that was given up; margins: of each plan."""
 
     promised: set[str] = field(default_factory=set)
@@ -23,7 +23,7 @@ class Log:
 class Scheduler(slos_serve.Scheduler):
     """log: where it is written."""
 
-    log: Log | None = None
+    log: PromiseLog | None = None
 
     def plan(self, view: View) -> Plan:
         plan = super().plan(view)

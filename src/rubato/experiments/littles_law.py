@@ -14,7 +14,7 @@ from rubato.measure.records import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Little:
+class LittlesLaw:
     """in_system: L, requests in the system on average over time. rate: λ, arrivals a second. sojourn: W, seconds.
     left_out: requests that did not complete, which have no sojourn."""
 
@@ -29,7 +29,7 @@ class Little:
         return abs(self.in_system - self.rate * self.sojourn) / self.in_system
 
 
-def little(run: Run) -> Little:
+def littles_law(run: Run) -> LittlesLaw:
     """Measure both sides over a whole run. Raises ValueError for a run without a completed request, and for a record
     that contradicts itself: tokens before the arrival, out of order, or not as many as were counted."""
     done = [record for record in run.records if record.outcome == "completed"]
@@ -56,4 +56,4 @@ def little(run: Run) -> Little:
         raise ValueError(
             f"run {run.label!r}: {len(done) - len(sojourns)} completed requests have no e2e in their verdict"
         )
-    return Little(area / span, len(done) / span, float(np.mean(sojourns)), len(run.records) - len(done))
+    return LittlesLaw(area / span, len(done) / span, float(np.mean(sojourns)), len(run.records) - len(done))

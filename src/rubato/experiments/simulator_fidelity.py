@@ -23,10 +23,10 @@ from typing import Any
 from rubato.core.plan import Limits
 from rubato.engines.simulated import ByteText
 from rubato.experiments import Found
-from rubato.experiments.fidelity.live_runs import ENGINE, HOLDS, LOADS, Ground, Outcome, Rig, Scale, torch_rig
+from rubato.experiments.fidelity.live_runs import ENGINE, HOLDS, LOADS, LiveRig, LoadLevel, Outcome, Scale, torch_rig
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
-from rubato.planning.jobs import Cell
+from rubato.planning.jobs import Job
 
 SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live runs differ by"
 SECONDS = 1800.0
@@ -43,10 +43,10 @@ def scale_of(small: bool) -> Scale:
     return SMALL if small else LOADS
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = scale_of(small)
     return [
-        Cell(f"{policy} load={load:g}", compared, (policy, load, small))
+        Job(f"{policy} load={load:g}", compared, (policy, load, small))
         for policy in scale.policies
         for load in scale.loads
     ]
@@ -73,17 +73,17 @@ def compared(policy: str, load: float, small: bool) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def grounds(small: bool) -> Ground:
+def grounds(small: bool) -> LoadLevel:
     """The fit run, once in a process."""
     with tempfile.TemporaryDirectory() as folder:
         return rig_in(Path(folder), small).ground(scale_of(small))
 
 
-def rig_in(folder: Path, small: bool) -> Rig:
+def rig_in(folder: Path, small: bool) -> LiveRig:
     if not small:
         return torch_rig(folder)
     limits = {name: getattr(LIMITS, name) for name in ("max_seqs", "max_tokens", "max_length", "kv_blocks", "block")}
-    return Rig(folder, None, {"kind": "simulated", **limits}, LIMITS, count, STEPS)
+    return LiveRig(folder, None, {"kind": "simulated", **limits}, LIMITS, count, STEPS)
 
 
 def count(content: str) -> int:

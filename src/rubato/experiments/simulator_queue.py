@@ -16,11 +16,11 @@ import numpy as np
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.experiments import Found
-from rubato.experiments.littles_law import little
+from rubato.experiments.littles_law import littles_law
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Setting
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "Pollaczek-Khinchine; Lindley (1952); Little (1961)"
@@ -35,10 +35,10 @@ LOADS = (0.5, 0.8)
 _GAPS = 30  # the random stream of arrivals
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     seeds, count = (4, 1200) if small else (12, 8000)
     return [
-        Cell(f"load={load} seed={seed}", queue, (POLICIES[seed % len(POLICIES)], load, seed, count))
+        Job(f"load={load} seed={seed}", queue, (POLICIES[seed % len(POLICIES)], load, seed, count))
         for load in LOADS
         for seed in range(seeds)
     ]
@@ -49,7 +49,7 @@ def queue(policy: str, load: float, seed: int, count: int) -> dict[str, Any]:
     gaps = np.random.default_rng([seed, _GAPS]).exponential(SERVICE / load, size=count)
     times = np.cumsum(gaps).tolist()
     arrivals = tuple(Arrival(f"q{i}", at, "all-alike", "", 8, OUTPUT) for i, at in enumerate(times))
-    run = Setting(MACHINE, Choice(policy)).run(
+    run = RunSpec(MACHINE, PolicyChoice(policy)).run(
         Workload("queue", seed, load / SERVICE, times[-1], {"all-alike": SLO()}, arrivals)
     )
     waits = [record.times[0] - STEP - record.at for record in run.records]
@@ -63,7 +63,7 @@ def queue(policy: str, load: float, seed: int, count: int) -> dict[str, Any]:
         "seed": seed,
         "wait": float(np.mean(waits)) / theory,
         "lindley": max(abs(a - b) for a, b in zip(waits, expected, strict=True)),
-        "little": little(run).gap,
+        "little": littles_law(run).gap,
     }
 
 

@@ -23,7 +23,7 @@ from rubato.experiments import Found
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import narrowed
-from rubato.planning.jobs import Cell
+from rubato.planning.jobs import Job
 from rubato.simulation.simulate import Setup, lean_lines, simulate
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
@@ -41,15 +41,15 @@ MANY = 300_000
 _LENGTHS, _GAPS = 31, 32  # random streams
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     replicas, few, many = (2, 100, 400) if small else (20, 5_000, 20_000)
-    made = [Cell("same", same, (120,))]
+    made = [Job("same", same, (120,))]
     for seed in range(1 if small else ROUNDS):
         made += [
-            Cell(f"{policy} n={count} seed={seed}", speed, (policy, replicas, count, seed))
+            Job(f"{policy} n={count} seed={seed}", speed, (policy, replicas, count, seed))
             for policy, count in ((SARATHI, few), (SARATHI, many), (LOOKING, few if small else many))
         ]
-    made.append(Cell("memory", memory, (replicas, many if small else MANY)))
+    made.append(Job("memory", memory, (replicas, many if small else MANY)))
     return made
 
 

@@ -19,8 +19,8 @@ from rubato.experiments.slos_serve_capacity import ALPHA, drafter
 from rubato.experiments.slos_serve_scaling import Able, Scale, crossed
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning import capacity
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Scenario, Setting, oracle, packaged
+from rubato.planning.jobs import Job
+from rubato.planning.spec import PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
 from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
@@ -46,12 +46,12 @@ FULL = Scale((1, 2, 3), count=COUNT * REPLICAS)
 SMALL = Scale((1,), 0.9, 24, 2, (("max_seqs", 1),))
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = SMALL if small else FULL
     return [
-        Cell("same", same, (scale,)),
+        Job("same", same, (scale,)),
         *(
-            Cell(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
+            Job(f"{scenario} {step} seed={seed}", search, (scenario, step, seed, scale))
             for scenario in STARTS
             for step in STEPS
             for seed in scale.seeds
@@ -77,12 +77,12 @@ def search(scenario: str, step: str, seed: int, scale: Scale) -> dict[str, Any]:
     return {"scenario": scenario, "step": step, **found, "capacity": found["capacity"][str(TARGET)]}
 
 
-def _asked(scenario: str, step: str, scale: Scale) -> tuple[Able, Setting]:
+def _asked(scenario: str, step: str, scale: Scale) -> tuple[Able, RunSpec]:
     name = f"slos-serve-{scenario}"
-    machine = packaged(scenarios.get(name).profile, **dict(scale.limits))
-    source = Able(Scenario(name, machine, count=scale.count), scale.output)
+    machine = packaged_hardware(scenarios.get(name).profile, **dict(scale.limits))
+    source = Able(ScenarioSource(name, machine, count=scale.count), scale.output)
     beside = None if step == BASELINE else drafter()
-    return source, Setting(machine, Choice.parse(step), REPLICAS, lengths=oracle, drafter=beside)
+    return source, RunSpec(machine, PolicyChoice.parse(step), REPLICAS, lengths=oracle_lengths, drafter=beside)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
 from rubato.planning import capacity
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Scenario, Setting, oracle, packaged
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
 from rubato.planning.sweep import markdown
 from rubato.workloads import Arrival, Workload, scenarios
 
@@ -122,7 +122,7 @@ TUNING = 0  # the seed
 CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = SMALL if small else FULL
     each = [
         (scenario, name)
@@ -130,7 +130,7 @@ def cells(small: bool) -> list[Cell]:
         for name, system in SYSTEMS.items()
         if scenario in system.scenarios
     ]
-    return [Cell(f"{scenario} {name}", measured, (scenario, name, scale)) for scenario, name in each]
+    return [Job(f"{scenario} {name}", measured, (scenario, name, scale)) for scenario, name in each]
 
 
 def measured(
@@ -139,11 +139,13 @@ def measured(
     """One system's capacities (requests/s a replica), seed by seed, each with the setting that was best for it, and how
     long (seconds) arrivals and requests (p99 of e2e) lasted at the first. asked: judge and target."""
     drafts = SYSTEMS[system].drafts
-    tuning: dict[tuple[str, int], Tries] = {}
+    tuning: dict[tuple[str, int], RateTrials] = {}
     best = {of: tuned(scenario, system, *of, scale, tuning) for of in asked}
     values = []
     for seed in scale.seeds:
-        tries = {setting: Tries(scenario, setting, seed, scale, drafts) for setting in dict.fromkeys(best.values())}
+        tries = {
+            setting: RateTrials(scenario, setting, seed, scale, drafts) for setting in dict.fromkeys(best.values())
+        }
         found: dict[str, Any] = {judge_: {"setting": {}, "capacity": {}} for judge_, _ in asked}
         for (judge_, target), setting in best.items():
             found[judge_]["setting"][str(target)] = setting[0]
@@ -161,7 +163,7 @@ def measured(
 
 
 def tuned(
-    scenario: str, system: str, judge_: str, target: float, scale: Scale, known: dict[tuple[str, int], Tries]
+    scenario: str, system: str, judge_: str, target: float, scale: Scale, known: dict[tuple[str, int], RateTrials]
 ) -> tuple[str, int]:
     """The setting, and on how many replicas, with the largest rate a replica: each is tried at what the best before it
     does not hold, and only if it attains the target there its own capacity is searched. Of settings that hold as much,
@@ -170,7 +172,7 @@ def tuned(
     best, beyond = able[0], 0.0
     for setting in able if len(able) > 1 else ():
         if setting not in known:
-            known[setting] = Tries(scenario, setting, TUNING, scale, SYSTEMS[system].drafts)
+            known[setting] = RateTrials(scenario, setting, TUNING, scale, SYSTEMS[system].drafts)
         tries = known[setting]
         if beyond and tries.attained(beyond)[judge_] < target:
             continue
@@ -183,7 +185,7 @@ def tuned(
     return best
 
 
-class Tries:
+class RateTrials:
     """Runs of one setting under one seed: the same requests at one rate after another."""
 
     def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale, drafts: bool) -> None:
@@ -193,7 +195,9 @@ class Tries:
         self._seed = seed
         self._start = STARTS[scenario]
         beside = drafter() if drafts else None
-        self._setting = Setting(machine, Choice.parse(choice), self._replicas, lengths=oracle, drafter=beside)
+        self._setting = RunSpec(
+            machine, PolicyChoice.parse(choice), self._replicas, lengths=oracle_lengths, drafter=beside
+        )
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
         self._lasted: dict[float, tuple[float, float]] = {}
         self.unfinished = 0  # requests that had not all their tokens in the end
@@ -240,13 +244,13 @@ def hardware(scenario: str, scale: Scale) -> Hardware:
     limits = dict(scale.limits)
     if scenario in CONTEXT:
         limits["max_length"] = CONTEXT[scenario]
-    return packaged(scenarios.get(f"slos-serve-{scenario}").profile, host_scale=scale.host, **limits)
+    return packaged_hardware(scenarios.get(f"slos-serve-{scenario}").profile, host_scale=scale.host, **limits)
 
 
 def load(scenario: str, seed: int, scale: Scale) -> Workload:
-    made = Scenario(f"slos-serve-{scenario}", hardware(scenario, scale), count=scale.count or COUNTS[scenario]).make(
-        seed
-    )
+    made = ScenarioSource(
+        f"slos-serve-{scenario}", hardware(scenario, scale), count=scale.count or COUNTS[scenario]
+    ).make(seed)
     if scale.shorter == 1:
         return made
     shorter = tuple(a.with_outputs(lambda output: max(2, output // scale.shorter)) for a in made.arrivals)

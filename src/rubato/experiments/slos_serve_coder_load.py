@@ -18,8 +18,8 @@ from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.capacity import e2e_p99
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Setting, oracle
+from rubato.planning.jobs import Job
+from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"
 SECONDS = 5.0
@@ -34,16 +34,18 @@ POLICIES = {
 }
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     seeds = SMALL.seeds if small else FULL.seeds
-    return [Cell(f"{name} seed={seed}", followed, (name, seed, small)) for name in POLICIES for seed in seeds]
+    return [Job(f"{name} seed={seed}", followed, (name, seed, small)) for name in POLICIES for seed in seeds]
 
 
 def followed(name: str, seed: int, small: bool) -> dict[str, Any]:
     """How many were there at each time, by tier, and how many of each tier attained."""
     scale = SMALL if small else FULL
     offered = load("coder", seed, scale).rescaled(RATE)
-    run = Setting(hardware("coder", scale), Choice.parse(POLICIES[name]), lengths=oracle).run(offered, causes=False)
+    run = RunSpec(hardware("coder", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths).run(
+        offered, causes=False
+    )
     until = max(r.times[-1] for r in run.records if r.times)
     at = np.linspace(0.0, until, POINTS).round(2)
     tiers = {

@@ -18,7 +18,7 @@ from rubato.experiments import slos_serve_capacity as capacity
 from rubato.experiments.slos_serve_capacity import FULL, OPT, OURS, SMALL, Rates, Scale
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate
-from rubato.planning.jobs import Cell
+from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
@@ -31,11 +31,11 @@ JUDGE, TARGET = "deadline", 0.9
 STEP = Shape(1, 1, 100)
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     return [
-        Cell("host", host_term, ()),
+        Job("host", host_term, ()),
         *(
-            Cell(f"{scenario} {system} host={host}", held, (scenario, system, _scale(small, host)))
+            Job(f"{scenario} {system} host={host}", held, (scenario, system, _scale(small, host)))
             for host in HOSTS
             for scenario in OPT
             for system in (OURS, *BASELINES)

@@ -17,13 +17,13 @@ import numpy as np
 
 from rubato.core.plan import Sample, Shape
 from rubato.experiments import Found
-from rubato.experiments._recording_slos_serve import Log
+from rubato.experiments._recording_slos_serve import PromiseLog
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Setting, oracle
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, oracle_lengths
 from rubato.planning.sweep import markdown
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
@@ -37,10 +37,10 @@ DEFAULT = "default"
 _SHAPES = 63  # random stream
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = SMALL if small else FULL
     return [
-        Cell(
+        Job(
             f"{scenario} noise={noise} margin={_name(margin)} seed={seed}", kept, (scenario, noise, margin, seed, small)
         )
         for scenario in RATES
@@ -72,9 +72,9 @@ def learning(scenario: str, scale: Scale) -> Hardware:
 
 def kept(scenario: str, noise: float, margin: float | None, seed: int, small: bool) -> dict[str, Any]:
     """Promises made, and broken; and who attained of all offered."""
-    scale, log = SMALL if small else FULL, Log()
-    choice = Choice(POLICY, {"margin": margin, "log": log})
-    setting = Setting(learning(scenario, scale), choice, noise=noise, lengths=oracle, learns=True)
+    scale, log = SMALL if small else FULL, PromiseLog()
+    choice = PolicyChoice(POLICY, {"margin": margin, "log": log})
+    setting = RunSpec(learning(scenario, scale), choice, noise=noise, lengths=oracle_lengths, learns=True)
     run = setting.run(load(scenario, seed, scale).rescaled(RATES[scenario]), seed, times=False, causes=False)
     met = {r.id: r.verdict.met for r in run.records}
     return {

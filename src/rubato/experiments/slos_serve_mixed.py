@@ -16,8 +16,8 @@ from rubato.experiments import Found
 from rubato.experiments.slos_serve_capacity import FULL, SMALL, hardware, load
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Setting, oracle
+from rubato.planning.jobs import Job
+from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
 
 SOURCE = "SLOs-Serve, Fig. 12 and §6.1"
 SECONDS = 8.0
@@ -31,10 +31,10 @@ POLICIES = {
 MEASURES = ("ttft", "tpot")
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     seeds = SMALL.seeds if small else FULL.seeds
     return [
-        Cell(f"{name} rate={rate} seed={seed}", measured, (name, rate, seed, small))
+        Job(f"{name} rate={rate} seed={seed}", measured, (name, rate, seed, small))
         for name in POLICIES
         for rate in RATES
         for seed in seeds
@@ -45,7 +45,7 @@ def measured(name: str, rate: float, seed: int, small: bool) -> dict[str, Any]:
     """TTFT and TPOT of each request over what it was promised."""
     scale = SMALL if small else FULL
     offered = load("mixed", seed, scale).rescaled(rate)
-    run = Setting(hardware("mixed", scale), Choice.parse(POLICIES[name]), lengths=oracle).run(
+    run = RunSpec(hardware("mixed", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths).run(
         offered, times=False, causes=False
     )
     shares: dict[str, list[float]] = {measure: [] for measure in MEASURES}

@@ -17,12 +17,12 @@ import numpy as np
 
 from rubato.core.request import SLO
 from rubato.experiments import Found
-from rubato.experiments._recording_slos_serve import Log
+from rubato.experiments._recording_slos_serve import PromiseLog
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.capacity import e2e_p99
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Setting, oracle, packaged
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, oracle_lengths, packaged_hardware
 from rubato.workloads import Workload
 from rubato.workloads.arrivals import Piecewise
 from rubato.workloads.generate import make
@@ -41,11 +41,11 @@ BACKLOG = 64
 LOGGED = "rubato.experiments._recording_slos_serve"  # writes down whom it promised, also those given up later
 KEEPS = {"values": {"gold": 4.0}, "reserve": 0.6, "backlog": BACKLOG}
 POLICIES = {
-    "slos_serve": Choice("slos_serve", KEEPS),
-    "slos_serve, no reserve": Choice("slos_serve", {**KEEPS, "reserve": 0.0}),
-    "sarathi": Choice("sarathi"),
-    "sarathi, 2048": Choice("sarathi", {"budget": 2048}),
-    "vllm": Choice("vllm"),
+    "slos_serve": PolicyChoice("slos_serve", KEEPS),
+    "slos_serve, no reserve": PolicyChoice("slos_serve", {**KEEPS, "reserve": 0.0}),
+    "sarathi": PolicyChoice("sarathi"),
+    "sarathi, 2048": PolicyChoice("sarathi", {"budget": 2048}),
+    "vllm": PolicyChoice("vllm"),
 }
 
 
@@ -66,21 +66,21 @@ def scale_of(small: bool) -> Scale:
     return SMALL if small else FULL
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = scale_of(small)
     made = []
     for seed in range(scale.seeds):
         made += [
-            Cell(f"{'+'.join(tiers)} x{factor:.3g} seed={seed}", steadily, (tiers, factor, scale.count, seed))
+            Job(f"{'+'.join(tiers)} x{factor:.3g} seed={seed}", steadily, (tiers, factor, scale.count, seed))
             for tiers, factor in ((("gold",), 1.0 / 0.7), (("gold", "low"), 0.5))
         ]
-        made.append(Cell(f"uncontended seed={seed}", play, ("slos_serve", ("gold",), scale, seed)))
-        made += [Cell(f"{policy} seed={seed}", play, (policy, tuple(RATES), scale, seed)) for policy in POLICIES]
+        made.append(Job(f"uncontended seed={seed}", play, ("slos_serve", ("gold",), scale, seed)))
+        made += [Job(f"{policy} seed={seed}", play, (policy, tuple(RATES), scale, seed)) for policy in POLICIES]
     return made
 
 
 def hardware() -> Hardware:
-    return packaged(PROFILE)
+    return packaged_hardware(PROFILE)
 
 
 def kinds(tiers: Sequence[str]) -> tuple[Kind, ...]:
@@ -101,7 +101,7 @@ def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict
     """What SLOs-Serve attains of these tiers at so many times their rates, for as long as it takes."""
     rate = factor * sum(RATES[tier] for tier in tiers)
     load = make("steadily", kinds(tiers), rate, count=count, seed=seed, texts=False)
-    run = Setting(hardware(), Choice("slos_serve"), lengths=oracle).run(load, times=False, causes=False)
+    run = RunSpec(hardware(), PolicyChoice("slos_serve"), lengths=oracle_lengths).run(load, times=False, causes=False)
     return {
         "steadily": list(tiers), "factor": factor, "seed": seed, "attained": share(run.records),
         "seconds": load.duration, "e2e_p99": e2e_p99(run),
@@ -110,10 +110,10 @@ def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict
 
 def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str, Any]:
     load = offered(tiers, scale, seed)
-    choice, log = POLICIES[policy], Log()
+    choice, log = POLICIES[policy], PromiseLog()
     if choice.policy == "slos_serve":
         choice = replace(choice, policy=LOGGED, settings={**choice.settings, "log": log})
-    run = Setting(hardware(), choice, lengths=oracle).run(load, seed, times=False, causes=False)
+    run = RunSpec(hardware(), choice, lengths=oracle_lengths).run(load, seed, times=False, causes=False)
     records = run.records
     rows = {tier: [r for r in records if r.tier == tier] for tier in tiers}
     asked = [r for r in records if r.tier != "batch"]

@@ -24,8 +24,8 @@ from rubato.experiments import Found
 from rubato.experiments._timed_slos_serve import Planned
 from rubato.experiments.simulator_speed import loop_seconds
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Hardware, packaged
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, packaged_hardware
 from rubato.simulation.simulate import Setup, simulate, uncollected
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
@@ -47,10 +47,10 @@ AT_BAR, SEEDS_AT_BAR = 300, (1, 2, 3, 4, 5, 6)  # bursts: a p99 of each seed
 _GAPS, _LENGTHS = 61, 62  # random streams
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     sizes = [(r, n) for r in RUNNING for n in NEW if not small or (r, n) in ((10, 1), BAR)]
     return [
-        Cell(f"running={running} new={new} tiers={tiers} seed={seed}", timed, (running, new, tiers, seed, bursts))
+        Job(f"running={running} new={new} tiers={tiers} seed={seed}", timed, (running, new, tiers, seed, bursts))
         for running, new in sizes
         for tiers in TPOTS
         for seed in (SEEDS[:1] if small else SEEDS_AT_BAR if (running, new) == BAR else SEEDS)
@@ -85,7 +85,7 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
 
 @lru_cache
 def hardware() -> Hardware:
-    return packaged(PROFILE, max_seqs=1024, max_tokens=8192, max_length=1024)
+    return packaged_hardware(PROFILE, max_seqs=1024, max_tokens=8192, max_length=1024)
 
 
 def load(running: int, new: int, tiers: int, seed: int, bursts: int) -> tuple[list[Request], float]:

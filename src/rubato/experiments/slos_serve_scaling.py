@@ -21,9 +21,9 @@ import numpy as np
 from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning import capacity
-from rubato.planning.feasibility import without_hopeless
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Scenario, Setting, oracle, packaged
+from rubato.planning.feasibility import feasible_only
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch
 
@@ -71,13 +71,13 @@ FULL = Scale()
 SMALL = Scale((1,), 0.9, 20, 2, (("max_seqs", 1),))
 
 
-def cells(small: bool) -> list[Cell]:
+def jobs(small: bool) -> list[Job]:
     scale = SMALL if small else FULL
     fleets = [*((OURS, n) for n in REPLICAS), *((system, MOST) for system in BESIDE)]
     return [
-        *(Cell(f"{case} same", same, (case, scale)) for case in CASES),
+        *(Job(f"{case} same", same, (case, scale)) for case in CASES),
         *(
-            Cell(f"{case} {system} replicas={n} seed={seed}", search, (case, system, n, seed, scale))
+            Job(f"{case} {system} replicas={n} seed={seed}", search, (case, system, n, seed, scale))
             for case in CASES
             for system, n in fleets
             for seed in scale.seeds
@@ -89,14 +89,14 @@ def cells(small: bool) -> list[Cell]:
 class Able:
     """The scenario's requests, each stage's output cut, without those that the model's context does not hold."""
 
-    scenario: Scenario
+    scenario: ScenarioSource
     output: int
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         made = self.scenario.make(seed, stretch)
         shorter = tuple(a.with_outputs(lambda output: min(output, self.output)) for a in made.arrivals)
         made = replace(made, arrivals=shorter)
-        return without_hopeless(made, self.scenario.hardware)
+        return feasible_only(made, self.scenario.hardware)
 
     def busiest(self, seed: int, seconds: float) -> Stretch:
         return self.scenario.busiest(seed, seconds)
@@ -132,12 +132,12 @@ def same(case: str, scale: Scale) -> dict[str, Any]:
     return {"case": case, "differ": sum(len(set(each)) > 1 for each in zip(*runs, strict=True))}
 
 
-def _asked(case: str, system: str, replicas: int, scale: Scale) -> tuple[Able, Setting]:
+def _asked(case: str, system: str, replicas: int, scale: Scale) -> tuple[Able, RunSpec]:
     own = CASES[case]
-    machine: Hardware = packaged(own.profile, **dict(scale.limits))
+    machine: Hardware = packaged_hardware(own.profile, **dict(scale.limits))
     count = scale.count or own.count * (replicas if own.each else 1)
-    source = Able(Scenario(f"slos-serve-{case}", machine, count=count), scale.output)
-    return source, Setting(machine, Choice.parse(system), replicas, lengths=oracle)
+    source = Able(ScenarioSource(f"slos-serve-{case}", machine, count=count), scale.output)
+    return source, RunSpec(machine, PolicyChoice.parse(system), replicas, lengths=oracle_lengths)
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

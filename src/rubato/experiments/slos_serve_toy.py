@@ -20,8 +20,8 @@ from rubato.core.request import SLO
 from rubato.experiments import Found
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
-from rubato.planning.jobs import Cell
-from rubato.planning.spec import Choice, Hardware, Setting
+from rubato.planning.jobs import Job
+from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "SLOs-Serve, Fig. 3 and §2.3"
@@ -41,13 +41,13 @@ def toy() -> Workload:
     return Workload("toy", 0, 7.0, 1.0, TIERS, (*running, *new))
 
 
-def cells(small: bool) -> list[Cell]:
-    return [Cell(policy, play, (policy,)) for policy in POLICIES]
+def jobs(small: bool) -> list[Job]:
+    return [Job(policy, play, (policy,)) for policy in POLICIES]
 
 
 def play(policy: str) -> dict[str, Any]:
     """Units from the burst until each prefill has ended, and who attains, by the deadline rule."""
-    records = Setting(MACHINE, Choice(policy)).run(toy()).records
+    records = RunSpec(MACHINE, PolicyChoice(policy)).run(toy()).records
     return {
         "prefilled": [r.times[0] - BURST for r in records if r.tier == "new"],
         "attained": {tier: sum(r.verdict.met for r in records if r.tier == tier) for tier in TIERS},

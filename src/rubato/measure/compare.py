@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from rubato.core.suggest import nearest
-from rubato.measure.confidence import ALL, Difference, Fate, Pair, default_block, paired, unpaired
+from rubato.measure.confidence import ALL, Difference, PairedOutcome, RequestOutcome, default_block, paired, unpaired
 from rubato.measure.results import FORMAT
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -26,7 +26,7 @@ FEW = 10  # blocks: with fewer the intervals are rough
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedRun:
     """One run as a result file keeps it; requests: column -> values, in order of arrival."""
 
     label: str
@@ -39,7 +39,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Contrast:
+class TierContrast:
     """One tier, a against b. good: the same as `attained`, of the goodput bounds, if both sides had the same ones;
     latency: (measure, quantile) -> seconds of a and of b, None where nothing was measured."""
 
@@ -49,12 +49,12 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Report:
+class ComparisonReport:
     a: str
     b: str
     rule: str
     paired: bool
-    tiers: Mapping[str, Contrast]
+    tiers: Mapping[str, TierContrast]
     notes: tuple[str, ...]
 
     @property
@@ -91,7 +91,7 @@ class Report:
         return {**head, "tiers": tiers, "notes": list(self.notes)}
 
 
-def read(source: str) -> list[Kept]:
+def read(source: str) -> list[SavedRun]:
     """The runs of one policy in a result file: FILE, or FILE:POLICY where it holds several.
 
     Raises ValueError, naming the file, when it is no result file, or which policy is meant is not clear.
@@ -121,7 +121,7 @@ def _runs(path: str, data: Mapping[str, Any]) -> list[Any]:
     return runs
 
 
-def _kept(path: str, number: int, run: Any) -> Kept:
+def _kept(path: str, number: int, run: Any) -> SavedRun:
     """Raises ValueError for a run of which a part is not there."""
     try:
         load, columns = run["workload"], run["requests"]
@@ -130,14 +130,14 @@ def _kept(path: str, number: int, run: Any) -> Kept:
             sizes.add(len(columns["good"]))
         if len(sizes) != 1:
             raise ValueError(f"{path}, run {number}: its requests' columns are of {sizes} rows: the file is damaged")
-        return Kept(
+        return SavedRun(
             run["policy"], run["judge"], load["fingerprint"], load["duration"], run["valid"], run["goodput"], columns
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}, run {number}: a part is not there ({error}): the file is damaged") from error
 
 
-def compare(a: Sequence[Kept], b: Sequence[Kept]) -> Report:
+def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
     """Raises ValueError for runs judged by different rules, or that share no tier."""
     rules = {run.rule for run in (*a, *b)}
     if len(rules) != 1:
@@ -158,36 +158,36 @@ def compare(a: Sequence[Kept], b: Sequence[Kept]) -> Report:
     if len(bounds) > 1:
         notes.append("the goodput bounds differ: goodput is not compared")
     good = _differences(a, b, "good", alike) if with_goodput else {}
-    tiers = {tier: Contrast(d, good.get(tier), _latency(a, b, tier)) for tier, d in attained.items()}
-    return Report(a[0].label, b[0].label, rules.pop(), alike, tiers, tuple(notes))
+    tiers = {tier: TierContrast(d, good.get(tier), _latency(a, b, tier)) for tier, d in attained.items()}
+    return ComparisonReport(a[0].label, b[0].label, rules.pop(), alike, tiers, tuple(notes))
 
 
-def _differences(a: Sequence[Kept], b: Sequence[Kept], column: str, alike: bool) -> dict[str, Difference]:
+def _differences(a: Sequence[SavedRun], b: Sequence[SavedRun], column: str, alike: bool) -> dict[str, Difference]:
     sides = [sorted(side, key=lambda run: run.fingerprint) for side in (a, b)]
     durations = [{run.fingerprint: run.duration for run in side} for side in sides]
     if not alike:
         seconds = (sum(run.duration for run in a), sum(run.duration for run in b))
         return unpaired(_fates(sides[0], column), _fates(sides[1], column), durations[0], durations[1], seconds)
-    pairs: list[Pair] = []
+    pairs: list[PairedOutcome] = []
     for one, other in zip(*sides, strict=True):
         theirs = dict(zip(other.requests["id"], other.requests[column], strict=True))
         for fate, id in zip(_fates([one], column), one.requests["id"], strict=True):
             if id not in theirs:
                 raise ValueError(f"request {id!r} is in one of two runs of the same workload only: a file is damaged")
-            pairs.append(Pair(fate.workload, fate.at, fate.tier, fate.met, theirs[id]))
+            pairs.append(PairedOutcome(fate.workload, fate.at, fate.tier, fate.met, theirs[id]))
     return paired(pairs, durations[0], block=default_block(durations[0]))
 
 
-def _fates(runs: Sequence[Kept], column: str) -> list[Fate]:
+def _fates(runs: Sequence[SavedRun], column: str) -> list[RequestOutcome]:
     return [
-        Fate(run.fingerprint, at, tier, met)
+        RequestOutcome(run.fingerprint, at, tier, met)
         for run in runs
         for at, tier, met in zip(run.requests["at"], run.requests["tier"], run.requests[column], strict=True)
     ]
 
 
 def _latency(
-    a: Sequence[Kept], b: Sequence[Kept], tier: str
+    a: Sequence[SavedRun], b: Sequence[SavedRun], tier: str
 ) -> dict[tuple[str, float], tuple[float | None, float | None]]:
     found: dict[tuple[str, float], tuple[float | None, float | None]] = {}
     for measure in MEASURES:
@@ -196,7 +196,7 @@ def _latency(
     return found
 
 
-def _quantiles(runs: Sequence[Kept], tier: str, measure: str) -> list[float | None]:
+def _quantiles(runs: Sequence[SavedRun], tier: str, measure: str) -> list[float | None]:
     known = [
         value
         for run in runs

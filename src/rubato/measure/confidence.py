@@ -36,7 +36,7 @@ def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RequestOutcome:
     """One request of one run. workload: which one it belongs to; at: seconds from its start."""
 
     workload: str
@@ -46,7 +46,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairedOutcome:
     """One request under both policies, in one round. workload: which one it belongs to; at: seconds from its start."""
 
     workload: str
@@ -123,7 +123,7 @@ def default_block(durations: Mapping[str, float]) -> float:
 
 
 def proportion(
-    fates: Sequence[Fate],
+    fates: Sequence[RequestOutcome],
     durations: Mapping[str, float],
     *,
     resamples: int = 2000,
@@ -147,7 +147,7 @@ def proportion(
 
 
 def paired(
-    pairs: Sequence[Pair],
+    pairs: Sequence[PairedOutcome],
     durations: Mapping[str, float],
     *,
     block: float = SHORTEST,
@@ -176,8 +176,8 @@ def paired(
 
 
 def unpaired(
-    a: Sequence[Fate],
-    b: Sequence[Fate],
+    a: Sequence[RequestOutcome],
+    b: Sequence[RequestOutcome],
     durations_a: Mapping[str, float],
     durations_b: Mapping[str, float],
     seconds: tuple[float, float],

@@ -20,8 +20,8 @@ from rubato.core.request import SLO, Outcome
 from rubato.workloads import Arrival
 
 TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]
-Endpoint = Literal["chat", "completions"]
-PATHS: Mapping[Endpoint, str] = {"chat": "chat/completions", "completions": "completions"}
+EndpointKind = Literal["chat", "completions"]
+PATHS: Mapping[EndpointKind, str] = {"chat": "chat/completions", "completions": "completions"}
 FIXED_LENGTHS = frozenset({"rubato", "vllm", "sglang"})  # owners whose servers take ignore_eos and usage in each chunk
 
 BROKEN = frozenset({"error", "abort", "cancelled"})  # finish reasons that are not a completion
@@ -32,7 +32,7 @@ class BenchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """A server, and how to ask it. base_url: with or without "/v1".
 
     tier_field: "slo" states each tier's SLO in the body (ms) and its name as service_tier, "body" only the SLO (for a
@@ -43,7 +43,7 @@ class Target:
 
     base_url: str
     model: str
-    endpoint: Endpoint = "chat"
+    endpoint: EndpointKind = "chat"
     tier_field: TierField = "slo"
     ignore_eos: bool = True
     continuous_usage: bool = True
@@ -89,7 +89,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ServerModels:
     """What a server's list of models says; models is None where it keeps no such list. owner: `owned_by` of the first,
     "" if it does not say."""
 
@@ -112,7 +112,9 @@ class Listed:
         return self.models[0]
 
 
-async def look(base_url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> Listed:
+async def list_models(
+    base_url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
+) -> ServerModels:
     """Ask a server for its models. Raises BenchError when it does not answer, or not in OpenAI's shape."""
     url = v1(base_url)
     try:
@@ -124,14 +126,14 @@ async def look(base_url: str, api_key: str | None = None, headers: Mapping[str, 
             if response.status in (401, 403):
                 raise BenchError(f"{url}/models answers HTTP {response.status}: give a valid --api-key")
             if response.status != 200:
-                return Listed(None)
+                return ServerModels(None)
             entries = orjson.loads(await response.read())["data"]
             models = tuple(str(entry["id"]) for entry in entries)
-            return Listed(models, str(entries[0].get("owned_by", "")) if entries else "")
+            return ServerModels(models, str(entries[0].get("owned_by", "")) if entries else "")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise BenchError(f"no OpenAI-compatible server at {url}: {told(error)}") from error
+        raise BenchError(f"no OpenAI-compatible server at {url}: {error_text(error)}") from error
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BenchError(f"{url}/models is not a list of models in OpenAI's shape ({told(error)})") from error
+        raise BenchError(f"{url}/models is not a list of models in OpenAI's shape ({error_text(error)})") from error
 
 
 def v1(base_url: str) -> str:
@@ -146,7 +148,7 @@ def authorised(api_key: str | None, headers: Mapping[str, str]) -> dict[str, str
 
 
 @dataclass(slots=True)
-class Answer:
+class ResponseStream:
     """What has come back for one request so far; times in seconds from the workload's start."""
 
     sent: float | None = None
@@ -181,8 +183,8 @@ class Answer:
         self.outcome, self.reason = "failed", reason
 
 
-async def ask(
-    session: aiohttp.ClientSession, url: str, body: bytes, answer: Answer, start: float, give_up: float
+async def stream_request(
+    session: aiohttp.ClientSession, url: str, body: bytes, answer: ResponseStream, start: float, give_up: float
 ) -> None:
     """Send one request and read its stream to the end; whatever happens to it ends up in `answer`.
 
@@ -204,14 +206,14 @@ async def ask(
         answer.fail(f"the stream holds an event that is not JSON ({error})")
     except (aiohttp.ClientError, OSError) as error:
         answer.fault = getattr(error, "errno", None)
-        answer.fail(f"connection: {told(error)}")
+        answer.fail(f"connection: {error_text(error)}")
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: Answer) -> None:
+def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: ResponseStream) -> None:
     message = ""
     code: Any = None
     with contextlib.suppress(orjson.JSONDecodeError):  # not every error page is JSON; its text serves as well
@@ -226,7 +228,7 @@ def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: An
         answer.fail(f"HTTP {response.status}: {message}")
 
 
-async def _read(response: aiohttp.ClientResponse, answer: Answer, start: float) -> None:
+async def _read(response: aiohttp.ClientResponse, answer: ResponseStream, start: float) -> None:
     """Follow a stream of server-sent events. What arrives in one read has the same time."""
     loop = asyncio.get_running_loop()
     rest = b""
@@ -243,7 +245,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer, start: float) 
                     if not _fold(answer, orjson.loads(payload), now):
                         return
                 except (AttributeError, TypeError, LookupError) as error:
-                    answer.fail(f"the stream holds an event of another shape than OpenAI's ({told(error)})")
+                    answer.fail(f"the stream holds an event of another shape than OpenAI's ({error_text(error)})")
                     return
     if answer.finish is None:
         answer.fail(
@@ -258,7 +260,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer, start: float) 
         answer.outcome = "completed"
 
 
-def _fold(answer: Answer, chunk: dict[str, Any], now: float) -> bool:
+def _fold(answer: ResponseStream, chunk: dict[str, Any], now: float) -> bool:
     """Take in one chunk; False when it is an error, which ends the stream."""
     error = chunk.get("error")
     if error is not None:

@@ -24,11 +24,20 @@ from tqdm import tqdm
 from rubato.core.clock import process_cpu_time
 from rubato.core.request import Request
 from rubato.measure.goodput import Bounds
-from rubato.measure.http_client import Answer, BenchError, Endpoint, Target, TierField, ask, look, v1
-from rubato.measure.records import Client, Record, Run, verdict, versions
+from rubato.measure.http_client import (
+    BenchError,
+    Endpoint,
+    EndpointKind,
+    ResponseStream,
+    TierField,
+    list_models,
+    stream_request,
+    v1,
+)
+from rubato.measure.records import ClientLoad, Record, Run, verdict, versions
 from rubato.workloads import Arrival, Workload, prompts
 
-__all__ = ["BenchError", "TierField", "delay_bound", "look", "run"]
+__all__ = ["BenchError", "TierField", "delay_bound", "list_models", "run"]
 
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
@@ -56,7 +65,7 @@ async def run(
     warmup: int = 4,
     progress: bool = True,
     max_delay: float | None = None,
-    endpoint: Endpoint = "chat",
+    endpoint: EndpointKind = "chat",
     ignore_eos: bool = True,
     continuous_usage: bool = True,
     api_key: str | None = None,
@@ -68,9 +77,9 @@ async def run(
 
     timeout: seconds after its scheduled arrival at which a request is given up as failed. warmup: that many short
     requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
-    tiers' SLOs. The rest as in `Target`. Raises BenchError when the run cannot begin.
+    tiers' SLOs. The rest as in `Endpoint`. Raises BenchError when the run cannot begin.
     """
-    target = Target(
+    target = Endpoint(
         base_url, model, endpoint, tier_field, ignore_eos, continuous_usage, api_key, headers or {}, extra or {}
     )
     bodies = [target.body(a, workload.slo(a)) for a in workload.arrivals]
@@ -105,7 +114,7 @@ async def run(
     )
 
 
-def _settings(target: Target, patience: float, warmup: int) -> dict[str, Any]:
+def _settings(target: Endpoint, patience: float, warmup: int) -> dict[str, Any]:
     """What the results keep; never the key, nor what headers hold."""
     return {
         "base_url": target.base_url,
@@ -124,9 +133,9 @@ def _settings(target: Target, patience: float, warmup: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- before the clock starts
 
 
-async def _prepare(session: aiohttp.ClientSession, target: Target, workload: Workload, warmup: int) -> None:
+async def _prepare(session: aiohttp.ClientSession, target: Endpoint, workload: Workload, warmup: int) -> None:
     """The server answers, has the model and knows the tiers, and has run a few requests (its first steps are slow)."""
-    listed = await look(target.base_url, target.api_key, target.headers)
+    listed = await list_models(target.base_url, target.api_key, target.headers)
     if listed.models is not None and target.model not in listed.models:
         known = ", ".join(map(repr, listed.models))
         raise BenchError(f"the server at {v1(target.base_url)} has no model {target.model!r}: it has {known}")
@@ -135,9 +144,9 @@ async def _prepare(session: aiohttp.ClientSession, target: Target, workload: Wor
     for index in range(warmup):
         tier, slo = tiers[index % len(tiers)]
         arrival = Arrival("warm-up", 0.0, tier, "chat", 64, 16, (("user", prompts.chat(rng, 64)),))
-        answer = Answer()
+        answer = ResponseStream()
         start = asyncio.get_running_loop().time()
-        await ask(session, target.url, target.body(arrival, slo), answer, start, start + WARM)
+        await stream_request(session, target.url, target.body(arrival, slo), answer, start, start + WARM)
         if answer.outcome == "failed":
             raise BenchError(f"a warm-up request of tier {tier!r} failed: {answer.reason}")
 
@@ -147,14 +156,14 @@ async def _prepare(session: aiohttp.ClientSession, target: Target, workload: Wor
 
 async def _offer(
     session: aiohttp.ClientSession, url: str, workload: Workload, bodies: Sequence[bytes], patience: float, bar: Any
-) -> tuple[list[Answer], list[float]]:
+) -> tuple[list[ResponseStream], list[float]]:
     """Send every request at its time; the answers in the workload's order, and the event loop's lags in seconds."""
     loop = asyncio.get_running_loop()
-    answers = [Answer() for _ in bodies]
+    answers = [ResponseStream() for _ in bodies]
     start = loop.time() + 2 * BEAT
 
-    async def one(arrival: Arrival, body: bytes, answer: Answer) -> None:
-        await ask(session, url, body, answer, start, start + arrival.at + patience)
+    async def one(arrival: Arrival, body: bytes, answer: ResponseStream) -> None:
+        await stream_request(session, url, body, answer, start, start + arrival.at + patience)
         bar.update()
 
     async with _lags() as lags, asyncio.TaskGroup() as group:
@@ -196,7 +205,7 @@ async def _lags() -> AsyncIterator[list[float]]:
 # --------------------------------------------------------------------------- afterwards
 
 
-def _record(arrival: Arrival, answer: Answer, request: Request, rule: str) -> Record:
+def _record(arrival: Arrival, answer: ResponseStream, request: Request, rule: str) -> Record:
     return Record(
         id=arrival.id,
         tier=arrival.tier,
@@ -218,14 +227,14 @@ def _record(arrival: Arrival, answer: Answer, request: Request, rule: str) -> Re
     )
 
 
-def _client(records: Sequence[Record], lags: Sequence[float], wall: float, cpu: float, bound: float) -> Client:
+def _client(records: Sequence[Record], lags: Sequence[float], wall: float, cpu: float, bound: float) -> ClientLoad:
     delays = np.array([max(0.0, r.sent - r.at) for r in records if r.sent is not None] or [0.0])
     p50, p99 = (float(q) for q in np.quantile(delays, [0.5, 0.99]))
     lag = float(np.quantile(np.maximum(lags, 0.0), 0.99)) if lags else 0.0
-    return Client(wall, cpu, p50, p99, float(delays.max()), lag, bound)
+    return ClientLoad(wall, cpu, p50, p99, float(delays.max()), lag, bound)
 
 
-def _problems(client: Client, records: Sequence[Record], answers: Sequence[Answer]) -> list[str]:
+def _problems(client: ClientLoad, records: Sequence[Record], answers: Sequence[ResponseStream]) -> list[str]:
     """Reasons not to trust this run, as sentences."""
     problems: list[str] = []
     remedy = "give the client a core of its own, lower the rate, or raise the bound if such lateness does not matter"
@@ -243,7 +252,7 @@ def _problems(client: Client, records: Sequence[Record], answers: Sequence[Answe
     return problems
 
 
-def _notes(records: Sequence[Record], answers: Sequence[Answer]) -> list[str]:
+def _notes(records: Sequence[Record], answers: Sequence[ResponseStream]) -> list[str]:
     notes: list[str] = []
     done = [(r, a) for r, a in zip(records, answers, strict=True) if r.outcome == "completed"]
     spread = sum(not r.counted and a.total > 0 for r, a in done)

@@ -21,7 +21,7 @@ import orjson
 from rubato.core.events import Verdict
 from rubato.core.request import Outcome, Request
 from rubato.core.slo import StageTimes, judge
-from rubato.measure.confidence import ALL, Fate, proportion, wilson
+from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
 from rubato.workloads import Workload
 
@@ -55,7 +55,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ClientLoad:
     """How the load generator itself fared, in seconds: of the whole run, cpu of the process that holds the client."""
 
     wall: float
@@ -76,7 +76,7 @@ class Run:
     workload: Workload
     records: tuple[Record, ...]
     rule: str
-    client: Client | None = None
+    client: ClientLoad | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def rejudged(run: Run, rule: str) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TierSummary:
     """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
 
     attainment_low, _high: `confidence.proportion`. good: requests that kept the goodput bounds, goodput_rps those per
@@ -170,7 +170,7 @@ class Row:
     goodput_rps_high: float | None = None
 
 
-def summarise(runs: Run | Sequence[Run]) -> tuple[Row, ...]:
+def summarise(runs: Run | Sequence[Run]) -> tuple[TierSummary, ...]:
     """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
     which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
     pooled = [runs] if isinstance(runs, Run) else list(runs)
@@ -197,15 +197,17 @@ class _Kept:
     good: bool | None
 
 
-def _row(tier: str, kept: Sequence[_Kept], seconds: float, durations: Mapping[str, float]) -> Row:
+def _row(tier: str, kept: Sequence[_Kept], seconds: float, durations: Mapping[str, float]) -> TierSummary:
     records = [k.record for k in kept]
     met = sum(r.verdict.met for r in records)
-    low, high = proportion([Fate(k.workload, k.record.at, tier, k.record.verdict.met) for k in kept], durations)
+    low, high = proportion(
+        [RequestOutcome(k.workload, k.record.at, tier, k.record.verdict.met) for k in kept], durations
+    )
     tokens = sum(r.output for r in records if r.verdict.met)
     ttft_p50, ttft_p99 = _quantiles((r.verdict.ttft for r in records), 0.5, 0.99)
     tpot_p50, tpot_p99 = _quantiles((r.verdict.tpot for r in records), 0.5, 0.99)
     (e2e_p50,) = _quantiles((r.verdict.e2e for r in records), 0.5)
-    return Row(
+    return TierSummary(
         tier=tier,
         offered=len(records),
         met=met,

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 
 from rubato.core.request import SLO
-from rubato.measure.confidence import Difference, Pair, default_block, paired
-from rubato.measure.records import Client, Record, Row, Run, fingerprint, rejudged, summarise, verdict
+from rubato.measure.confidence import Difference, PairedOutcome, default_block, paired
+from rubato.measure.records import ClientLoad, Record, Run, TierSummary, fingerprint, rejudged, summarise, verdict
 
 __all__ = [
-    "Client", "Comparison", "Record", "Row", "Run", "as_json", "compare", "comparison_text", "dumps", "fingerprint",
-    "rejudged", "summarise", "table", "to_json", "verdict", "write_json", "write_records",
+    "ClientLoad", "Comparison", "Record", "Run", "TierSummary", "as_json", "compare", "comparison_text", "dumps",
+    "fingerprint", "rejudged", "summarise", "table", "to_json", "verdict", "write_json", "write_records",
 ]  # fmt: skip
 
 FORMAT = "rubato-results/2"
@@ -61,7 +61,7 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
     """
     if not a or len(a) != len(b):
         raise ValueError(f"{len(a)} rounds of one policy and {len(b)} of the other: each round needs its counterpart")
-    pairs: list[Pair] = []
+    pairs: list[PairedOutcome] = []
     durations: dict[str, float] = {}
     for number, (one, other) in enumerate(zip(a, b, strict=True), start=1):
         if one.rule != other.rule or one.rule != a[0].rule:
@@ -74,7 +74,7 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
         if theirs.keys() != {record.id for record in one.records}:
             raise ValueError(f"round {number}: {one.label} and {other.label} hold records of different requests")
         for mine in one.records:
-            pairs.append(Pair(key, mine.at, mine.tier, mine.verdict.met, theirs[mine.id].verdict.met))
+            pairs.append(PairedOutcome(key, mine.at, mine.tier, mine.verdict.met, theirs[mine.id].verdict.met))
     if block is None:
         block = default_block(durations)
     blocks = max(1, round(sum(max(seconds, block) for seconds in durations.values()) / block))
@@ -221,7 +221,7 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(line.rstrip() for line in [*text, "", *foot])
 
 
-def _cells(row: Row, slos: Mapping[str, SLO]) -> list[str]:
+def _cells(row: TierSummary, slos: Mapping[str, SLO]) -> list[str]:
     return [
         row.tier,
         _promise(slos[row.tier]) if row.tier in slos else "",

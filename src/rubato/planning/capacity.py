@@ -19,8 +19,8 @@ from rubato.core.plan import Shape
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run, versions
 from rubato.planning import feasibility, jobs
-from rubato.planning.jobs import Cell, Done
-from rubato.planning.spec import Setting, Source
+from rubato.planning.jobs import Job, JobResults
+from rubato.planning.spec import RequestSource, RunSpec
 from rubato.planning.sweep import markdown
 from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
@@ -33,12 +33,12 @@ LONG = 5.0  # a run should last so many times as long as a request takes (p99)
 
 
 @dataclass(frozen=True)
-class Question:
+class CapacityQuestion:
     """settings: one for each policy. tolerance: relative width of the final bracket. start: requests/s to begin with
     (None: what step times alone would allow)."""
 
-    source: Source
-    settings: tuple[Setting, ...]
+    source: RequestSource
+    settings: tuple[RunSpec, ...]
     seeds: tuple[int, ...]
     targets: tuple[float, ...] = TARGETS
     tolerance: float = 0.02
@@ -54,9 +54,9 @@ class Question:
         if self.start is not None:
             check_rate(self.start)
 
-    def cells(self) -> list[Cell]:
+    def jobs(self) -> list[Job]:
         return [
-            Cell(
+            Job(
                 f"{setting.choice.label} seed={seed}",
                 search,
                 (self.source, setting, seed, self.targets, self.tolerance, self.start),
@@ -75,21 +75,21 @@ class Question:
         }
 
 
-def run(question: Question, **how: Any) -> Outcome:
+def run(question: CapacityQuestion, **how: Any) -> CapacityResult:
     """`how`: as `jobs.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
-    return Outcome(
-        question, jobs.run(question.cells(), head={"capacity": question.describe()}, about="capacity", **how)
+    return CapacityResult(
+        question, jobs.run(question.jobs(), head={"capacity": question.describe()}, about="capacity", **how)
     )
 
 
 def search(
-    source: Source, setting: Setting, seed: int, targets: Sequence[float], tolerance: float, start: float | None
+    source: RequestSource, setting: RunSpec, seed: int, targets: Sequence[float], tolerance: float, start: float | None
 ) -> dict[str, Any]:
     """One policy under one seed: the capacity at each target (requests/s), and every rate tried with its attainment."""
     load = source.make(seed)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
-    feasibility.alone(load, setting.hardware, setting.rule).check(max(targets))
+    feasibility.assess(load, setting.hardware, setting.rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 
@@ -149,7 +149,7 @@ def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance
     return low, high
 
 
-def estimate(load: Workload, setting: Setting) -> float:
+def estimate(load: Workload, setting: RunSpec) -> float:
     """Requests/s that step times would allow, were every batch full of tokens: where a search begins."""
     tokens = sum(a.prompt_tokens + a.output_tokens for a in load.arrivals) / len(load.arrivals)
     batch = setting.hardware.limits.max_tokens
@@ -191,9 +191,9 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    question: Question
-    done: Done
+class CapacityResult:
+    question: CapacityQuestion
+    done: JobResults
 
     def capacities(self) -> list[Capacity]:
         found = {
@@ -248,7 +248,7 @@ class Outcome:
         return markdown(rows)
 
 
-def _capacity(setting: Setting, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
+def _capacity(setting: RunSpec, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
     def per(parts: int) -> Estimate:
         found = over_seeds([rate / parts for rate in own])
         return replace(found, low=max(0.0, found.low))  # no rate is negative

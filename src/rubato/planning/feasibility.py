@@ -10,11 +10,11 @@ from math import inf
 from rubato.core.plan import Shape
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
 from rubato.planning.spec import Hardware, prefill_time
-from rubato.workloads import Arrival, Part, Workload
+from rubato.workloads import Arrival, OfferedStage, Workload
 
 
 @dataclass(frozen=True)
-class Alone:
+class Feasibility:
     """Infeasible requests of a workload. hopeless: number by tier; example: one of them, with what it lacks."""
 
     offered: int
@@ -43,21 +43,21 @@ class Alone:
             )
 
 
-def alone(load: Workload, hardware: Hardware, rule: str = "deadline") -> Alone:
+def assess(load: Workload, hardware: Hardware, rule: str = "deadline") -> Feasibility:
     """Judge each request of a workload as if it had an idle replica to itself."""
     hopeless: Counter[str] = Counter()
     example = ""
     for one, why in _judged(load, hardware, rule):
         hopeless[one.tier] += bool(why)
         example = example or (f"{one.id} (tier {one.tier}) {why}" if why else "")
-    return Alone(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
+    return Feasibility(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
 
 
-def without_hopeless(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
+def feasible_only(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
     """The workload without its infeasible requests, at a rate lowered alike. Raises ValueError when none is left."""
     kept = tuple(one for one, why in _judged(load, hardware, rule) if not why)
     if not kept:
-        raise ValueError(f"workload {load.name!r}: {alone(load, hardware, rule).text}")
+        raise ValueError(f"workload {load.name!r}: {assess(load, hardware, rule).text}")
     return replace(load, arrivals=kept, rate=load.rate * len(kept) / len(load.arrivals))
 
 
@@ -67,11 +67,11 @@ def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arr
     for one in load.arrivals:
         like = one.parts or (one.prompt_tokens, one.output_tokens, one.tier, one.slo)
         if like not in known:
-            known[like] = lacking(load.parts(one), hardware, rule)
+            known[like] = unmet_slo(load.parts(one), hardware, rule)
         yield one, known[like]
 
 
-def lacking(parts: Sequence[Part], hardware: Hardware, rule: str) -> str:
+def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> str:
     """What a request of these stages lacks to meet its SLO on an idle replica, in words; "" if it lacks nothing.
 
     Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in

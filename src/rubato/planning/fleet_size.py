@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.planning import feasibility, jobs
 from rubato.planning.capacity import estimate
-from rubato.planning.fleet_size_model import Plan, Question, counted, effect, peak, survey, whole
-from rubato.planning.jobs import Cell, Program, Wanted
+from rubato.planning.fleet_size_model import FleetPlan, FleetQuestion, counted, effect, peak, survey, whole
+from rubato.planning.jobs import Job, JobBatch, Program
 from rubato.planning.sweep import percent
 from rubato.simulation.simulate import uncollected
 from rubato.workloads.resample import bootstrapped, sampled
@@ -35,10 +35,10 @@ RELAXED_SEEDS = 2  # at most; one where that is far from the target:
 CLEAR = (0.005, 0.05)  # by at least and at most so much attainment, between them by half of what one fewer lacks
 
 T = TypeVar("T")
-Asking = Generator[Wanted, None, T]
+Asking = Generator[JobBatch, None, T]
 
 
-def plan(question: Question, **how: Any) -> Plan:
+def plan(question: FleetQuestion, **how: Any) -> FleetPlan:
     """The smallest fleet that attains the question's target. `how`: as `jobs.follow` takes it. Raises ValueError, with
     the reason, when no number of replicas attains the target."""
     head = {"plan": question.describe()}
@@ -47,7 +47,7 @@ def plan(question: Question, **how: Any) -> Plan:
 
 
 @uncollected()
-def guess(question: Question) -> dict[str, Any]:
+def guess(question: FleetQuestion) -> dict[str, Any]:
     """About how many replicas attain the target, by simulating the beginning of each minute of the busiest stretch."""
     load = bootstrapped(question.load(0, question.stretch(0)), 0)
     if len(load.arrivals) > SAMPLE:
@@ -73,23 +73,23 @@ def guess(question: Question) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for the smallest fleet. values: results of the cells that have finished, by key; it grows."""
+    """The search for the smallest fleet. values: results of the jobs that have finished, by key; it grows."""
 
-    question: Question
+    question: FleetQuestion
     values: Mapping[str, Any]
 
-    def program(self) -> Program[Plan]:
+    def program(self) -> Program[FleetPlan]:
         question = self.question
-        about, began = Cell("survey", survey, (question,)), Cell("guess", guess, (question,))
-        yield Wanted([about], "search", lambda: [began])
-        hopeless = feasibility.Alone(**self.values["survey"]["hopeless"])
+        about, began = Job("survey", survey, (question,)), Job("guess", guess, (question,))
+        yield JobBatch([about], "search", lambda: [began])
+        hopeless = feasibility.Feasibility(**self.values["survey"]["hopeless"])
         if not question.exclude:
             hopeless.check(question.target)
-        yield Wanted([began], "search")
+        yield JobBatch([began], "search")
         replicas, seeds, decided = yield from self.settle((yield from self.first()))
         things = yield from self.verify(replicas, seeds)
         start, end = self.values["survey"]["stretch"]
-        return Plan(
+        return FleetPlan(
             question,
             (start, end),
             replicas,
@@ -104,21 +104,21 @@ class _Search:
             hopeless=hopeless,
         )
 
-    # ----------------------------------------------------------------- cells, and what they say together
+    # ----------------------------------------------------------------- jobs, and what they say together
 
-    def peaks(self, fleets: Sequence[int], seeds: int, relaxed: str = "", by: float = 1.0) -> list[Cell]:
+    def peaks(self, fleets: Sequence[int], seeds: int, relaxed: str = "", by: float = 1.0) -> list[Job]:
         return [
-            Cell(_key(n, relaxed, seed), peak, (self.question, n, relaxed, by, seed))
+            Job(_key(n, relaxed, seed), peak, (self.question, n, relaxed, by, seed))
             for seed in range(seeds)
             for n in fleets
             if n
         ]
 
-    def verification(self, replicas: int, seeds: Mapping[str, int]) -> list[Cell]:
+    def verification(self, replicas: int, seeds: Mapping[str, int]) -> list[Job]:
         """Cells that verify a fleet: the whole workload, which takes longest, and one replica fewer with each thing
         relaxed, under so many seeds."""
         relaxed = [self.peaks([replicas - 1], count, thing, _by(replicas)) for thing, count in seeds.items()]
-        return [Cell(_whole(replicas), whole, (self.question, replicas)), *(cell for each in relaxed for cell in each)]
+        return [Job(_whole(replicas), whole, (self.question, replicas)), *(job for each in relaxed for job in each)]
 
     def things(self, replicas: int) -> list[str]:
         """What can be relaxed: compute, KV, and the SLO times that some request states."""
@@ -145,7 +145,7 @@ class _Search:
         bound, step = 2 * n + 8, max(1, n // 32)
         low, high = 0, inf
         while high - low > 1:
-            yield Wanted(self.peaks([n], 1), "search", partial(self.around, n))
+            yield JobBatch(self.peaks([n], 1), "search", partial(self.around, n))
             low, high = (low, n) if self.attained(n, 1).value >= self.question.target else (n, high)
             if high == inf:
                 n = self._more(low, step, bound, 1)
@@ -154,7 +154,7 @@ class _Search:
             step *= 2
         return int(high)
 
-    def around(self, n: int) -> list[Cell]:
+    def around(self, n: int) -> list[Job]:
         """Cells of this fleet, and of one replica fewer and more, under the seeds that will confirm the answer."""
         seeds = self.question.seeds[0]
         return [*self.peaks([n], seeds), *self.peaks([n - 1, n + 1], seeds)]
@@ -166,7 +166,7 @@ class _Search:
         bound = 2 * replicas + 8
         while True:
             wanted = self.peaks([replicas - 1, replicas], seeds)
-            yield Wanted(wanted, "confirm", partial(self.likely, replicas, seeds))
+            yield JobBatch(wanted, "confirm", partial(self.likely, replicas, seeds))
             here, below = (self.attained(n, seeds) for n in (replicas, replicas - 1))
             if below.value >= target:
                 replicas -= 1
@@ -188,7 +188,7 @@ class _Search:
             )
         while self.attained(replicas, seeds).low < target:
             replicas = self._more(replicas, 1, bound, seeds)
-            yield Wanted(self.peaks([replicas], seeds), "confirm")
+            yield JobBatch(self.peaks([replicas], seeds), "confirm")
         return replicas, seeds, False
 
     def _more(self, replicas: int, step: int, bound: int, seeds: int) -> int:
@@ -201,7 +201,7 @@ class _Search:
             )
         return replicas + step
 
-    def likely(self, replicas: int, seeds: int) -> list[Cell]:
+    def likely(self, replicas: int, seeds: int) -> list[Job]:
         """Cells that verify this many replicas, if the seeds run so far agree on the number."""
         for n, enough in ((replicas, True), (replicas - 1, False)):
             known = [v for seed in range(seeds) if n and (v := self.values.get(_key(n, "", seed)))]
@@ -217,9 +217,9 @@ class _Search:
         def enough() -> dict[str, int]:
             return {thing: RELAXED_SEEDS if self.unclear(replicas, seeds, thing) else 1 for thing in once}
 
-        yield Wanted(self.verification(replicas, once), "verify", lambda: self.verification(replicas, enough()))
+        yield JobBatch(self.verification(replicas, once), "verify", lambda: self.verification(replicas, enough()))
         counts = enough()
-        yield Wanted(self.verification(replicas, counts), "verify")
+        yield JobBatch(self.verification(replicas, counts), "verify")
         return counts
 
     def unclear(self, replicas: int, seeds: int, thing: str) -> bool:

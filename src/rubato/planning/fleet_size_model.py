@@ -13,8 +13,8 @@ from rubato.latency.wrapped import Wrapped
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
 from rubato.planning import feasibility
-from rubato.planning.jobs import Done
-from rubato.planning.spec import Setting, Source
+from rubato.planning.jobs import JobResults
+from rubato.planning.spec import RequestSource, RunSpec
 from rubato.planning.sweep import markdown, percent
 from rubato.simulation.simulate import uncollected
 from rubato.workloads import Workload
@@ -24,12 +24,12 @@ FORMAT = "rubato-plan/1"
 
 
 @dataclass(frozen=True)
-class Question:
+class FleetQuestion:
     """target: share of requests to attain. seconds: of the busiest stretch. seeds: how many to begin with, and at most.
     exclude: leave out, and count, what no idle replica can attain. price: of a GPU for an hour."""
 
-    source: Source
-    setting: Setting
+    source: RequestSource
+    setting: RunSpec
     target: float = 0.9
     seconds: float = 600.0
     seeds: tuple[int, int] = (4, 16)
@@ -56,14 +56,14 @@ class Question:
     def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
         """The whole workload under a seed, or a stretch of it."""
         made = self.source.make(seed, stretch)
-        return feasibility.without_hopeless(made, self.setting.hardware, self.setting.rule) if self.exclude else made
+        return feasibility.feasible_only(made, self.setting.hardware, self.setting.rule) if self.exclude else made
 
 
-# --------------------------------------------------------------------------- cells
+# --------------------------------------------------------------------------- jobs
 
 
 @uncollected()
-def survey(question: Question) -> dict[str, Any]:
+def survey(question: FleetQuestion) -> dict[str, Any]:
     """What needs no simulation: the busiest stretch, the SLO times stated, and infeasible requests."""
     load = question.source.make(0)
     alike = {(one.tier, one.slo, one.parts): one for one in load.arrivals}
@@ -71,12 +71,12 @@ def survey(question: Question) -> dict[str, Any]:
     return {
         "stretch": question.stretch(0),
         "promised": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
-        "hopeless": asdict(feasibility.alone(load, question.setting.hardware, question.setting.rule)),
+        "hopeless": asdict(feasibility.assess(load, question.setting.hardware, question.setting.rule)),
     }
 
 
 @uncollected()
-def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
+def peak(question: FleetQuestion, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
     """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`; `relaxed`: "" for nothing."""
     load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
     setting = question.setting.with_replicas(replicas)
@@ -86,7 +86,7 @@ def peak(question: Question, replicas: int, relaxed: str, by: float, seed: int) 
 
 
 @uncollected()
-def whole(question: Question, replicas: int) -> dict[str, Any]:
+def whole(question: FleetQuestion, replicas: int) -> dict[str, Any]:
     """The whole workload under seed 0: requests met and offered, in all and in its busiest stretch, and its tokens."""
     load = question.load(0)
     stretch = question.stretch(0)
@@ -137,7 +137,7 @@ class Faster(Wrapped):
         self.model.update(replace(sample, seconds=sample.seconds * self.by))
 
 
-def relax(load: Workload, setting: Setting, what: str, by: float) -> tuple[Workload, Setting]:
+def relax(load: Workload, setting: RunSpec, what: str, by: float) -> tuple[Workload, RunSpec]:
     """compute: steps `by` times as fast; kv: so many times the KV; ttft, tpot, e2e: SLOs so many times as long."""
     hardware = setting.hardware
     if what == "compute":
@@ -159,12 +159,12 @@ def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequ
 
 
 @dataclass(frozen=True)
-class Plan:
+class FleetPlan:
     """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
     seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one thing
     relaxed by `relaxed_by`, as `effect` has it, of so many seeds. hopeless: what no idle replica attains."""
 
-    question: Question
+    question: FleetQuestion
     stretch: tuple[float, float]
     replicas: int
     decided: bool
@@ -175,8 +175,8 @@ class Plan:
     relaxed: Mapping[str, float]
     relaxed_by: float
     relaxed_seeds: Mapping[str, int]
-    hopeless: feasibility.Alone
-    done: Done = field(default_factory=lambda: Done(()))
+    hopeless: feasibility.Feasibility
+    done: JobResults = field(default_factory=lambda: JobResults(()))
 
     @property
     def gpus(self) -> int:

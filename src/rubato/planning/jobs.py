@@ -1,7 +1,7 @@
-"""Jobs in parallel, resumable: a pool of processes runs calls (cells), and a file gets a line for each that finishes.
+"""Jobs in parallel, resumable: a pool of processes runs calls (jobs), and a file gets a line for each that finishes.
 
-The file is JSON lines. The first line is a head: the format, and every input that decides what the cells are. A file
-with another head belongs to another computation and is refused. Every other line is the result of one cell, in order of
+The file is JSON lines. The first line is a head: the format, and every input that decides what the jobs are. A file
+with another head belongs to another computation and is refused. Every other line is the result of one job, in order of
 finishing, with a digest of itself. A last line that a crash cut off is dropped, and counted; damage anywhere else is an
 error.
 """
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Job:
     """One call, `work(*given)`, whose result fits into JSON. key: a unique name. To run in another process `work` must
     be a module's function, and all of `given` must pickle."""
 
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a cell returned, read back from JSON, and its wall and CPU seconds."""
+    """What a job returned, read back from JSON, and its wall and CPU seconds."""
 
     key: str
     value: Any
@@ -53,8 +53,8 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The results of all cells, in order. resumed: how many the file held already; dropped: half-written lines."""
+class JobResults:
+    """The results of all jobs, in order. resumed: how many the file held already; dropped: half-written lines."""
 
     results: tuple[Result, ...]
     resumed: int = 0
@@ -70,7 +70,7 @@ class Done:
 
     @property
     def wall(self) -> float:
-        """Wall seconds summed over cells; on several cores more than have passed."""
+        """Wall seconds summed over jobs; on several cores more than have passed."""
         return sum(result.wall for result in self.results)
 
     @property
@@ -81,35 +81,35 @@ class Done:
     def notes(self) -> tuple[str, ...]:
         notes = []
         if self.resumed:
-            notes.append(f"{self.resumed} of {len(self.results)} cells were in the file already")
+            notes.append(f"{self.resumed} of {len(self.results)} jobs were in the file already")
         if self.dropped:
-            notes.append(f"{self.dropped} half-written line dropped from the end of the file: its cell ran again")
+            notes.append(f"{self.dropped} half-written line dropped from the end of the file: its job ran again")
         return tuple(notes)
 
 
-def run(cells: Sequence[Cell], *, about: str = "cells", **how: Any) -> Done:
-    """Run the cells that the file does not hold yet; results are in the order of the cells. `how`, and what it raises:
+def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
+    """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`, and what it raises:
     as `follow`; also ValueError for keys that are not unique."""
-    if len({cell.key for cell in cells}) != len(cells):
-        raise ValueError("two cells have the same key: each needs its own")
+    if len({job.key for job in jobs}) != len(jobs):
+        raise ValueError("two jobs have the same key: each needs its own")
 
     def all_of_them(values: Mapping[str, Any]) -> Program[None]:
-        yield Wanted(cells, about)
+        yield JobBatch(jobs, about)
 
-    return follow(all_of_them, most=len(cells), **how)[1]
+    return follow(all_of_them, most=len(jobs), **how)[1]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """now: the cells that a computation waits for. soon: called when a process would be idle; the cells that the
+class JobBatch:
+    """now: the jobs that a computation waits for. soon: called when a process would be idle; the jobs that the
     computation will probably wait for next."""
 
-    now: Sequence[Cell]
-    about: str = "cells"
-    soon: Callable[[], Sequence[Cell]] = tuple
+    now: Sequence[Job]
+    about: str = "jobs"
+    soon: Callable[[], Sequence[Job]] = tuple
 
 
-Program = Generator[Wanted, None, T]  # what it returns is the answer
+Program = Generator[JobBatch, None, T]  # what it returns is the answer
 
 
 def follow(
@@ -120,18 +120,18 @@ def follow(
     workers: int | None = None,
     most: int | None = None,
     progress: bool = False,
-) -> tuple[T, Done]:
-    """Run a program that chooses its cells by the results of others; returns its answer and all results.
+) -> tuple[T, JobResults]:
+    """Run a program that chooses its jobs by the results of others; returns its answer and all results.
 
-    The program is given the values by key, which grow as cells finish. An answer that depends only on cells that the
-    program waited for (`Wanted.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a
+    The program is given the values by key, which grow as jobs finish. An answer that depends only on jobs that the
+    program waited for (`JobBatch.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a
     core; 1: this process); most: how many processes can be of use. Raises ValueError for fewer than one worker or for
-    a file of another computation, and what a cell or the program raised; the file holds what had finished by then.
+    a file of another computation, and what a job or the program raised; the file holds what had finished by then.
     """
-    book = _Book(None if file is None else Path(file), head or {})
+    book = _JobFile(None if file is None else Path(file), head or {})
     running: dict[Future[Result], str] = {}
     steps = program(book.values)
-    with _opened(workers, most) as (pool, count), tqdm(unit="cell", disable=not progress) as bar:
+    with _opened(workers, most) as (pool, count), tqdm(unit="job", disable=not progress) as bar:
         while True:
             try:
                 wanted = next(steps)
@@ -139,34 +139,32 @@ def follow(
                 bar.n = bar.total = len(book.asked)
                 return end.value, book.done()
             book.ask(wanted.now)
-            while missing := [cell for cell in wanted.now if cell.key not in book.values]:
+            while missing := [job for job in wanted.now if job.key not in book.values]:
                 bar.desc, bar.n, bar.total = f"{wanted.about}: ", len(book.asked) - len(missing), len(book.asked)
                 bar.refresh()
                 if pool is None:
                     book.note(_run(missing[0]))
                     continue
-                for cell in _begin(missing, wanted.soon, {*book.values, *running.values()}, count - len(running)):
-                    book.ask([cell])
+                for job in _begin(missing, wanted.soon, {*book.values, *running.values()}, count - len(running)):
+                    book.ask([job])
                     with _uninterrupted():
-                        future = pool.submit(_run, cell)
-                    running[future] = cell.key
+                        future = pool.submit(_run, job)
+                    running[future] = job.key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     del running[future]
                     book.note(future.result())
 
 
-def _begin(
-    missing: Sequence[Cell], soon: Callable[[], Sequence[Cell]], begun: Collection[str], idle: int
-) -> list[Cell]:
-    """The missing cells that have not begun, and as many cells of `soon` as processes would be idle."""
-    found = [cell for cell in missing if cell.key not in begun]
+def _begin(missing: Sequence[Job], soon: Callable[[], Sequence[Job]], begun: Collection[str], idle: int) -> list[Job]:
+    """The missing jobs that have not begun, and as many jobs of `soon` as processes would be idle."""
+    found = [job for job in missing if job.key not in begun]
     if len(found) < idle:
-        known = {*begun, *(cell.key for cell in found)}
-        found += [cell for cell in soon() if cell.key not in known][: idle - len(found)]
+        known = {*begun, *(job.key for job in found)}
+        found += [job for job in soon() if job.key not in known][: idle - len(found)]
     return found
 
 
-class _Book:
+class _JobFile:
     """The results so far: read from the file, asked for, and finished."""
 
     def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
@@ -176,8 +174,8 @@ class _Book:
         self.values = {key: result.value for key, result in self._results.items()}
         self.asked: dict[str, None] = {}  # in order
 
-    def ask(self, cells: Sequence[Cell]) -> None:
-        self.asked |= dict.fromkeys(cell.key for cell in cells)
+    def ask(self, jobs: Sequence[Job]) -> None:
+        self.asked |= dict.fromkeys(job.key for job in jobs)
 
     def note(self, result: Result) -> None:
         self._results[result.key] = result
@@ -186,10 +184,10 @@ class _Book:
             with open(self._file, "ab") as out:
                 out.write(_line(asdict(result) | {"digest": _digest(result)}))
 
-    def done(self) -> Done:
-        """The results of the cells asked for; a cell begun ahead of need that has not finished has none."""
+    def done(self) -> JobResults:
+        """The results of the jobs asked for; a job begun ahead of need that has not finished has none."""
         results = tuple(self._results[key] for key in self.asked if key in self._results)
-        return Done(results, sum(key in self._stored for key in self.asked), self._dropped)
+        return JobResults(results, sum(key in self._stored for key in self.asked), self._dropped)
 
 
 def cores() -> int:
@@ -199,7 +197,7 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | None, int]]:
-    """A pool of processes and their number; (None, 1) where one is enough, and cells run in this process."""
+    """A pool of processes and their number; (None, 1) where one is enough, and jobs run in this process."""
     if workers is not None and workers < 1:
         raise ValueError(f"{workers} workers: give 1 or more")
     count = min(workers or cores(), max(1, most or cores()))
@@ -210,7 +208,7 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
         yield pool, count
-    except (SystemExit, KeyboardInterrupt) as end:  # not after the cells under way, which may take minutes
+    except (SystemExit, KeyboardInterrupt) as end:  # not after the jobs under way, which may take minutes
         for child in multiprocessing.active_children():
             child.terminate()
         # a pool whose processes were ended as they started has been seen to wait for ever
@@ -256,9 +254,9 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(caught)
 
 
-def _run(cell: Cell) -> Result:
-    value, cost = measured(lambda: cell.work(*cell.given))
-    return Result(cell.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
+def _run(job: Job) -> Result:
+    value, cost = measured(lambda: job.work(*job.given))
+    return Result(job.key, orjson.loads(orjson.dumps(value)), cost.wall, cost.cpu)
 
 
 def _line(value: object) -> bytes:
@@ -279,11 +277,11 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
         return {}, dropped
     lines = [_object(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
     if lines[0].get("format") != FORMAT:
-        raise ValueError(f"{path} is not a file of cells ({FORMAT}, but {lines[0].get('format')!r}): name another file")
+        raise ValueError(f"{path} is not a file of jobs ({FORMAT}, but {lines[0].get('format')!r}): name another file")
     other = list(_differing(lines[0], expected))
     if other:
         what = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if other[3:] else "")
-        raise ValueError(f"{path} holds the cells of another run (what differs: {what}): name another file")
+        raise ValueError(f"{path} holds the jobs of another run (what differs: {what}): name another file")
     results = [_result(path, number, line) for number, line in enumerate(lines[1:], start=2)]
     return {result.key: result for result in results}, dropped
 
@@ -293,11 +291,9 @@ def _result(path: Path, number: int, line: dict[str, Any]) -> Result:
     try:
         result = Result(**line)
     except TypeError as error:
-        raise ValueError(
-            f"{path}, line {number}: not a cell ({error}): remove the line, its cell runs again"
-        ) from error
+        raise ValueError(f"{path}, line {number}: not a job ({error}): remove the line, its job runs again") from error
     if digest != _digest(result):
-        raise ValueError(f"{path}, line {number}: not as it was written: remove the line, its cell runs again")
+        raise ValueError(f"{path}, line {number}: not as it was written: remove the line, its job runs again")
     return result
 
 
@@ -309,7 +305,7 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         return json_object(path, number, line, ValueError)
     except ValueError as error:
-        raise ValueError(f"{error}: remove the line, its cell runs again") from error
+        raise ValueError(f"{error}: remove the line, its job runs again") from error
 
 
 def _differing(one: Any, other: Any, name: str = "") -> Iterator[str]:

@@ -33,11 +33,11 @@ from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, mu
 Lengths = Callable[[Mapping[str, int]], LengthPredictor | None]  # request id -> output tokens, the truth
 
 
-def unknown(truth: Mapping[str, int]) -> None:
+def unknown_lengths(truth: Mapping[str, int]) -> None:
     """No predictor: schedulers know nothing of output lengths. The default."""
 
 
-def oracle(truth: Mapping[str, int]) -> LengthPredictor:
+def oracle_lengths(truth: Mapping[str, int]) -> LengthPredictor:
     """A predictor that returns true output lengths, as SLOs-Serve gives every system (its §6)."""
     return Oracle(truth)
 
@@ -78,7 +78,7 @@ class Hardware:
         return prefill_time(self.model, self.limits, tokens)
 
     def describe(self) -> dict[str, Any]:
-        """model: a digest, so that a file of cells is not resumed with other step times."""
+        """model: a digest, so that a file of jobs is not resumed with other step times."""
         return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": digest_of(self.model)}
 
 
@@ -96,7 +96,7 @@ def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int =
     return seconds
 
 
-def packaged(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
+def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
     """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ. host_scale: what
     a step takes outside the device is so many times as long.
 
@@ -111,7 +111,7 @@ def packaged(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, *
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicyChoice:
     """A policy and a router with their settings, as one writes them: `co_chunk:budget=256@random:seed=3`. router:
     "auto" is the policy's own, or `least_loaded`."""
 
@@ -127,7 +127,7 @@ class Choice:
         return own if router == "auto" else f"{own}@{router}"
 
     @classmethod
-    def parse(cls, text: str, router: str = "auto") -> Choice:
+    def parse(cls, text: str, router: str = "auto") -> PolicyChoice:
         """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
         own, _, other = text.partition("@")
         choice = cls(*_parsed(own), *_parsed(other or router))
@@ -158,17 +158,17 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSpec:
     """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
     Off by default: step times are exact already, and the fast driver takes only models that do not learn. link,
     drafter: as in `Setup`."""
 
     hardware: Hardware
-    choice: Choice
+    choice: PolicyChoice
     replicas: int = 1
     rule: str = "deadline"
     noise: float = 0.0
-    lengths: Lengths = unknown
+    lengths: Lengths = unknown_lengths
     learns: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
@@ -193,7 +193,7 @@ class Setting:
         )
         return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
 
-    def with_replicas(self, replicas: int) -> Setting:
+    def with_replicas(self, replicas: int) -> RunSpec:
         return replace(self, replicas=replicas)
 
     def describe(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _digest(path: str) -> str:
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """Makes a workload for each seed: the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
@@ -241,7 +241,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Scenario:
+class ScenarioSource:
     """A packaged scenario at a rate (requests/s), for `count` requests or `duration` seconds."""
 
     name: str
@@ -264,7 +264,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Mix:
+class MixSource:
     """Poisson arrivals of a mix of kinds."""
 
     kinds: tuple[Kind, ...]
@@ -283,12 +283,12 @@ class Mix:
 
 
 @lru_cache(maxsize=8)
-def _mixed(mix: Mix, seed: int) -> Workload:
+def _mixed(mix: MixSource, seed: int) -> Workload:
     return make("mix", mix.kinds, mix.rate, duration=mix.duration, count=mix.count, seed=seed, texts=False)
 
 
 @dataclass(frozen=True)
-class File:
+class FileSource:
     """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
 
     path: str
@@ -311,7 +311,7 @@ def _filed(path: str) -> Workload:
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceSource:
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
     drawn: as of a file. A stretch is cut out before it is multiplied; it begins with a minute, whose copies stay in it.
@@ -335,9 +335,9 @@ class Trace:
 
 
 @lru_cache(maxsize=8)
-def _traced(trace: Trace, seed: int, stretch: Stretch | None) -> Workload:
+def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
     whole = _read(trace.path, trace.seconds, trace.count)
-    offers: Sequence[traces.Offer] = whole.offers
+    offers: Sequence[traces.TraceRequest] = whole.offers
     if stretch is not None:
         start, end = stretch
         last = max(offer.at for offer in offers)

@@ -1,4 +1,4 @@
-"""`rubato sweep`: every policy at every rate under every seed, each a cell; sums of each run, and intervals over seeds.
+"""`rubato sweep`: every policy at every rate under every seed, each a job; sums of each run, and intervals over seeds.
 
 A seed's workload is made once and rescaled to each rate, so that all policies and rates see the same requests; what
 differs between two policies is therefore paired by seed.
@@ -15,8 +15,8 @@ from rubato.measure import results
 from rubato.measure.confidence import ALL, Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import versions
 from rubato.planning import jobs
-from rubato.planning.jobs import Cell, Done
-from rubato.planning.spec import Setting, Source
+from rubato.planning.jobs import Job, JobResults
+from rubato.planning.spec import RequestSource, RunSpec
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-sweep/1"
@@ -26,8 +26,8 @@ FORMAT = "rubato-sweep/1"
 class Sweep:
     """What to run. settings: one for each policy, told apart by their labels; rates: requests/s of the whole fleet."""
 
-    source: Source
-    settings: tuple[Setting, ...]
+    source: RequestSource
+    settings: tuple[RunSpec, ...]
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
 
@@ -39,9 +39,9 @@ class Sweep:
         for rate in self.rates:
             check_rate(rate)
 
-    def cells(self) -> list[Cell]:
+    def jobs(self) -> list[Job]:
         return [
-            Cell(f"{setting.choice.label} rate={rate:g} seed={seed}", one, (self.source, setting, rate, seed))
+            Job(f"{setting.choice.label} rate={rate:g} seed={seed}", simulate_point, (self.source, setting, rate, seed))
             for seed in self.seeds
             for rate in self.rates
             for setting in self.settings
@@ -51,7 +51,7 @@ class Sweep:
         return {"source": self.source.describe(), "settings": [one.describe() for one in self.settings]}
 
 
-def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
+def simulate_point(source: RequestSource, setting: RunSpec, rate: float, seed: int) -> dict[str, Any]:
     """Simulate one policy at one rate under one seed, and sum up the run (`results.run_json`)."""
     load = source.make(seed).rescaled(rate)
     return {"policy": setting.choice.label, "rate": rate, "seed": seed} | results.run_json(
@@ -59,9 +59,9 @@ def one(source: Source, setting: Setting, rate: float, seed: int) -> dict[str, A
     )
 
 
-def run(asked: Sweep, **how: Any) -> Outcome:
+def run(asked: Sweep, **how: Any) -> SweepResult:
     """`how`: as `jobs.run` takes it (file, workers, progress)."""
-    return Outcome(asked, jobs.run(asked.cells(), head={"sweep": asked.describe()}, about="sweep", **how))
+    return SweepResult(asked, jobs.run(asked.jobs(), head={"sweep": asked.describe()}, about="sweep", **how))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepResult:
     sweep: Sweep
-    done: Done
+    done: JobResults
 
     def points(self) -> list[Point]:
         first = self.sweep.settings[0].choice.label

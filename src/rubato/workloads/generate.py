@@ -17,8 +17,8 @@ from rubato.core.request import SLO
 from rubato.workloads.arrivals import Poisson, Process, offered
 from rubato.workloads.lengths import Floats, Ints, of
 from rubato.workloads.prompts import TEXTS, Count, with_texts
-from rubato.workloads.request_kinds import Change, Kind, Then, tiers_of
-from rubato.workloads.workload import Arrival, Part, Workload, check_rate
+from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, tiers_of
+from rubato.workloads.workload import Arrival, OfferedStage, Workload, check_rate
 
 _ARRIVALS, _KINDS, _LENGTHS = 0, 1, 2  # random streams; 3 is `texts.STREAM`
 _TTFT, _ROUNDS, _STAGES, _ACCEPTANCE = 4, 5, 6, 7
@@ -38,7 +38,7 @@ def make(
     count_tokens: Count | None = None,
     temperature: float = 0.0,
     arrivals: Process | None = None,
-    changes: Sequence[Change] = (),
+    changes: Sequence[MixChange] = (),
     prefill: Prefill | None = None,
     texts: bool = True,
     max_length: int | None = None,
@@ -57,7 +57,7 @@ def make(
     at = offered(process, rate, [seed, _ARRIVALS], count, duration)
     if not len(at):
         raise ValueError(f"workload {name!r} is empty: no request arrives in {duration} s at {rate} requests/s")
-    mixes = [Change(tuple(kinds)), *changes]
+    mixes = [MixChange(tuple(kinds)), *changes]
     every = [kind for mix in mixes for kind in mix.kinds]
     if texts and (without := [kind.app for kind in every if kind.app not in TEXTS]):
         raise ValueError(f"kind {without[0]!r} has no texts: choose one of {', '.join(TEXTS)}, or lengths alone")
@@ -70,7 +70,7 @@ def make(
     stages = _lengths(every, which, rounds, seed)
     if max_length is not None:
         stages = [_cut(every, stages, max_length, notes)]
-    rows = _arrivals(name, every, at, which, rounds, stages, Promises(prefill), seed, temperature)
+    rows = _arrivals(name, every, at, which, rounds, stages, SLOAssignment(prefill), seed, temperature)
     if unmet := sum(a.tier == BEST_EFFORT for a in rows):
         notes["best_effort"] = f"{unmet} requests: no idle replica could meet any of their TTFTs"
     tiers |= {a.tier: SLO() for a in rows if a.tier not in tiers}
@@ -90,7 +90,7 @@ def _described(kind: Kind) -> dict[str, Any]:
 _ALWAYS = ("app", "slo", "prompt", "output", "tier", "share")
 
 
-def _which(mixes: Sequence[Change], at: Floats, seed: int) -> Ints:
+def _which(mixes: Sequence[MixChange], at: Floats, seed: int) -> Ints:
     """For each request the index of its kind among all mixes' kinds, one mix after the other."""
     u = np.random.default_rng([seed, _KINDS]).random(len(at))
     which = np.zeros(len(at), np.int64)
@@ -103,7 +103,7 @@ def _which(mixes: Sequence[Change], at: Floats, seed: int) -> Ints:
     return which
 
 
-class Promises:
+class SLOAssignment:
     """SLOs of single requests; equal ones are one object."""
 
     def __init__(self, prefill: Prefill | None) -> None:
@@ -124,7 +124,7 @@ class Promises:
             self._seconds[prompt] = seconds
         return self._seconds[prompt]
 
-    def slo(self, of: Kind | Then, prompt: int) -> SLO:
+    def slo(self, of: Kind | FollowUp, prompt: int) -> SLO:
         """What a stage with this prompt is promised."""
         if of.ttft_slowdown is None:
             return of.slo
@@ -184,7 +184,7 @@ def _cut(
 
 def _arrivals(
     name: str, kinds: Sequence[Kind], at: Floats, which: Ints, rounds: Ints, stages: Sequence[tuple[Ints, Ints]],
-    promises: Promises, seed: int, temperature: float,
+    promises: SLOAssignment, seed: int, temperature: float,
 ) -> list[Arrival]:  # fmt: skip
     """The requests, one by one, from columns as Python numbers."""
     ttft, accepted = (np.random.default_rng([seed, purpose]).random(len(at)) for purpose in (_TTFT, _ACCEPTANCE))
@@ -194,7 +194,7 @@ def _arrivals(
     for i, (when, k) in enumerate(zip(at.tolist(), which.tolist(), strict=True)):
         kind = kinds[k]
         (prompt, output), tier = lengths[0][i], kind.tier
-        parts: tuple[Part, ...] = ()
+        parts: tuple[OfferedStage, ...] = ()
         slo: SLO | None = None
         if kind.staged:
             parts = _parts(kind, turns[i], [column[i] for column in lengths], promises)
@@ -214,12 +214,14 @@ def _arrivals(
     return rows
 
 
-def _parts(kind: Kind, rounds: int, lengths: Sequence[tuple[int, int]], promises: Promises) -> tuple[Part, ...]:
+def _parts(
+    kind: Kind, rounds: int, lengths: Sequence[tuple[int, int]], promises: SLOAssignment
+) -> tuple[OfferedStage, ...]:
     """A request's stages: rounds of the first, then the others."""
-    made: list[Part] = []
+    made: list[OfferedStage] = []
     for stage, (prompt, output) in zip([kind] * rounds + list(kind.then), lengths, strict=False):
         slo = promises.slo(stage, prompt) if prompt else stage.slo
-        made.append(Part(prompt, output, slo, stage.ends, stage.pause if made else 0.0))
+        made.append(OfferedStage(prompt, output, slo, stage.ends, stage.pause if made else 0.0))
     if not made or made[0].prompt < 1:
         raise ValueError(f"kind {kind.app!r}: a request of it has no prompt: give its first stage one, and one round")
     return tuple(made)

@@ -19,7 +19,7 @@ Range = Lengths | tuple[int, int]  # a pair: uniform from the least to the most 
 
 
 @dataclass(frozen=True, slots=True)
-class Then:
+class FollowUp:
     """A stage after the first: another prefill (a tool's result; none: a decode that goes on), another decode.
 
     ttft_slowdown, ends: as in `Kind`. pause: seconds a tool takes before it.
@@ -56,7 +56,7 @@ class Kind:
     ends: str = "eos"
     pause: float = 0.0
     rounds: Lengths | None = None
-    then: tuple[Then, ...] = ()
+    then: tuple[FollowUp, ...] = ()
     acceptance: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Kind:
             object.__setattr__(self, "tier", self.app)
 
     @property
-    def stages(self) -> tuple[Kind | Then, ...]:
+    def stages(self) -> tuple[Kind | FollowUp, ...]:
         """The first, however often it runs, and those after it."""
         return (self, *self.then)
 
@@ -93,7 +93,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MixChange:
     """Another mix from the first request that is at least the `request`th (from 0) and arrives `at` or later (s)."""
 
     kinds: tuple[Kind, ...]

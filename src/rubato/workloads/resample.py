@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 
 from rubato.workloads import Arrival, Workload
-from rubato.workloads.traces import Offer
+from rubato.workloads.traces import TraceRequest
 
 Stretch = tuple[float, float]  # seconds from a workload's start: when it begins and ends
 BLOCK = 60.0  # seconds
@@ -22,8 +22,8 @@ _COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workl
 
 
 def multiplied(
-    offers: Sequence[Offer], factor: float, seed: int = 0, block: float = BLOCK, end: float | None = None
-) -> list[Offer]:
+    offers: Sequence[TraceRequest], factor: float, seed: int = 0, block: float = BLOCK, end: float | None = None
+) -> list[TraceRequest]:
     """A trace with `factor` times the traffic and the same profile over time.
 
     Each minute (`block`) holds that many copies of itself, each turned round within the minute by an offset of its own:
@@ -37,7 +37,7 @@ def multiplied(
         return list(offers)
     draw = np.random.default_rng([seed, _COPIES])
     last = max((offer.at for offer in offers), default=0.0) if end is None else end
-    copies: list[Offer] = []
+    copies: list[TraceRequest] = []
     for copy in range(ceil(factor)):
         offset = float(draw.uniform(0.0, block))
         chance = min(1.0, factor - copy)
@@ -48,7 +48,7 @@ def multiplied(
                 length = min(block, last - start)
                 at = start + (o.at - start + offset) % length if length > 0.0 else o.at
                 # not `replace`, which takes three times as long: there can be millions
-                copies.append(Offer(at, o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text))
+                copies.append(TraceRequest(at, o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text))
     return sorted(copies, key=attrgetter("at"))
 
 

@@ -17,7 +17,7 @@ from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson,
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
 from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, mean, of
-from rubato.workloads.request_kinds import Change, Kind, Then, within
+from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, within
 from rubato.workloads.workload import Workload, check_rate
 
 
@@ -32,7 +32,7 @@ class Scenario:
     kinds: tuple[Kind, ...]
     arrivals: Process
     profile: str = ""
-    changes: Callable[[int, float], tuple[Change, ...]] = lambda count, seconds: ()
+    changes: Callable[[int, float], tuple[MixChange, ...]] = lambda count, seconds: ()
     max_length: int | None = None
 
 
@@ -53,11 +53,11 @@ SUMMARIZER = Kind("summary", LOOSE_TPOT, log_normal(1333, 444, 1946), log_normal
 _ROUND = (log_normal(690, 356, 2131), log_normal(116, 66, 363))
 TOOLS = Kind(  # 2.7 +- 1.1 pairs of prefill and decode in all, the last of them the answer; tools take no time (ours)
     "tools", TIGHT_TPOT, *_ROUND, ttft_slowdown=TIGHT, ends="</tool_call>", rounds=Normal(1.7, 1.1, most=8),
-    then=(Then(_ROUND[1], _ROUND[0], LOOSE_TPOT, ttft_slowdown=TIGHT),),
+    then=(FollowUp(_ROUND[1], _ROUND[0], LOOSE_TPOT, ttft_slowdown=TIGHT),),
 )  # fmt: skip
 REASONING = Kind(
     "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
-    ends="</think>", then=(Then(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
+    ends="</think>", then=(FollowUp(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
 )  # fmt: skip
 
 # --------------------------------------------------------------------------- PolyServe (paper §5, Table 1)
@@ -96,8 +96,8 @@ def _polyserve(about: str, lengths: tuple[Lengths, Lengths]) -> Scenario:
     return Scenario(f"PolyServe: {about}; TTFT 0.3, 0.5, 1 s, TPOT 20-100 ms", tpot_tiers(*lengths), Poisson(), H200)
 
 
-def _flip(count: int, seconds: float) -> tuple[Change, ...]:
-    return (Change(tpot_tiers(*TABLE["uniform-4096-1024"], shares=SHARES[::-1]), request=max(1, count // 2)),)
+def _flip(count: int, seconds: float) -> tuple[MixChange, ...]:
+    return (MixChange(tpot_tiers(*TABLE["uniform-4096-1024"], shares=SHARES[::-1]), request=max(1, count // 2)),)
 
 
 # --------------------------------------------------------------------------- AdaServe (paper §6, Table 2)
@@ -128,10 +128,10 @@ PEAKS_PERIOD = 360.0
 def _peaks(profile: str, unloaded: float) -> Scenario:
     mixes = [categories(unloaded, [float(level) for level in levels]) for _, levels in PEAKS]
 
-    def changes(count: int, seconds: float) -> tuple[Change, ...]:
+    def changes(count: int, seconds: float) -> tuple[MixChange, ...]:
         again = range(2 + int(1.5 * seconds / PEAKS_PERIOD))  # a run of `count` may take longer than expected
         every = [
-            Change(mix, at=n * PEAKS_PERIOD + start)
+            MixChange(mix, at=n * PEAKS_PERIOD + start)
             for n in again
             for (start, _), mix in zip(PEAKS, mixes, strict=True)
         ]
@@ -254,7 +254,7 @@ def make(
 
     expected = (count, count / rate) if count is not None else (round(rate * (duration or 0.0)), duration or 0.0)
     changes = [
-        Change(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
+        MixChange(tuple(map(fitted, change.kinds)), change.request, change.at) for change in asked.changes(*expected)
     ]
     return drawn(
         name,

@@ -34,7 +34,7 @@ import orjson
 from rubato.core.request import SLO
 from rubato.core.suggest import nearest
 from rubato.workloads.arrivals import Process, Replay
-from rubato.workloads.generate import Prefill, Promises
+from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
@@ -48,7 +48,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class TraceRequest:
     """One request of a trace. at: seconds since the first; prompt, output: tokens; tier "" = not said.
 
     tpot: promised seconds per token; tpot_slowdown: the same in times of the unloaded one. blocks: ids of the prompt's
@@ -71,7 +71,7 @@ class Trace:
     tokens, which are given one."""
 
     name: str
-    offers: tuple[Offer, ...]
+    offers: tuple[TraceRequest, ...]
     skipped: tuple[str, ...] = ()
     empty: int = 0
 
@@ -120,7 +120,7 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     when the file cannot be opened.
     """
     path = Path(path)
-    offers: list[tuple[float, Offer]] = []
+    offers: list[tuple[float, TraceRequest]] = []
     skipped: list[str] = []
     layout: Layout | None = None
     for where, row in _rows(path):
@@ -142,7 +142,7 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     return Trace(path.name, tuple(kept), tuple(skipped), empty)
 
 
-def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> tuple[float, Offer]:
+def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> tuple[float, TraceRequest]:
     """Time and request of one row; the offer's own time is not set yet. Raises TraceError naming the field."""
     if isinstance(row, TraceError):
         raise row
@@ -171,7 +171,7 @@ def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | Non
         wanted = f"{count} whole numbers, one for each {HASH_BLOCK} of {prompt} prompt tokens"
         blocks = field("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
     text = field("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
-    return at, Offer(0.0, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    return at, TraceRequest(0.0, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
 
 
 def _whole(value: Any) -> int:
@@ -290,7 +290,7 @@ Row = Callable[[int, str, float], Arrival]
 def _by_kinds(trace: Trace, kinds: Sequence[Kind], seed: int, prefill: Prefill | None) -> tuple[dict[str, SLO], Row]:
     tiers = tiers_of(kinds)
     u = np.random.default_rng([seed, _KINDS]).random(len(trace.offers)).tolist()
-    promises = Promises(prefill)
+    promises = SLOAssignment(prefill)
     able: dict[str, tuple[list[Kind], list[float]]] = {}
     for tier in {offer.tier for offer in trace.offers}:
         if tier and tier not in tiers:
@@ -334,12 +334,12 @@ def _by_trace(trace: Trace, unloaded: float | None) -> tuple[dict[str, SLO], Row
     return tiers, row
 
 
-def _called(offer: Offer) -> str:
+def _called(offer: TraceRequest) -> str:
     """A tier for what is promised, where the trace names none."""
     if offer.tpot_slowdown is not None:
         return f"tpot-{offer.tpot_slowdown:g}x"
     return "default" if offer.tpot is None else f"tpot-{1e3 * offer.tpot:g}ms"
 
 
-def _said(offer: Offer) -> tuple[tuple[str, str], ...]:
+def _said(offer: TraceRequest) -> tuple[tuple[str, str], ...]:
     return (("user", offer.text),) if offer.text else ()

@@ -25,7 +25,7 @@ NO_SLO = SLO()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OfferedStage:
     """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
 
     ends: the literal after which the next stage begins, as in `types.Stage`. pause: seconds a tool takes before this
@@ -67,7 +67,7 @@ class Arrival:
     temperature: float = 0.0
     seed: int | None = None
     slo: SLO | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[OfferedStage, ...] = ()
     blocks: tuple[int, ...] = ()
     tenant: str = "default"
     acceptance: float | None = None
@@ -167,9 +167,9 @@ class Workload:
             return arrival.parts[0].slo
         return self.tiers[arrival.tier] if arrival.slo is None else arrival.slo
 
-    def parts(self, arrival: Arrival) -> tuple[Part, ...]:
+    def parts(self, arrival: Arrival) -> tuple[OfferedStage, ...]:
         """Its stages, with what each is promised; of a request of one stage, that one."""
-        return arrival.parts or (Part(arrival.prompt_tokens, arrival.output_tokens, self.slo(arrival)),)
+        return arrival.parts or (OfferedStage(arrival.prompt_tokens, arrival.output_tokens, self.slo(arrival)),)
 
     def requests(self) -> Iterator[Request]:
         """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,

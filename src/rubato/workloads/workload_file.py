@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from rubato.core.request import SLO
-from rubato.workloads.workload import HASH_BLOCK, Arrival, Part, Workload
+from rubato.workloads.workload import HASH_BLOCK, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
 READABLE = ("rubato-workload/1", FORMAT)
@@ -74,7 +74,7 @@ def _row(a: Arrival) -> dict[str, Any]:
     return row
 
 
-def _stage(part: Part) -> dict[str, Any]:
+def _stage(part: OfferedStage) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt_tokens": part.prompt, "output_tokens": part.output, "slo": _slo(part.slo)}
     return row | ({"ends": part.ends} if part.ends != "eos" else {}) | ({"pause": part.pause} if part.pause else {})
 
@@ -168,19 +168,19 @@ def _read_arrival(row: _Line, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) ->
     )
 
 
-def _read_stages(row: _Line) -> tuple[Part, ...]:
+def _read_stages(row: _Line) -> tuple[OfferedStage, ...]:
     stages = row.values.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
         raise row.error("stages", "should be a list of {prompt_tokens, output_tokens, slo, ends, pause}")
     for field in ("prompt_tokens", "output_tokens", "slo"):
         if stages and field in row.values:
             raise row.error(field, "stands beside stages, which say it")
-    parts: list[Part] = []
+    parts: list[OfferedStage] = []
     for index, values in enumerate(stages):
         stage = _Line(row.path, row.line, values, f"stages[{index}].")
         stage.only(*_STAGE)
         parts.append(
-            Part(
+            OfferedStage(
                 stage.integer("prompt_tokens", least=0 if index else 1),
                 stage.integer("output_tokens", least=1),
                 stage.slo(stage.values.get("slo", {}), "slo"),

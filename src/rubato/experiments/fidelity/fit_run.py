@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedModel:
     """What the fit run gave. truth: seconds from one step's end to the next one's, for the simulated engine; believed:
     the steps' own seconds, for schedulers; inside, held_out: None = nothing was fitted; noise: spread of steps around
     truth; gap: median seconds between steps; first, last: mean seconds that a client sees a request's first and last
@@ -65,7 +65,7 @@ def lengthened(events: Sequence[Event]) -> tuple[list[Sample], float]:
     return samples, usual
 
 
-def learned(bursts: Sequence[Event], load: Sequence[Event], run: Run) -> Learned:
+def learn(bursts: Sequence[Event], load: Sequence[Event], run: Run) -> LearnedModel:
     """Fits on both logs; scale and spread of step times, and what requests spend outside, from the open-loop part."""
     under_load, gap = lengthened(load)
     truth = fit([*lengthened(bursts)[0], *under_load])
@@ -81,7 +81,7 @@ def learned(bursts: Sequence[Event], load: Sequence[Event], run: Run) -> Learned
         say("  WARNING: spells of slow steps in the fit run, something else used the machine: results will not hold")
     first, last = outside(run.records, list(timelines(load)))
     model = scaled(truth.model, float(np.exp(usual).mean()))
-    return Learned(model, believed, truth.inside, truth.held_out, min(noise, 0.9), gap, first, last)
+    return LearnedModel(model, believed, truth.inside, truth.held_out, min(noise, 0.9), gap, first, last)
 
 
 def scaled(model: affine.Model, factor: float) -> affine.Model:
@@ -116,7 +116,7 @@ def outside(records: Sequence[Record], lines: Sequence[Timeline]) -> tuple[float
     return mean(first), mean(last)
 
 
-def delivered(run: Run, what: Learned) -> Run:
+def delivered(run: Run, what: LearnedModel) -> Run:
     """The simulated run as a client would have seen it: every token later by what requests spend outside."""
     requests = {request.id: request for request in run.workload.requests()}
     records = []

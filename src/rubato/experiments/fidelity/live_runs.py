@@ -1,7 +1,7 @@
 """What runs: the fit run, and each cell twice live on a server of its own and in simulation.
 
 The engine is any that `serve` knows by its configuration: the embedded one with the bundled model (`torch_rig`), or one
-whose step times are known beforehand (`Rig.given`): then nothing is fitted.
+whose step times are known beforehand (`LiveRig.given`): then nothing is fitted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rubato.core import event_log
 from rubato.core.events import Event, Offered
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
-from rubato.experiments.fidelity.fit_run import Learned, delivered, learned, lengthened, pace, promises, say, scaled
+from rubato.experiments.fidelity.fit_run import LearnedModel, delivered, learn, lengthened, pace, promises, say, scaled
 from rubato.experiments.fidelity.table import Cell, Rule, figures
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
@@ -66,10 +66,10 @@ QUICK = Scale(("vllm", "edf"), (1.0,), 25, 12.0, 2)
 
 
 @dataclass(frozen=True)
-class Ground:
+class LoadLevel:
     """What all cells stand on. rate: requests/s that vllm holds in simulation; load: the cells' requests, at 1/s."""
 
-    what: Learned
+    what: LearnedModel
     slos: Mapping[str, SLO]
     rate: float
     load: Workload
@@ -85,7 +85,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Rig:
+class LiveRig:
     """The engine, the machine and the folder that all runs share. engine: as in the server's YAML; count: tokens of a
     prompt's text; given: the step times of an engine that needs no fit run."""
 
@@ -135,18 +135,18 @@ class Rig:
 
     # ----------------------------------------------------------------- the fit run
 
-    def ground(self, scale: Scale) -> Ground:
+    def ground(self, scale: Scale) -> LoadLevel:
         """The fit run, the promises and rates that follow from it, and the cells' requests."""
-        what = Learned(self.given, replace(self.given)) if self.given else self.learn(scale)
+        what = LearnedModel(self.given, replace(self.given)) if self.given else self.learn(scale)
         slos = promises(what.truth)
         load = at_least(lambda count: self.load("cell", slos, CELLS_SEED, count=count), scale.per_tier)
         rate = self.held(self.load("fit-load", slos, FIT_SEED, duration=scale.search), what)
-        return Ground(what, slos, rate, load)
+        return LoadLevel(what, slos, rate, load)
 
     def load(self, name: str, slos: Mapping[str, SLO], seed: int, rate: float = 1.0, **length: Any) -> Workload:
         return make(name, kinds(slos), rate, seed=seed, count_tokens=self.count, **length)
 
-    def learn(self, scale: Scale) -> Learned:
+    def learn(self, scale: Scale) -> LearnedModel:
         free = {"chat": SLO(), "code": SLO()}
         first: list[Event] = []
         for budget in (256, 80, 40):  # a policy's chunks may be whole prompts or a few tokens
@@ -162,11 +162,11 @@ class Rig:
         rough.fit(lengthened(first)[0])
         slos = promises(rough)
         tried = self.load("fit-load", slos, FIT_SEED, duration=scale.search)
-        rate = 0.85 * self.held(tried, Learned(rough, rough, noise=0.05))
+        rate = 0.85 * self.held(tried, LearnedModel(rough, rough, noise=0.05))
         load = self.load("fit-load", slos, FIT_SEED, rate, count=max(20, round(rate * scale.poisson)))
         with self.server("vllm", {}, "fit-load", rough) as server:
             run = self.offer(server.url, load, f"{rate:.2f}/s")
-        what = learned(first, self.events("fit-load"), run)
+        what = learn(first, self.events("fit-load"), run)
         assert what.inside is not None
         say(
             f"steps: {what.inside.format()}; noise {what.noise:.3f}, gap {1e3 * what.gap:.2f} ms, outside "
@@ -174,7 +174,7 @@ class Rig:
         )
         return what
 
-    def held(self, load: Workload, what: Learned) -> float:
+    def held(self, load: Workload, what: LearnedModel) -> float:
         """The rate at which simulated vllm attains HOLDS of this workload."""
 
         def holds(rate: float) -> bool:
@@ -184,7 +184,7 @@ class Rig:
 
         return narrowed(holds, 0.05, 100.0, 0.02)[0]
 
-    def setup(self, policy: str, what: Learned, seed: int) -> Setup:
+    def setup(self, policy: str, what: LearnedModel, seed: int) -> Setup:
         return Setup(
             latency=lambda: replace(what.truth),
             limits=self.limits,
@@ -197,7 +197,7 @@ class Rig:
 
     # ----------------------------------------------------------------- a cell
 
-    def cell(self, policy: str, share: float, ground: Ground, scale: Scale) -> Outcome:
+    def cell(self, policy: str, share: float, ground: LoadLevel, scale: Scale) -> Outcome:
         what, load = ground.what, ground.load.rescaled(share * ground.rate)
         name = f"{policy}-{share:g}"
         live: list[Run] = []
@@ -235,7 +235,7 @@ def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
     return [[e for e in events if start <= e.at < end] for start, end in pairwise([*starts, inf])]
 
 
-def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> Rig:
+def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> LiveRig:
     """The embedded engine with the bundled model. threads: of the engine. Raises ImportError without
     the torch extra."""
     if importlib.util.find_spec("torch") is None:
@@ -250,7 +250,7 @@ def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> Rig:
     def count(content: str) -> int:
         return len(text.chat([{"role": "user", "content": content}]))
 
-    return Rig(out, model, {"kind": "torch", **engine}, Engine(model, **engine).limits, count)
+    return LiveRig(out, model, {"kind": "torch", **engine}, Engine(model, **engine).limits, count)
 
 
 def kinds(slos: Mapping[str, SLO]) -> list[Kind]:

@@ -51,7 +51,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class Deviation:
     """How far off simulation is, and how far it may be. each: the same, of each seed of the noise alone."""
 
     value: float
@@ -89,27 +89,27 @@ class Cell:
     seeds: tuple[Figures, ...] = ()
 
     @property
-    def attainment(self) -> Off:
+    def attainment(self) -> Deviation:
         """In points / 100."""
         middle = (self.one.attained + self.two.attained) / 2
         bound = max(self.rule.points, SLACK * abs(self.one.attained - self.two.attained))
-        return Off(self.simulated.attained - middle, bound, tuple(f.attained - middle for f in self.seeds))
+        return Deviation(self.simulated.attained - middle, bound, tuple(f.attained - middle for f in self.seeds))
 
     @property
-    def e2e(self) -> Off:
+    def e2e(self) -> Deviation:
         """As a share of the live runs' mean."""
         each = tuple(f.e2e for f in self.seeds)
         return _relative(self.one.e2e, self.two.e2e, self.simulated.e2e, self.rule.e2e, each)
 
     @property
-    def ttft(self) -> Off:
+    def ttft(self) -> Deviation:
         """As a share of the live runs' mean; without a bound where the rule has none."""
         each = tuple(f.ttft for f in self.seeds)
         bound = inf if self.rule.ttft is None else self.rule.ttft
         return _relative(self.one.ttft, self.two.ttft, self.simulated.ttft, bound, each)
 
     @property
-    def offs(self) -> dict[str, Off]:
+    def offs(self) -> dict[str, Deviation]:
         return {"attainment": self.attainment, "e2e": self.e2e, "TTFT": self.ttft}
 
     @property
@@ -136,10 +136,10 @@ class Cell:
         return {**asdict(self), **off, "holds": self.holds}
 
 
-def _relative(one: float, two: float, simulated: float, bound: float, each: Sequence[float]) -> Off:
+def _relative(one: float, two: float, simulated: float, bound: float, each: Sequence[float]) -> Deviation:
     middle = (one + two) / 2
     bound = max(bound, SLACK * abs(one - two) / middle)
-    return Off(simulated / middle - 1.0, bound, tuple(value / middle - 1.0 for value in each))
+    return Deviation(simulated / middle - 1.0, bound, tuple(value / middle - 1.0 for value in each))
 
 
 def figures(runs: Sequence[Run], tier: str) -> Figures:
