@@ -18,8 +18,8 @@ from rubato.core.sequence import Seq
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.policies import load
-from rubato.simulation.fast_host import LeanHost
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.fast_host import FastHost
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.core import test_speculation
 from tests.doubles import Linear, request
 from tests.fleet import test_cluster, test_handoff
@@ -28,7 +28,7 @@ from tests.simulation import test_equal
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
 LOAD = test_properties.Load((request("a"), request("b", 30)), {"a": (5,), "b": (9,)}, LIMITS)
-LEAN = Setup(Linear, LIMITS, "vllm", learns=False)
+FAST = SimulationSetup(Linear, LIMITS, "vllm", learns=False)
 
 
 class Broken(AssertionError):
@@ -47,7 +47,7 @@ HARNESSES: dict[str, tuple[object, str, Callable[[], object]]] = {
         Replica, "check_integrity",
         lambda: test_handoff.scenario([(0.0, test_handoff.offer(request("a", 20)))], (1, 1)),
     ),
-    "lean, replica": (LeanHost, "check_integrity", lambda: test_equal.lean(LOAD.requests, LOAD.truth, LEAN)),
+    "fast host, replica": (FastHost, "check_integrity", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST)),
     "worker, books": (
         test_cluster, "check_books", lambda: test_cluster.scenario([(0.0, test_cluster.offer(request("a")))]),
     ),
@@ -129,7 +129,7 @@ def broken_once(event: Event) -> None:
 
 def test_a_listener_s_error_ends_a_simulation() -> None:
     with pytest.raises(Broken):
-        simulate(LOAD.requests, LOAD.truth, LEAN, watch=lambda cluster, event: broken_once(event))
+        simulate(LOAD.requests, LOAD.truth, FAST, watch=lambda cluster, event: broken_once(event))
 
 
 def test_a_listener_s_error_ends_a_run_of_the_fast_driver() -> None:
@@ -137,11 +137,11 @@ def test_a_listener_s_error_ends_a_run_of_the_fast_driver() -> None:
         cluster.listen(broken_once)
 
     with pytest.raises(Broken):
-        test_equal.drive(LOAD.requests, 1, lean_host, ready, **LEAN.given())
+        test_equal.drive(LOAD.requests, 1, lean_host, ready, **FAST.given())
 
 
-def lean_host(number: int, **given: Any) -> LeanHost:
-    return LeanHost(truth=Linear(), latency=Linear(), limits=LIMITS, targets=LOAD.truth, **given)
+def lean_host(number: int, **given: Any) -> FastHost:
+    return FastHost(truth=Linear(), latency=Linear(), limits=LIMITS, targets=LOAD.truth, **given)
 
 
 async def one_request(clock: Clock) -> None:

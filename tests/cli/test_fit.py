@@ -54,7 +54,7 @@ def test_what_is_held_out_is_the_end_of_the_log_and_was_not_learnt_from() -> Non
 @pytest.mark.parametrize(("kind", "cls"), MODELS.items())
 def test_the_text_is_a_configuration_that_gives_the_same_model(tmp_path: Path, kind: str, cls: type[Model]) -> None:
     log = tmp_path / "log.jsonl"
-    with event_log.TraceWriter(log) as write:
+    with event_log.EventLogWriter(log) as write:
         for i, sample in enumerate(samples()):
             write(Stepped(float(i), "r0", sample.shape, sample.seconds))
     found = fit_file(log, kind)

@@ -14,7 +14,7 @@ from rubato.core import event_log
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.measure import results
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from rubato.workloads import read, write
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
@@ -212,9 +212,11 @@ def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary:
     """A latency model fitted to a log whose steps took 10 ms + 1 ms a token predicts a lone request's TTFT."""
     made = read(mix)
     limits = Limits(64, 2048, 8192, 4096, 16)
-    with event_log.TraceWriter(tmp_path / "log") as log:
+    with event_log.EventLogWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            for event in simulate(list(made.requests()), {}, Setup(Linear, limits, policy, settings=settings)):
+            for event in simulate(
+                list(made.requests()), {}, SimulationSetup(Linear, limits, policy, settings=settings)
+            ):
                 log(event)
     records = tmp_path / "records.jsonl"
     words = ["--workload", str(mix), "--steps", str(tmp_path / "log"), "--policy", "vllm", "--records", str(records)]
@@ -318,9 +320,11 @@ def test_fit_then_simulate_with_what_it_says(
     mix: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     limits = Limits(64, 2048, 8192, 4096, 16)
-    with event_log.TraceWriter(tmp_path / "log") as log:
+    with event_log.EventLogWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            for event in simulate(list(read(mix).requests()), {}, Setup(Linear, limits, policy, settings=settings)):
+            for event in simulate(
+                list(read(mix).requests()), {}, SimulationSetup(Linear, limits, policy, settings=settings)
+            ):
                 log(event)
     capsysbinary.readouterr()
     assert main(["fit", str(tmp_path / "log")]) == 0
@@ -401,7 +405,7 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "shortest.py").write_text(
         "from dataclasses import dataclass\n"
         "from typing import ClassVar\n"
-        "from rubato.core.batch_builder import Packing, admit_in_order, run_in_order\n"
+        "from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order\n"
         "SOURCE = 'mine'\n"
         "@dataclass\n"
         "class Scheduler:\n"
@@ -409,10 +413,10 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "    budget: int = 512\n"
         "    def observe(self, events): ...\n"
         "    def plan(self, view):\n"
-        "        packing = Packing(view, self.budget)\n"
-        "        run_in_order(packing, view.running)\n"
-        "        admit_in_order(packing, sorted(view.waiting, key=lambda s: s.pending))\n"
-        "        return packing.plan()\n"
+        "        builder = BatchBuilder(view, self.budget)\n"
+        "        run_in_order(builder, view.running)\n"
+        "        admit_in_order(builder, sorted(view.waiting, key=lambda s: s.pending))\n"
+        "        return builder.plan()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     out = tmp_path / "out.json"

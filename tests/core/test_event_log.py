@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from rubato.core.event_log import TraceWriter, encode, read, without_content
+from rubato.core.event_log import EventLogWriter, encode, read, without_content
 from rubato.core.events import Event, Tokens
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import steps, timelines
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=2, max_tokens=16, max_length=100, kv_blocks=6, block=8)
@@ -18,19 +18,19 @@ LIMITS = Limits(max_seqs=2, max_tokens=16, max_length=100, kv_blocks=6, block=8)
 def events() -> list[Event]:
     stages = (Stage(4, SLO(ttft=0.1, tpot=0.02), "</think>", (1, 2, 3, 4)), Stage(0, SLO(e2e=3.0)))
     requests = [Request("a", stages, 0.0), *(request(f"r{i}", 20, ttft=0.05, refuse=i == 1) for i in range(4))]
-    return simulate(requests, {"a": (3, 2)}, Setup(Linear, LIMITS, "edf"))
+    return simulate(requests, {"a": (3, 2)}, SimulationSetup(Linear, LIMITS, "edf"))
 
 
 def test_round_trip(tmp_path: Path) -> None:
     written = events()
-    with TraceWriter(tmp_path / "log", content=True) as log:
+    with EventLogWriter(tmp_path / "log", content=True) as log:
         for event in written:
             log(event)
     assert list(read(tmp_path / "log")) == written
 
 
 def test_prompts_and_outputs_stay_out_unless_asked_for(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "log") as log:
+    with EventLogWriter(tmp_path / "log") as log:
         for event in events():
             log(event)
     back = list(read(tmp_path / "log"))

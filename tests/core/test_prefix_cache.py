@@ -12,7 +12,7 @@ from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.replica import Replica
 from rubato.core.request import Progress, Request, Sampling, Stage
 from rubato.policies import describe, load
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
@@ -188,7 +188,7 @@ def test_policies_compute_a_shared_prompt_once(policy: str) -> None:
     ]
 
     def run(on: bool) -> tuple[int, int]:
-        events = simulate(requests, {}, Setup(Linear, LIMITS, policy, prefix_cache=on))
+        events = simulate(requests, {}, SimulationSetup(Linear, LIMITS, policy, prefix_cache=on))
         cached = sum(e.cached for e in events if isinstance(e, Started))
         return sum(e.shape.tokens for e in events if isinstance(e, Stepped)), cached
 

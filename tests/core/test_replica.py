@@ -74,7 +74,7 @@ def test_preemption_keeps_tokens_and_gives_back_kv() -> None:
     assert (seq.length, seq.cached, seq.pending, r.kv.free) == (21, 0, 21, 8)
     events = step(r, {"a": 21}, 0.5, 0.6)
     assert events[0] == Started(0.5, "a", resumed=True)
-    assert seq.lost["preemption"] >= 0.4
+    assert seq.delays["preemption"] >= 0.4
 
 
 def test_waiting_is_in_order_of_submission_also_after_preemption() -> None:

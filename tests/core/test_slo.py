@@ -61,7 +61,7 @@ def test_a_promise_needs_a_token_to_be_kept() -> None:
 
 
 def test_cause_is_the_largest_loss() -> None:
-    verdict = judge(request(ttft=1.0), [StageTimes(0.0, [3.0])], lost={"queue": 0.5, "prefill interference": 1.5})
+    verdict = judge(request(ttft=1.0), [StageTimes(0.0, [3.0])], delays={"queue": 0.5, "prefill interference": 1.5})
     assert verdict.cause == "prefill interference"
 
 

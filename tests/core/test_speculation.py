@@ -20,7 +20,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.with_drafter import Drafted
-from rubato.simulation.simulate import Setup, simulate, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, request
@@ -186,7 +186,7 @@ class Drafting:
 
 
 def run(policy: object, requests: Sequence[Request], truth: dict[str, tuple[int, ...]], **given: object) -> list[Event]:
-    setup = replace(Setup(Linear, LIMITS, "vllm", drafter=Drafter(Acceptance(0.6, spread=0.1))), **given)  # type: ignore[arg-type]
+    setup = replace(SimulationSetup(Linear, LIMITS, "vllm", drafter=Drafter(Acceptance(0.6, spread=0.1))), **given)  # type: ignore[arg-type]
 
     def watch(cluster: object, event: Event) -> None:
         if isinstance(event, Stepped):
@@ -269,7 +269,7 @@ def test_drafting_takes_the_drafters_time() -> None:
 
 def test_an_engine_that_does_not_speculate_refuses_the_policy() -> None:
     with pytest.raises(ValueError, match="policy 'vllm_spec' needs draft"):
-        simulate([request()], {}, Setup(Linear, LIMITS, "vllm_spec"))
+        simulate([request()], {}, SimulationSetup(Linear, LIMITS, "vllm_spec"))
 
 
 def test_a_workloads_own_acceptance_is_what_happens() -> None:
@@ -279,7 +279,9 @@ def test_a_workloads_own_acceptance_is_what_happens() -> None:
     ]
     load = make("two", kinds, 1.0, count=20, seed=1, texts=False)
     limits = replace(LIMITS, kv_blocks=400)
-    setup = Setup(Linear, limits, "vllm_spec", settings={"n": 4}, drafter=Drafter(Acceptance(0.5)), learns=False)
+    setup = SimulationSetup(
+        Linear, limits, "vllm_spec", settings={"n": 4}, drafter=Drafter(Acceptance(0.5)), learns=False
+    )
     for record in simulated_run(load, setup).records:
         steps = len(set(record.times))
         assert steps == (50 if record.app == "never" else 11)
@@ -298,9 +300,9 @@ def test_a_scheduler_knows_the_drafters_time() -> None:
     chunk = model.largest_chunk(0.05, base, 0, 100)
     assert model.step_time(base.plus(chunk, 0)) <= 0.05 < model.step_time(base.plus(chunk + 1, 0))
     assert model.largest_chunk(0.05, base._replace(spec_steps=0), 0, 100) == 39
-    assert Setup(Linear, LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True).scheduler_model() == Drafted(
-        Linear(), Linear()
-    )
+    assert SimulationSetup(
+        Linear, LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True
+    ).scheduler_model() == Drafted(Linear(), Linear())
 
 
 def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rubato.core.events import Demoted, Finished, Returned, Started, Tokens
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.core.test_replica import replica, step
 from tests.doubles import Linear
 
@@ -46,7 +46,7 @@ def test_it_returns_as_one_that_waits_and_finds_its_full_blocks() -> None:
     (seq,) = r.view(5.0).waiting
     assert (seq.stage, seq.cached, seq.pending, seq.due) == (1, 16, 22 + 10 - 16, 6.0)
     assert step(r, {"a": 16}, 5.5, 5.6)[0] == Started(5.5, "a", cached=16)
-    assert r.running["a"].lost["queue"] >= 0.5
+    assert r.running["a"].delays["queue"] >= 0.5
     (_, end) = step(r, {"a": 1}, 5.6, 5.7, a=Emitted(1, "x", (1,), finish="stop"))
     assert isinstance(end, Finished)
     assert (end.verdict.met, end.output, r.kv.free, r.empty) == (True, 4, 8, True)
@@ -113,7 +113,9 @@ def test_the_round_is_decided_anew_by_slos_serve() -> None:
     """The second prompt cannot be done 15 ms after its tool: declined then and served late, nothing started over."""
     stages = (Stage(20, SLO(1.0, 0.1), "</call>"), Stage(80, SLO(0.015, 0.1), tool=True))
     late = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
-    setup = Setup(Linear, Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10), "slos_serve")
+    setup = SimulationSetup(
+        Linear, Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10), "slos_serve"
+    )
     events = simulate([late], {"a": (5, 3)}, setup, pauses={"a": (0.0, 2.0)})
     returned = next(e.at for e in events if isinstance(e, Returned))
     assert returned == [e.at for e in events if isinstance(e, Tokens)][4] + 2.0

@@ -12,7 +12,7 @@ import pytest
 from rubato.cli.main import main
 from rubato.core import event_log
 from rubato.core.plan import Limits
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from rubato.workloads import read
 from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced
 from tests.doubles import Linear
@@ -59,9 +59,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def log_of_steps(workload: str) -> None:
     """As a server writes it, of batches with and without prefill."""
-    with event_log.TraceWriter(Path("events.jsonl")) as log:
+    with event_log.EventLogWriter(Path("events.jsonl")) as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            setup = Setup(Linear, Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
+            setup = SimulationSetup(Linear, Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
             for event in simulate(list(read(workload).requests()), {}, setup):
                 log(event)
 

@@ -15,7 +15,7 @@ from rubato.experiments.fidelity.fit_run import LearnedModel, delivered, learn, 
 from rubato.experiments.fidelity.live_runs import apart, at_least
 from rubato.experiments.fidelity.table import Cell, Deviation, Figures, Rule, figures, table
 from rubato.latency import affine
-from rubato.simulation.simulate import Setup, simulate, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat, code
@@ -31,14 +31,16 @@ def load(seed: int, rate: float = 5.0) -> Workload:
 
 
 def events(asked: Workload, policy: str, **settings: object) -> list[Event]:
-    return simulate(list(asked.requests()), {}, Setup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15))
+    return simulate(
+        list(asked.requests()), {}, SimulationSetup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15)
+    )
 
 
 def test_the_fit_run_gives_back_what_was_put_in() -> None:
     """Step times with a spread of 15 %, and 30 ms outside the server until the first token, 20 ms at the last."""
     asked = load(7)
     known = LearnedModel(TRUE, TRUE, noise=0.15, first=0.03, last=0.02)
-    server = Setup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
+    server = SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
     client = delivered(simulated_run(asked, server), known)
     found = learn(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
     assert (found.first, found.last) == (pytest.approx(0.03), pytest.approx(0.02))
@@ -50,7 +52,7 @@ def test_the_fit_run_gives_back_what_was_put_in() -> None:
 
 def test_requests_that_do_not_match_their_log_are_an_error() -> None:
     asked = load(7)
-    run = simulated_run(asked, Setup(lambda: replace(TRUE), LIMITS, "vllm"))
+    run = simulated_run(asked, SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm"))
     lines = list(timelines(events(replace(asked, arrivals=load(8).arrivals[:60]), "vllm")))
     with pytest.raises(ValueError, match="could be matched"):
         outside(run.records[:60], lines)
@@ -132,7 +134,7 @@ def test_runs_on_one_server_are_told_apart() -> None:
 
 
 def test_all_tiers_together() -> None:
-    run = simulated_run(load(7), Setup(lambda: replace(TRUE), LIMITS, "vllm"))
+    run = simulated_run(load(7), SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm"))
     parts = [figures([run], tier) for tier in ("chat", "code")]
     whole = figures([run], "all")
     assert whole.requests == sum(part.requests for part in parts)

@@ -17,7 +17,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request, view
 
 SCHEDULERS = sorted(
@@ -45,7 +45,7 @@ def stream(tenant: str, rate: float, seed: int, scale: int = 1, tiers: Sequence[
 def ends(policy: str, requests: list[Request], fair: Callable[[], FairShare] | None, slow: float = 1.0,
          most: int | None = None) -> dict[str, list[Finished]]:  # fmt: skip
     """Per tenant what became of its requests."""
-    setup = Setup(
+    setup = SimulationSetup(
         lambda: Linear(0.01 * slow, 0.0004 * slow, 2e-7 * slow), LIMITS, policy, fair=fair, max_in_flight=most
     )
     tenants = {r.id: r.tenant for r in requests}

@@ -21,7 +21,7 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, local_cluster
 from rubato.fleet.fair_share import FairShare
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run
 
@@ -72,7 +72,7 @@ def test_kv_stays_until_it_has_left() -> None:
 
 def test_kv_is_held_before_it_comes() -> None:
     r = replica(kv_blocks=4)
-    progress = Progress((0.0,), ((0.1,),), (7,), lost={"queue": 0.05})
+    progress = Progress((0.0,), ((0.1,),), (7,), delays={"queue": 0.05})
     moved = replace(request("a", 20, ttft=1.0, most=10), progress=progress, handoff=Handoff("r9", "prefilled", 0.1, 20))
     assert r.reserve(moved, 0.2) == []
     here = r.view(0.2)
@@ -82,7 +82,7 @@ def test_kv_is_held_before_it_comes() -> None:
     assert r.arrive("a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
     (seq,) = r.view(0.6).running
     assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
-    assert r.running["a"].lost == {"queue": 0.05, "transfer": pytest.approx(0.5)}
+    assert r.running["a"].delays == {"queue": 0.05, "transfer": pytest.approx(0.5)}
     assert step(r, Plan((Work("a", 1),)), 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
 
 
@@ -105,7 +105,7 @@ def test_one_that_waits_goes_without_kv_and_leaves_its_group() -> None:
     assert isinstance(event, HandedOff)
     assert event.request.handoff == Handoff("r0", "declined", 0.5)
     assert event.request.group == ""
-    assert event.request.progress == Progress((0.0,), ((),), lost={"queue": 0.5})
+    assert event.request.progress == Progress((0.0,), ((),), delays={"queue": 0.5})
     assert [s.id for s in r.view(0.5).waiting] == ["b"]  # no longer held behind the first
     r.submit(event.request, 0.6)
     (again,) = step(r, Plan(handoff={"a": "offloaded"}), 0.6, 0.6)
@@ -445,7 +445,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
 def test_transfer_time_is_latency_and_bytes_over_bandwidth() -> None:
     for link, seconds in ((Link(), 0.0), (Link(10, 1000.0), 0.2), (Link(10, 1000.0, 0.05), 0.25)):
         limits = replace(LIMITS, kv_blocks=100)
-        setup = Setup(Linear, limits, "distserve", replicas=2, link=link)
+        setup = SimulationSetup(Linear, limits, "distserve", replicas=2, link=link)
         (moved,) = [e for e in simulate([request("a", 20)], {}, setup) if isinstance(e, Transferred)]
         assert moved.at == pytest.approx(0.03 + seconds)
     with pytest.raises(ValueError, match="above 0"):
@@ -456,7 +456,7 @@ def test_stages_move_too() -> None:
     """The second stage's prompt is prefilled where prefills are."""
     stages = (Stage(20, SLO(ttft=1.0), "tool"), Stage(10, SLO(ttft=1.0)))
     tool = Request("t", stages, 0.0, sampling=Sampling(max_tokens=20))
-    events = simulate([tool], {"t": (5, 5)}, Setup(Linear, LIMITS, "distserve", replicas=2, link=LINK))
+    events = simulate([tool], {"t": (5, 5)}, SimulationSetup(Linear, LIMITS, "distserve", replicas=2, link=LINK))
     assert path(events, "t") == ["r0", "r1", "r0", "r1"]
     assert end(events, "t").output == 10
     assert [e.tokens for e in of(events, Transferred, "t")] == [20, 35]  # type: ignore[attr-defined]

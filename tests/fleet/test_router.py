@@ -262,14 +262,14 @@ def test_who_cannot_be_in_time_is_demoted(clock: str) -> None:
 
 
 def test_the_fast_driver_demotes_and_wakes_up_alike() -> None:
-    """Told in tests/lean; here that what it cannot do is known before."""
-    from rubato.simulation.simulate import Setup, lean_enough
+    """Shown in tests/simulation; here that what it cannot do is known before."""
+    from rubato.simulation.simulate import SimulationSetup, fast_host_suffices
 
-    assert lean_enough(Setup(Linear, LIMITS, "vllm", learns=False))
+    assert fast_host_suffices(SimulationSetup(Linear, LIMITS, "vllm", learns=False))
     for name, value in (("wants", frozenset({"step"})), ("needs", frozenset({"recall"}))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(load_router("least_loaded")), name, value, raising=False)
-            assert not lean_enough(Setup(Linear, LIMITS, "vllm", learns=False))
+            assert not fast_host_suffices(SimulationSetup(Linear, LIMITS, "vllm", learns=False))
 
 
 @each_clock

@@ -24,7 +24,7 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear
 
@@ -104,7 +104,7 @@ def instant(load: Load) -> Load:
     return replace(load, requests=requests, pauses={})
 
 
-def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
+def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> SimulationSetup:
     """As many replicas as the policy works with; what moves between them takes time."""
     router = router_for(policy, "auto")
     link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
@@ -112,7 +112,9 @@ def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Setup:
     scheduler = load_policy(policy)
     drafts = "draft" in scheduler.needs | optional(scheduler)
     drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if drafts else None
-    return Setup(Linear, limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter)
+    return SimulationSetup(
+        Linear, limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter
+    )
 
 
 def run(load: Load, policy: str, **changes: object) -> list[Event]:

@@ -32,7 +32,7 @@ from rubato.fleet.cluster import local_cluster
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
 from rubato.serving.slo_tiers import Tier, Tiers
-from rubato.serving.stall_guard import patient
+from rubato.serving.stall_guard import stall_guard
 from rubato.serving.tenants import Tenants
 from tests.serving.conftest import key, tenant
 
@@ -57,7 +57,7 @@ async def _run(listening: socket.socket, started: threading.Event, ended: thread
     await cluster.start()
     app = create_app(Service(cluster, engine.text, "simulated", 256, tiers=TIERS, tenants=TENANTS, max_body_bytes=4096))
     found.append(app.openapi())
-    server = uvicorn.Server(uvicorn.Config(app, http=patient(5.0), lifespan="off", ws="none", log_level="critical"))
+    server = uvicorn.Server(uvicorn.Config(app, http=stall_guard(5.0), lifespan="off", ws="none", log_level="critical"))
     task = asyncio.create_task(server.serve(sockets=[listening]))
     started.set()
     await asyncio.to_thread(ended.wait)

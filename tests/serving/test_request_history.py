@@ -15,7 +15,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.serving import logs, request_history
-from rubato.serving.request_history import MOST_STEPS, Recorder
+from rubato.serving.request_history import MOST_STEPS, RequestHistory
 from rubato.serving.slo_tiers import Tier, Tiers
 from tests.serving.conftest import STEP, Edge, key, tenant
 
@@ -120,7 +120,7 @@ def test_all_choices_of_one_request(edge: Runs) -> None:
 
 def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_history, "KEEP", 10)
-    recorder = Recorder()
+    recorder = RequestHistory()
     for i in range(30):
         request = Request(f"q{i}", (Stage(1),), float(i))
         recorder(Offered(float(i), request.id, request))
@@ -140,7 +140,7 @@ def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.M
 
 
 def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:
-    recorder = Recorder()
+    recorder = RequestHistory()
     stages = (Stage(5, SLO(1.0, 0.1), "x"), Stage(0, SLO(None, 0.2)))
     recorder(Offered(10.0, "q", Request("q", stages, 10.0)))
     recorder(Placed(10.0, "q", "r0"))

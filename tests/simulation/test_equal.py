@@ -21,10 +21,10 @@ from rubato.core.slo import StageTimes
 from rubato.latency import profiles
 from rubato.policies import describe, load, load_router
 from rubato.simulation.driver import drive
-from rubato.simulation.fast_host import LeanHost
+from rubato.simulation.fast_host import FastHost
 from rubato.simulation.fast_view import SUPPORTS
-from rubato.simulation.simulate import Setup, simulate
-from rubato.simulation.step_run import Run
+from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.step_run import StepRun
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
@@ -56,18 +56,18 @@ def told(events: Sequence[Event]) -> Story:
     return story
 
 
-def lean(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup) -> Story:
+def run_fast(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup) -> Story:
     story = told([])
-    hosts: dict[str, LeanHost] = {}
+    hosts: dict[str, FastHost] = {}
 
-    def make(number: int, **given: Any) -> LeanHost:
+    def make(number: int, **given: Any) -> FastHost:
         id = given["id"]
 
-        def ran(run: Run) -> None:
+        def ran(run: StepRun) -> None:
             story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
             hosts[id].check_integrity()
 
-        hosts[id] = LeanHost(
+        hosts[id] = FastHost(
             truth=setup.latency(), latency=setup.scheduler_model(), limits=setup.limits, targets=truth,
             noise=setup.noise, seed=setup.seed + number, ran=ran, ended=ended, **given,
         )  # fmt: skip
@@ -82,17 +82,17 @@ def lean(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup:
 
 
 def alone(load: Load) -> list[Request]:
-    """Without what a lean replica does not do: shared KV, and tools that take time."""
+    """Without what the fast host does not do: shared KV, and tools that take time."""
     stages = [tuple(Stage(s.prompt, s.slo, s.ends) for s in r.stages) for r in load.requests]
     return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
 
 
 def same(
-    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: Setup,
+    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
     lengths: Callable[[], LengthPredictor | None] = lambda: None,
 ) -> None:  # fmt: skip
     plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, replace(setup, lengths=lengths())))
-    fast = lean(requests, truth, replace(setup, lengths=lengths()))
+    fast = run_fast(requests, truth, replace(setup, lengths=lengths()))
     assert fast.steps == plain.steps
     ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
     assert len(ends) == len(requests)
@@ -107,7 +107,7 @@ def same(
 @given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]))
 def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float) -> None:
     limits = load.limits
-    setup = Setup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
+    setup = SimulationSetup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
     same(alone(load), load.truth, setup)
 
 
@@ -119,7 +119,7 @@ LINES = profiles.load("llama-3.1-8b-h200").model()
 @given(load=loads())
 def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
     """Decodes in a row are then worked out without a shape for each."""
-    same(alone(load), load.truth, Setup(lambda: LINES, load.limits, policy, learns=False))
+    same(alone(load), load.truth, SimulationSetup(lambda: LINES, load.limits, policy, learns=False))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -127,7 +127,9 @@ def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
 @few
 @given(load=loads(), replicas=st.integers(2, 3))
 def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int) -> None:
-    setup = Setup(Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False)
+    setup = SimulationSetup(
+        Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False
+    )
     same(alone(load), load.truth, setup)
 
 
@@ -166,7 +168,7 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.cluster.router_for", router)
-        same(alone(load), load.truth, Setup(Linear, load.limits, policy, replicas=2, learns=False))
+        same(alone(load), load.truth, SimulationSetup(Linear, load.limits, policy, replicas=2, learns=False))
     assert made[0].seen == made[1].seen
 
 
@@ -174,7 +176,7 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
 @few
 @given(load=loads(), budget=st.sampled_from([4, 16, 64]))
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
-    setup = Setup(Linear, load.limits, policy, {"budget": budget}, learns=False)
+    setup = SimulationSetup(Linear, load.limits, policy, {"budget": budget}, learns=False)
     same(alone(load), load.truth, setup)
 
 
@@ -182,7 +184,7 @@ def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int
 @given(load=loads(), kind=st.sampled_from(sorted(PREDICTORS)))
 def test_with_predicted_lengths(load: Load, kind: str) -> None:
     """A predictor learns on the way, and `gaussian` draws: each driver has one of its own."""
-    setup = Setup(Linear, load.limits, "slos_serve", replicas=2, learns=False)
+    setup = SimulationSetup(Linear, load.limits, "slos_serve", replicas=2, learns=False)
     same(alone(load), load.truth, setup, lambda: PREDICTORS[kind](least=1))
 
 
@@ -207,7 +209,7 @@ def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limit
     asking = Asking(budget)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.simulation.driver.load", lambda policy, settings: asking)
-        lean(requests, truth, Setup(Linear, limits, "sarathi", learns=False))
+        run_fast(requests, truth, SimulationSetup(Linear, limits, "sarathi", learns=False))
     return asking.asked
 
 
@@ -234,13 +236,13 @@ def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
     hopeless = Request("h", (Stage(16, SLO(ttft=0.05)),), 0.0, sampling=Sampling(1), on_decline="refuse")
     other = Request("o", (Stage(1),), 0.0, sampling=Sampling(4))
     limits = Limits(max_seqs=1, max_tokens=8, max_length=200, kv_blocks=17, block=1, max_running=1)
-    same([other, hopeless], {"o": (4,), "h": (1,)}, Setup(Linear, limits, "edf", learns=False))
+    same([other, hopeless], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
 
 
 def test_what_it_cannot_do_is_refused() -> None:
     request = Request("a", (Stage(4),), 0.0, group="g")
-    setup = Setup(Linear, Limits(4, 64, 200, 20, 16), "vllm", learns=False)
-    end = lean([request], {"a": (3,)}, setup).events["a"][-1]
+    setup = SimulationSetup(Linear, Limits(4, 64, 200, 20, 16), "vllm", learns=False)
+    end = run_fast([request], {"a": (3,)}, setup).events["a"][-1]
     assert isinstance(end, Finished)
     assert end.outcome == "failed"
     assert "shares KV" in end.reason
@@ -259,8 +261,8 @@ def test_the_prefill_of_a_later_stage_is_no_preemption(plain: bool) -> None:
     """It runs alone, so nobody is to blame for what it takes too long."""
     stages = (Stage(20, SLO(e2e=0.05), "</call>"), Stage(20, SLO(e2e=0.05)))
     alone = [Request("a", stages, 0.0, sampling=Sampling(10))]
-    setup = Setup(Linear, Limits(8, 100, 500, 40, 10), "vllm", learns=False)
+    setup = SimulationSetup(Linear, Limits(8, 100, 500, 40, 10), "vllm", learns=False)
     truth = {"a": (5, 5)}
-    story = told(simulate(alone, truth, setup)) if plain else lean(alone, truth, setup)
+    story = told(simulate(alone, truth, setup)) if plain else run_fast(alone, truth, setup)
     (end,) = (e for e in story.events["a"] if isinstance(e, Finished))
     assert (end.verdict.met, end.verdict.cause) == (False, None)

@@ -8,7 +8,7 @@ import pytest
 
 from rubato.core.request import SLO
 from rubato.engines.simulated import Drafter
-from rubato.simulation.simulate import Setup, lean_enough, simulated_run
+from rubato.simulation.simulate import SimulationSetup, fast_host_suffices, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
@@ -17,8 +17,8 @@ from tests.planning.machine import MACHINE, mix, setting
 from tests.simulation.test_equal import SCHEDULERS
 
 
-def setup(policy: str) -> Setup:
-    return Setup(lambda: MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, seed=2, learns=False)
+def setup(policy: str) -> SimulationSetup:
+    return SimulationSetup(lambda: MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, seed=2, learns=False)
 
 
 def same(load: Workload, policy: str) -> None:
@@ -46,16 +46,16 @@ def test_of_requests_with_stages(policy: str) -> None:
 
 
 def test_which_driver_is_taken() -> None:
-    assert lean_enough(setup("edf"))
-    assert not lean_enough(replace(setup("edf"), learns=True))
-    assert not lean_enough(replace(setup("edf"), prefix_cache=True))
-    assert not lean_enough(setup("distserve"))
-    assert not lean_enough(setup("vllm_spec"))
+    assert fast_host_suffices(setup("edf"))
+    assert not fast_host_suffices(replace(setup("edf"), learns=True))
+    assert not fast_host_suffices(replace(setup("edf"), prefix_cache=True))
+    assert not fast_host_suffices(setup("distserve"))
+    assert not fast_host_suffices(setup("vllm_spec"))
     drafter = Drafter()
-    assert lean_enough(replace(setup("edf"), drafter=drafter))
-    assert lean_enough(setup("slos_serve"))
-    assert not lean_enough(replace(setup("slos_serve"), drafter=drafter))
-    assert lean_enough(replace(setup("slos_serve"), drafter=drafter, settings={"draft": 0}))
+    assert fast_host_suffices(replace(setup("edf"), drafter=drafter))
+    assert fast_host_suffices(setup("slos_serve"))
+    assert not fast_host_suffices(replace(setup("slos_serve"), drafter=drafter))
+    assert fast_host_suffices(replace(setup("slos_serve"), drafter=drafter, settings={"draft": 0}))
 
 
 def test_a_drafter_that_nobody_asks_changes_nothing() -> None:

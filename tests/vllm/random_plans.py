@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing
+from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
@@ -28,19 +28,19 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        rng, packing = self._rng, Packing(view)
+        rng, builder = self._rng, BatchBuilder(view)
         drop = {s.id: "chance" for s in view.waiting if s.request.on_decline == "refuse" and rng.random() < 0.1}
         for seq in view.running:
             if rng.random() < 0.1:
-                packing.preempt(seq)
-        order = [s for s in [*view.running, *view.waiting] if s not in packing.preempted and s.id not in drop]
+                builder.preempt(seq)
+        order = [s for s in [*view.running, *view.waiting] if s not in builder.preempted and s.id not in drop]
         rng.shuffle(order)
         for seq in order:
-            most = packing.room(seq)
+            most = builder.room(seq)
             if most and rng.random() < 0.8:
-                packing.add(seq, most if rng.random() < 0.3 else rng.randint(1, most))
+                builder.add(seq, most if rng.random() < 0.3 else rng.randint(1, most))
         here = [s for s in [*view.running, *view.waiting] if s.id not in drop]
-        return packing.plan(
+        return builder.plan(
             demote=[s.id for s in here if not s.best_effort and rng.random() < 0.1],
             promote=[s.id for s in here if s.demoted and rng.random() < 0.3],
             drop=drop,

@@ -8,7 +8,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.measure.records import rejudged
-from rubato.simulation.simulate import Setup, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Arrival, OfferedStage, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import with_texts
@@ -18,7 +18,7 @@ LIMITS = Limits(32, 1024, 16384, 8192, 16)
 
 
 def setup(policy="vllm", **changes):
-    return Setup(lambda: affine.Model(k=(1e-4, 1e-4), b=(0.01, 0.01)), LIMITS, policy, **changes)
+    return SimulationSetup(lambda: affine.Model(k=(1e-4, 1e-4), b=(0.01, 0.01)), LIMITS, policy, **changes)
 
 
 def test_texts_made_later_are_those_made_at_once():

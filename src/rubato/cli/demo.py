@@ -35,7 +35,7 @@ from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
-from rubato.simulation.simulate import Setup, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Arrival, Workload, write
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
@@ -453,8 +453,8 @@ class Stage:
 
     # ----------------------------------------------------------------- parts
 
-    def _setup(self, policy: str, settings: Mapping[str, object], model: affine.Model) -> Setup:
-        return Setup(
+    def _setup(self, policy: str, settings: Mapping[str, object], model: affine.Model) -> SimulationSetup:
+        return SimulationSetup(
             lambda: dataclasses.replace(model), LIMITS, policy, settings=settings, noise=0.05, seed=self.seed,
             learns=False,
         )  # fmt: skip

@@ -282,7 +282,7 @@ def _header(text: str) -> tuple[str, str]:
 
 def _simulate(args: argparse.Namespace) -> int:
     from rubato.serving.build import drafter_of, fair_share_of, lengths_of, link_of
-    from rubato.simulation.simulate import Setup, simulated_run
+    from rubato.simulation.simulate import SimulationSetup, simulated_run
 
     if args.steps and args.profile:
         raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
@@ -302,8 +302,8 @@ def _simulate(args: argparse.Namespace) -> int:
         said = "tenants share by weight; their keys, tiers and limits are not simulated"
         print(f"rubato simulate: {said}", file=sys.stderr)
 
-    def setup(number: int, load: Workload) -> Setup:
-        return Setup(
+    def setup(number: int, load: Workload) -> SimulationSetup:
+        return SimulationSetup(
             latency=lambda: copy.deepcopy(model),
             limits=machine.limits,
             policy=config.policy.name,

@@ -12,7 +12,7 @@ from rubato.core.request import NOTHING, HandoffReason
 FOR_EVER = 1 << 30
 
 
-class Packing:
+class BatchBuilder:
     """A plan in the making on a view: never beyond the engine's limits or the free KV.
 
     budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end.
@@ -169,30 +169,32 @@ class Packing:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
 
 
-def decode_first(view: View, budget: int | None, whole: bool = False) -> Packing:
+def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:
     """Every decode, then running prefills in order of start, then who waits (`starting`). Who lacks KV takes it from
     the one started last, in vLLM's way."""
-    packing = Packing(view, budget)
-    if not packing.decode_all() or not run_chunks(packing):
-        packing = Packing(view, budget)
+    builder = BatchBuilder(view, budget)
+    if not builder.decode_all() or not run_chunks(builder):
+        builder = BatchBuilder(view, budget)
         decodes = [s for s in view.running if s.pending == 1]
-        run_in_order(packing, [*decodes, *view.prefilling])
-    admit_in_order(packing, starting(view, whole))
-    return packing
+        run_in_order(builder, [*decodes, *view.prefilling])
+    admit_in_order(builder, starting(view, whole))
+    return builder
 
 
-def run_chunks(packing: Packing) -> bool:
+def run_chunks(builder: BatchBuilder) -> bool:
     """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
-    for seq in packing.view.prefilling:
-        tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
-        if tokens and packing.lacks_kv(seq, tokens):
+    for seq in builder.view.prefilling:
+        tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
+        if tokens and builder.lacks_kv(seq, tokens):
             return False
         if tokens:
-            packing.add(seq, tokens)
+            builder.add(seq, tokens)
     return True
 
 
-def run_in_order(packing: Packing, running: Iterable[SeqView], drafted: Callable[[SeqView], int] | None = None) -> None:
+def run_in_order(
+    builder: BatchBuilder, running: Iterable[SeqView], drafted: Callable[[SeqView], int] | None = None
+) -> None:
     """vLLM's rule for the running: each gets its pending tokens, and as many `drafted` ones to verify, in order of
     start; who lacks KV takes it from the one started last (itself in the end)."""
     order = list(running)
@@ -200,29 +202,29 @@ def run_in_order(packing: Packing, running: Iterable[SeqView], drafted: Callable
     while at < len(order):
         seq = order[at]
         wanted = seq.pending + drafted(seq) if drafted is not None else seq.pending
-        tokens = min(wanted, packing.tokens_left) if packing.seqs_left else 0
+        tokens = min(wanted, builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
             at += 1
             continue
-        while packing.lacks_kv(seq, tokens) and order[-1] is not seq:
-            packing.preempt(order.pop())
-        if packing.lacks_kv(seq, tokens):
-            packing.preempt(order.pop())
+        while builder.lacks_kv(seq, tokens) and order[-1] is not seq:
+            builder.preempt(order.pop())
+        if builder.lacks_kv(seq, tokens):
+            builder.preempt(order.pop())
             return
-        packing.add(seq, tokens)
+        builder.add(seq, tokens)
         at += 1
 
 
-def admit_in_order(packing: Packing, waiting: Iterable[SeqView]) -> None:
+def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView]) -> None:
     """First come, first served, by chunks; stop at the first that does not fit. Nobody is admitted in a step that
     preempted: it would take the KV just freed."""
-    if packing.preempted:
+    if builder.preempted:
         return
     for seq in waiting:
-        tokens = min(seq.pending, packing.tokens_left)
-        if tokens == 0 or packing.room(seq) < tokens:
+        tokens = min(seq.pending, builder.tokens_left)
+        if tokens == 0 or builder.room(seq) < tokens:
             return
-        packing.add(seq, tokens)
+        builder.add(seq, tokens)
 
 
 def starting(view: View, whole: bool) -> Iterable[SeqView]:

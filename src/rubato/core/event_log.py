@@ -71,7 +71,7 @@ def without_content(event: Event) -> Event:
     return event
 
 
-class TraceWriter:
+class EventLogWriter:
     """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for."""
 
     def __init__(self, path: str | Path, *, content: bool = False) -> None:
@@ -84,7 +84,7 @@ class TraceWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> TraceWriter:
+    def __enter__(self) -> EventLogWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -66,7 +66,7 @@ class SeqView(Protocol):
     def acceptance(self) -> float | None: ...  # the share of them that was right, None = nothing tried
 
 
-def untold(seq: SeqView) -> bool:
+def nothing_sent(seq: SeqView) -> bool:
     """Whether its client has had nothing of it: no token of any stage has come out."""
     return seq.length == seq.request.stages[0].prompt
 

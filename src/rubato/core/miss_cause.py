@@ -31,7 +31,7 @@ def of_idle(whole: Shape, decodes: Shape) -> Cause:
     return "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
 
 
-def blame(
+def delays_by_cause(
     batch: Batch, seconds: float, seqs: Mapping[str, Seq], running: Mapping[str, Seq], latency: LatencyModel
 ) -> None:
     """Attribute a step of `seconds`, for every running sequence, to what it would not have taken alone.
@@ -52,12 +52,12 @@ def blame(
             by_prefill, by_decode = each
         else:
             (by_prefill, by_decode), alone = of_chunk(latency, predicted, decodes, entry.count, entry.start)
-            if seq.again:  # its prefill is the price of a preemption
-                seq.lose("preemption", alone * scale)
-        seq.lose("prefill interference", by_prefill * scale)
-        seq.lose("decode interference", by_decode * scale)
+            if seq.resumed_by_recompute:  # its prefill is the price of a preemption
+                seq.book_delay("preemption", alone * scale)
+        seq.book_delay("prefill interference", by_prefill * scale)
+        seq.book_delay("decode interference", by_decode * scale)
     in_batch = {entry.seq for entry in batch.entries}
     idle = of_idle(whole, decodes)
     for seq in running.values():
         if seq.id not in in_batch:
-            seq.lose(idle, seconds)
+            seq.book_delay(idle, seconds)

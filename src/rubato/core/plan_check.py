@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import get_args
 
-from rubato.core.interfaces import Dispatch, SeqView, View, untold
+from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Plan, Recall, Work
 from rubato.core.request import SATURATED
@@ -43,7 +43,7 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
         yield from _handoff(id, reason, known[id], view.supports, id in running, id in plan.without_kv)
     for id, why in plan.drop.items():
         seq = known[id]
-        begun = id in running or not untold(seq)
+        begun = id in running or not nothing_sent(seq)
         if seq.request.on_decline != "refuse" and (begun or why != SATURATED):
             yield (
                 f"drop names {id!r}, whose client asked for best effort when its SLO cannot be met: demote it, or, "

@@ -30,7 +30,7 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
-from rubato.core.miss_cause import blame
+from rubato.core.miss_cause import delays_by_cause
 from rubato.core.plan import ANY, NO_BATCH, Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, Work
 from rubato.core.plan_check import check, spelled_out
 from rubato.core.request import Handoff, HandoffReason, Outcome, Request
@@ -38,7 +38,7 @@ from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
 
 
-def never(request: Request, limits: Limits) -> str | None:
+def refusal_reason(request: Request, limits: Limits) -> str | None:
     """Why a replica with these limits could not run it even alone, None if it could."""
     most = request.prompt + request.sampling.max_tokens
     if most > limits.max_length:
@@ -97,7 +97,7 @@ class Replica:
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queue a request. One that could never be run is refused at once, with a reason that says why."""
         seq = self._new(request, now)
-        if reason := never(request, self.limits):
+        if reason := refusal_reason(request, self.limits):
             return [self._finished(seq, now, "refused", reason)]
         self._seqs[request.id] = seq
         group = self._groups.setdefault(request.group, []) if request.group else []
@@ -114,7 +114,7 @@ class Replica:
         handoff = request.handoff
         assert handoff is not None, "what was not handed off is submitted"
         seq = self._new(request, now)
-        if reason := never(request, self.limits):
+        if reason := refusal_reason(request, self.limits):
             return [self._finished(seq, now, "refused", reason)]
         most = self.limits.max_running
         if most is not None and len(self.running) + len(self.leaving) + len(self.arriving) >= most:
@@ -132,7 +132,7 @@ class Replica:
         seq = self.arriving.pop(id)
         assert seq.request.handoff is not None
         self.running[id] = seq
-        seq.lose("transfer", now - seq.since)
+        seq.book_delay("transfer", now - seq.since)
         tokens, seq.cached = seq.cached, 0
         self._advance(seq, tokens)
         return [Transferred(now, id, self.id, seq.request.handoff.source, tokens, size)]
@@ -278,7 +278,7 @@ class Replica:
         if batch is not self.in_flight:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
         self._landed(now)
-        blame(batch, result.seconds, self._seqs, self.running, self.latency)
+        delays_by_cause(batch, result.seconds, self._seqs, self.running, self.latency)
         events: list[Event] = []
         for entry in batch.entries:
             seq = self._seqs[entry.seq]
@@ -350,7 +350,7 @@ class Replica:
         if seq.id not in self.running:
             self.waiting.remove(seq)
             self.running[seq.id] = seq
-            seq.lose("preemption" if seq.started else "queue", now - seq.since)
+            seq.book_delay("preemption" if seq.started else "queue", now - seq.since)
             events.append(Started(now, seq.id, resumed=seq.started, cached=seq.cached))
             seq.started = True
         count = work.tokens + len(work.verify)
@@ -361,7 +361,7 @@ class Replica:
 
     def _preempt(self, seq: Seq, now: float) -> Event:
         self._stop(seq)
-        seq.again = True
+        seq.resumed_by_recompute = True
         self._queue(seq, now)
         return Preempted(now, seq.id)
 
@@ -393,11 +393,11 @@ class Replica:
             else:
                 if not seq.held:
                     self.waiting.remove(seq)
-                seq.lose("preemption" if seq.started else "queue", now - seq.since)
+                seq.book_delay("preemption" if seq.started else "queue", now - seq.since)
             self._gone.append(seq.id)
         cached = seq.cached if seq.id in self.leaving else 0
         handoff = Handoff(self.id, reason, now, cached, before.hops + 1 if before else 1)
-        moves = seq.total_output > 0 or seq.demoted or bool(seq.lost)
+        moves = seq.total_output > 0 or seq.demoted or bool(seq.delays)
         progress = seq.progress if moves else None
         return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))
 
@@ -472,7 +472,7 @@ class Replica:
 
     def _finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times, strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._rule, seq.lost)
+        verdict = judge(seq.request, stages, outcome, self._rule, seq.delays)
         return Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
 
     def check_integrity(self) -> None:

@@ -98,7 +98,7 @@ class Progress:
     """What a request had received where it was served before: it moves with the request to another replica.
 
     starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
-    far, in order (empty in simulation). demoted: it was served as best effort. lost: seconds by cause (`Verdict`).
+    far, in order (empty in simulation). demoted: it was served as best effort. delays: seconds by cause (`Verdict`).
     Times are in the clock of who places it.
     """
 
@@ -106,7 +106,7 @@ class Progress:
     times: tuple[tuple[float, ...], ...]
     token_ids: tuple[int, ...] = ()
     demoted: bool = False
-    lost: Mapping[Cause, float] = field(default_factory=dict)
+    delays: Mapping[Cause, float] = field(default_factory=dict)
 
 
 HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled"]

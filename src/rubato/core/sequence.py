@@ -38,7 +38,7 @@ class Seq:
     held: bool = False  # behind the first of its group, whose prompt's KV it will share
     calling: bool = False  # the tool that its next stage waits for runs
     away: float = 0.0  # seconds that its tools took so far
-    again: bool = False  # preempted, and no token has come out since
+    resumed_by_recompute: bool = False  # preempted, and no token has come out since
     shared: int = 0  # while it waits: blocks it would share with two or more
     block_ids: list[int] = field(default_factory=list)
     kv: KVBlocks | None = None
@@ -47,7 +47,7 @@ class Seq:
     seen: int = -1  # the version of `kv` that `cached` was looked up at
     times: list[list[float]] = field(default_factory=lambda: [[]])
     starts: list[float] = field(default_factory=list)
-    lost: dict[Cause, float] = field(default_factory=dict)
+    delays: dict[Cause, float] = field(default_factory=dict)
     continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
     deadlines: Deadlines = NO_DEADLINES
     due: float = inf
@@ -101,12 +101,12 @@ class Seq:
     def progress(self) -> Progress:
         """What goes along when the request moves."""
         times = tuple(map(tuple, self.times))
-        return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(self.lost))
+        return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(self.delays))
 
-    def lose(self, cause: Cause, seconds: float) -> None:
+    def book_delay(self, cause: Cause, seconds: float) -> None:
         """Book time lost, until the first miss: what comes after did not cause it."""
         if not self.missed and seconds > 0.0:
-            self.lost[cause] = self.lost.get(cause, 0.0) + seconds
+            self.delays[cause] = self.delays.get(cause, 0.0) + seconds
 
     def learn_keys(self, block: int) -> None:
         """Name the blocks that the tokens so far fill."""
@@ -133,7 +133,7 @@ class Seq:
         """Output tokens of this stage came out at these times."""
         if not times:
             return
-        self.again = False
+        self.resumed_by_recompute = False
         if self.first_token_at is None:
             self.first_token_at = times[0]
             if self.deadlines.first == inf:  # a TPOT without TTFT runs from the first token
@@ -162,7 +162,7 @@ class Seq:
 
     def resume(self, progress: Progress) -> None:
         """Put a request that moved to where it was: everything but its KV."""
-        self.lost = dict(progress.lost)
+        self.delays = dict(progress.delays)
         self.demoted = progress.demoted
         at = 0
         for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
@@ -172,6 +172,6 @@ class Seq:
             self.got(times)
             self.extend(progress.token_ids[at : at + len(times)], len(times))
             at += len(times)
-        self.started = self.again = self.total_output > 0
+        self.started = self.resumed_by_recompute = self.total_output > 0
         if self.token_ids is not None:
             self.token_ids = list(progress.token_ids)

@@ -85,11 +85,11 @@ def judge(
     stages: Sequence[StageTimes],
     outcome: Outcome = "completed",
     rule: str = "deadline",
-    lost: Mapping[Cause, float] | None = None,
+    delays: Mapping[Cause, float] | None = None,
 ) -> Verdict:
     """Was this request attained? `stages` may be fewer than the request has, when it ended early.
 
-    lost: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
+    delays: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
     Raises ValueError for an unknown rule.
     """
     if rule not in RULES:
@@ -103,8 +103,8 @@ def judge(
         cause = outcome
     elif outcome == "cancelled":
         cause = "client"
-    elif not met and lost:
-        cause = max(lost.items(), key=lambda item: item[1])[0]
+    elif not met and delays:
+        cause = max(delays.items(), key=lambda item: item[1])[0]
     if not some:
         return Verdict(met, rule, cause, margin=margin)
     first, last = float(some[0][0]), float(some[-1][-1])

@@ -24,7 +24,7 @@ from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import narrowed
 from rubato.planning.jobs import Job
-from rubato.simulation.simulate import Setup, lean_lines, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate, simulate_fast
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
 SECONDS = 180.0
@@ -57,7 +57,7 @@ def same(count: int) -> dict[str, int]:
     """Requests whose end differs between the fast driver and the plain one."""
     sizes, setup = lengths(count, 0), _setup(SARATHI, 2)
     plain = timelines(simulate(list(requests(sizes, 4.0, 0)), _truth(sizes), setup))
-    fast = lean_lines(requests(sizes, 4.0, 0), _truth(sizes), setup)
+    fast = simulate_fast(requests(sizes, 4.0, 0), _truth(sizes), setup)
     return {"differ": sum(fast[line.request.id].end != line.end for line in plain)}
 
 
@@ -69,7 +69,7 @@ def speed(policy: str, replicas: int, count: int, seed: int) -> dict[str, Any]:
     offered: Iterable[Request] = requests(sizes, rate, seed)
     if count < MANY:
         offered = list(offered)  # as they come from a workload; many take less memory one by one
-    lines, cost = measured(lambda: lean_lines(offered, truth, _setup(policy, replicas), times=False))
+    lines, cost = measured(lambda: simulate_fast(offered, truth, _setup(policy, replicas), times=False))
     attained = _attained(lines)
     return {
         "policy": policy, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained,
@@ -101,7 +101,7 @@ def capacity(replicas: int) -> float:
     truth = _truth(sizes)
 
     def holds(rate: float) -> bool:
-        lines = lean_lines(requests(sizes, rate, 1), truth, setup, times=False, causes=False)
+        lines = simulate_fast(requests(sizes, rate, 1), truth, setup, times=False, causes=False)
         return _attained(lines) >= ATTAINED
 
     return narrowed(holds, 0.5 * replicas, 8.0 * replicas, 0.05)[0]
@@ -129,9 +129,9 @@ def _attained(lines: Mapping[str, Timeline]) -> float:
     return sum(line.end is not None and line.end.verdict.met for line in lines.values()) / len(lines)
 
 
-def _setup(policy: str, replicas: int) -> Setup:
+def _setup(policy: str, replicas: int) -> SimulationSetup:
     model, limits = _machine()
-    return Setup(lambda: model, limits, policy, BUDGET, replicas=replicas, learns=False)
+    return SimulationSetup(lambda: model, limits, policy, BUDGET, replicas=replicas, learns=False)
 
 
 @lru_cache

@@ -26,7 +26,7 @@ from rubato.experiments.simulator_speed import loop_seconds
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.spec import Hardware, packaged_hardware
-from rubato.simulation.simulate import Setup, simulate, uncollected
+from rubato.simulation.simulate import SimulationSetup, simulate, uncollected
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 300.0
@@ -66,7 +66,7 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
     draw = np.random.default_rng([seed, _LENGTHS, 1])
     outputs = {r.id: (int(draw.integers(*OUTPUTS)),) for r in requests}
     log: list[Planned] = []
-    setup = Setup(
+    setup = SimulationSetup(
         lambda: machine.model, machine.limits, POLICY, {"log": log}, "round_robin", learns=False,
         lengths=Oracle({id: sum(output) for id, output in outputs.items()}),
     )  # fmt: skip

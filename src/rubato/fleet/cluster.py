@@ -27,7 +27,7 @@ from rubato.core.plan_check import check_dispatch
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
-from rubato.fleet.event_bus import Listener, Listeners
+from rubato.fleet.event_bus import EventBus, Listener
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES, LocalHost
 from rubato.policies import load, router_for
@@ -97,7 +97,7 @@ class Cluster:
         self._transfers: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
-        self._listeners = Listeners()
+        self._listeners = EventBus()
         self._own: dict[str, Listener] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._draining = False
@@ -401,7 +401,7 @@ class Cluster:
         """End a request that no host has."""
         had = seq.request.progress
         stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._rule, None if had is None else had.lost)
+        verdict = judge(seq.request, stages, outcome, self._rule, None if had is None else had.delays)
         output = sum(len(stage.tokens) for stage in stages)
         self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 

@@ -13,7 +13,7 @@ QUIET = 60.0  # seconds in which a listener that fails again is not reported aga
 Listener = Callable[[Event], None]
 
 
-class Listeners:
+class EventBus:
     """Who is told of every event, in order, on the event loop.
 
     One that raises costs no request its end (a full disk under the event log) and is told of the next event all the

@@ -24,7 +24,7 @@ from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run
 from rubato.policies import load, router_for
-from rubato.simulation.simulate import Setup, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
@@ -161,7 +161,7 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 class RunSpec:
     """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
     Off by default: step times are exact already, and the fast driver takes only models that do not learn. link,
-    drafter: as in `Setup`."""
+    drafter: as in `SimulationSetup`."""
 
     hardware: Hardware
     choice: PolicyChoice
@@ -175,7 +175,7 @@ class RunSpec:
 
     def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
         """Simulate the workload. seed: of the noise in step times; times, causes: as in `simulated_run`."""
-        setup = Setup(
+        setup = SimulationSetup(
             latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
             limits=self.hardware.limits,
             policy=self.choice.policy,

@@ -34,5 +34,5 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = decode_first(view, self.budget)
-        return packing.plan(steady=packing.steady())
+        builder = decode_first(view, self.budget)
+        return builder.plan(steady=builder.steady())

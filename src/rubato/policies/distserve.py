@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing, memory, run_in_order
+from rubato.core.batch_builder import BatchBuilder, memory, run_in_order
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
@@ -61,29 +61,29 @@ class Scheduler:
         raise ValueError(f"replica {view.id!r} has no phase: distserve's scheduler works under distserve's router only")
 
     def _prefill(self, view: View) -> Plan:
-        packing = Packing(view, self.budget or None)
+        builder = BatchBuilder(view, self.budget or None)
         begun = [s for s in view.running if s.pending > 1]
         for seq in begun:  # a prompt longer than a batch, part of the way; all of its KV was there when it began
-            if tokens := packing.room(seq):
-                packing.add(seq, tokens)
+            if tokens := builder.room(seq):
+                builder.add(seq, tokens)
         arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # who comes back for another prefill goes first
         for seq in arrived if not begun else ():
-            fits = seq.pending <= packing.tokens_left or not packing.work  # longer than a batch it has one for itself
-            if not fits or packing.tokens_left == 0 or packing.seqs_left == 0 or packing.lacks(seq, seq.pending):
+            fits = seq.pending <= builder.tokens_left or not builder.work  # longer than a batch it has one for itself
+            if not fits or builder.tokens_left == 0 or builder.seqs_left == 0 or builder.lacks(seq, seq.pending):
                 break
-            packing.add(seq, min(seq.pending, packing.tokens_left))
-        return packing.plan(handoff={s.id: "prefilled" for s in view.running if s.pending == 1})
+            builder.add(seq, min(seq.pending, builder.tokens_left))
+        return builder.plan(handoff={s.id: "prefilled" for s in view.running if s.pending == 1})
 
 
 def _decode(view: View) -> Plan:
     """Who needs a prefill gives up its KV and, holding none, goes."""
-    packing = Packing(view)
+    builder = BatchBuilder(view)
     for seq in view.running:
         if seq.pending > 1:
-            packing.preempt(seq)
-    run_in_order(packing, [s for s in view.running if s.pending == 1])
+            builder.preempt(seq)
+    run_in_order(builder, [s for s in view.running if s.pending == 1])
     back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
-    return packing.plan(handoff=back)
+    return builder.plan(handoff=back)
 
 
 @dataclass

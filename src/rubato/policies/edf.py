@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing
+from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event, Finished
-from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
@@ -93,16 +93,16 @@ class Scheduler:
             self._book(seq.id, seq.request.tier, lost=False)  # it may have come back
         drop = {s.id: "rejected-slo-infeasible" for s in declined if self._refusable(s)}
         rest = sorted((s for s in here if s.id in aside and s.id not in drop), key=_arrival)
-        packing = Packing(view)
-        self._give_turn(packing, rest, strict)
-        bound, deep = self._decodes(packing, strict, rest)
-        self._prefills(packing, strict, rest, bound, deep)
-        self._leftover(packing, rest, bound)
-        able = [s for s in (sorted(strict, key=_due) or rest) if s not in packing.preempted]
-        if not packing.work and able:
+        builder = BatchBuilder(view)
+        self._give_turn(builder, rest, strict)
+        bound, deep = self._decodes(builder, strict, rest)
+        self._prefills(builder, strict, rest, bound, deep)
+        self._leftover(builder, rest, bound)
+        able = [s for s in (sorted(strict, key=_due) or rest) if s not in builder.preempted]
+        if not builder.work and able:
             first = able[0]
-            self._force(packing, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
-        return packing.plan(
+            self._force(builder, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
+        return builder.plan(
             demote=[s.id for s in declined if s.id not in drop],
             promote=[s.id for s in strict if s.demoted],
             drop=drop,
@@ -214,27 +214,29 @@ class Scheduler:
         return end <= seq.request.arrival + seq.away + slo.e2e
 
     def _refusable(self, seq: SeqView) -> bool:
-        return seq.request.on_decline == "refuse" and untold(seq)
+        return seq.request.on_decline == "refuse" and nothing_sent(seq)
 
     # ----------------------------------------------------------------- what they get
 
-    def _decodes(self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView]) -> tuple[float, float]:
+    def _decodes(
+        self, builder: BatchBuilder, strict: Sequence[SeqView], rest: Sequence[SeqView]
+    ) -> tuple[float, float]:
         """Every strict decode, tightest first; returns the seconds this step may take, and those it may take for a
         protected prefill."""
-        view = packing.view
+        view = builder.view
         bound = deep = inf
         order = sorted((s for s in strict if s.pending == 1), key=_due)
         for seq in order:
-            if packing.lacks(seq, 1):
-                self._make_room(packing, seq, 1, [*_younger(rest), *order[::-1]])
-            if seq in packing.preempted or packing.room(seq) == 0:
+            if builder.lacks(seq, 1):
+                self._make_room(builder, seq, 1, [*_younger(rest), *order[::-1]])
+            if seq in builder.preempted or builder.room(seq) == 0:
                 continue
-            packing.add(seq, 1)
+            builder.add(seq, 1)
             bound = min(bound, self._lendable(seq, view.now, self.cushion))
             deep = min(deep, self._lendable(seq, view.now, min(DIP, self.cushion)))
         safe = 1.0 + self.safety
         cap = self.longest * min(self._ttfts, default=inf) / safe
-        cap = max(cap, DECODES * view.latency.step_time(packing.shape.plus(1, 0)))  # plus 1: of no decodes too
+        cap = max(cap, DECODES * view.latency.step_time(builder.shape.plus(1, 0)))  # plus 1: of no decodes too
         return min(bound / safe, cap), min(deep / safe, cap)
 
     def _lendable(self, seq: SeqView, now: float, cushion: float) -> float:
@@ -247,69 +249,69 @@ class Scheduler:
         return max(min(ahead, self.share * tpot), ahead - cushion * tpot)
 
     def _prefills(
-        self, packing: Packing, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
+        self, builder: BatchBuilder, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
     ) -> None:
-        view = packing.view
-        active = [s for s in strict if s.id in packing.running]
+        view = builder.view
+        active = [s for s in strict if s.id in builder.running]
         jobs = [s for s in strict if s.pending > 1]
         for seq in sorted(jobs, key=_due):
-            if seq in packing.preempted:
+            if seq in builder.preempted:
                 continue
-            if seq.id not in packing.running:
+            if seq.id not in builder.running:
                 if not self._sustainable(view, active, seq):
                     continue
                 need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
-                if packing.lacks(seq, need) and not self._make_room(packing, seq, need, _younger(rest)):
+                if builder.lacks(seq, need) and not self._make_room(builder, seq, need, _younger(rest)):
                     continue
                 active.append(seq)
-            self._chunk(packing, seq, deep if self._protected(seq) else bound)
+            self._chunk(builder, seq, deep if self._protected(seq) else bound)
 
-    def _leftover(self, packing: Packing, rest: Sequence[SeqView], bound: float) -> None:
+    def _leftover(self, builder: BatchBuilder, rest: Sequence[SeqView], bound: float) -> None:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO."""
         for at, seq in enumerate(rest):
-            if seq in packing.preempted or seq.id in packing.work:
+            if seq in builder.preempted or seq.id in builder.work:
                 continue
-            if seq.id in packing.running:
-                if packing.lacks(seq, 1):
-                    self._make_room(packing, seq, 1, rest[:at:-1])
-                self._chunk(packing, seq, bound)
-            elif not packing.lacks(seq, seq.pending + packing.view.limits.block * (len(packing.work) + 1)):
-                self._chunk(packing, seq, bound)
+            if seq.id in builder.running:
+                if builder.lacks(seq, 1):
+                    self._make_room(builder, seq, 1, rest[:at:-1])
+                self._chunk(builder, seq, bound)
+            elif not builder.lacks(seq, seq.pending + builder.view.limits.block * (len(builder.work) + 1)):
+                self._chunk(builder, seq, bound)
 
-    def _give_turn(self, packing: Packing, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:
+    def _give_turn(self, builder: BatchBuilder, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:
         """One step in `every`: the oldest set aside gets some tokens first, and the KV for them from whomever."""
         self._turn += 1
         if rest and self._turn >= self.every:
             self._turn = 0
             victims = [*_younger(rest), *sorted(strict, key=_due, reverse=True)]
-            self._force(packing, rest[0], victims, self.least)
+            self._force(builder, rest[0], victims, self.least)
 
-    def _force(self, packing: Packing, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
+    def _force(self, builder: BatchBuilder, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
         tokens = min(seq.pending, most)
-        self._make_room(packing, seq, tokens, victims)
-        tokens = min(tokens, packing.room(seq))
+        self._make_room(builder, seq, tokens, victims)
+        tokens = min(tokens, builder.room(seq))
         if tokens:
-            packing.add(seq, tokens)
+            builder.add(seq, tokens)
 
-    def _chunk(self, packing: Packing, seq: SeqView, bound: float) -> None:
-        most = packing.room(seq)
+    def _chunk(self, builder: BatchBuilder, seq: SeqView, bound: float) -> None:
+        most = builder.room(seq)
         if most:
             tokens = most
             if bound < inf:
-                tokens = packing.view.latency.largest_chunk(bound, packing.shape, seq.cached, most)
+                tokens = builder.view.latency.largest_chunk(bound, builder.shape, seq.cached, most)
             if tokens:
-                packing.add(seq, tokens)
+                builder.add(seq, tokens)
 
-    def _make_room(self, packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+    def _make_room(self, builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
         """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
-        able = [v for v in victims if v.own_blocks and v is not seq and v not in packing.preempted]
-        lacking = packing.view.limits.blocks(seq.cached + tokens) - seq.blocks - packing.kv_left
-        if lacking > sum(v.own_blocks for v in able) or (packing.lacks_slot(seq) and not able):
+        able = [v for v in victims if v.own_blocks and v is not seq and v not in builder.preempted]
+        lacking = builder.view.limits.blocks(seq.cached + tokens) - seq.blocks - builder.kv_left
+        if lacking > sum(v.own_blocks for v in able) or (builder.lacks_slot(seq) and not able):
             return False
         for victim in able:
-            if not packing.lacks(seq, tokens):
+            if not builder.lacks(seq, tokens):
                 break
-            packing.preempt(victim)
+            builder.preempt(victim)
         return True
 
     def _sustainable(self, view: View, active: Sequence[SeqView], more: SeqView) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing, run_in_order, starting
+from rubato.core.batch_builder import BatchBuilder, run_in_order, starting
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
@@ -35,33 +35,33 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        prefills = Packing(view, self.budget)
+        prefills = BatchBuilder(view, self.budget)
         self._prefill(prefills, view)
         if prefills.work:
             return prefills.plan()
-        decodes = Packing(view)
+        decodes = BatchBuilder(view)
         if not decodes.decode_all() or not decodes.decode:  # where nobody decodes, later stages' prompts lack KV
             run_in_order(decodes, view.running)
         return decodes.plan(steady=decodes.steady())
 
-    def _prefill(self, packing: Packing, view: View) -> None:
+    def _prefill(self, builder: BatchBuilder, view: View) -> None:
         begun = [s for s in view.running if s.pending > 1]
         for seq in begun:  # a prompt longer than a batch, part of the way
-            tokens = packing.room(seq)
+            tokens = builder.room(seq)
             if tokens:
-                packing.add(seq, tokens)
+                builder.add(seq, tokens)
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
         for seq in starting(view, self.whole):
-            whole = self._whole(packing, seq)
-            if begun or whole == 0 or packing.room(seq) < whole:
+            whole = self._whole(builder, seq)
+            if begun or whole == 0 or builder.room(seq) < whole:
                 return
-            packing.add(seq, whole)
-            if packing.kv_left < reserve:
-                packing.remove(seq)
+            builder.add(seq, whole)
+            if builder.kv_left < reserve:
+                builder.remove(seq)
                 return
 
-    def _whole(self, packing: Packing, seq: SeqView) -> int:
+    def _whole(self, builder: BatchBuilder, seq: SeqView) -> int:
         """The whole prompt; or a batch full of it, when it is longer than a batch and has this one for itself."""
-        if seq.pending > packing.tokens_left and not packing.work:
-            return packing.tokens_left
+        if seq.pending > builder.tokens_left and not builder.work:
+            return builder.tokens_left
         return seq.pending

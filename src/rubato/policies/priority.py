@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing
+from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
@@ -52,20 +52,20 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = Packing(view, self.budget)
+        builder = BatchBuilder(view, self.budget)
         order = sorted([*view.running, *view.waiting], key=_order)
         starved = self._starved(view, order)
-        running = packing.running
+        running = builder.running
         if starved is not None:
-            self._give_turn(packing, starved, [s for s in order[::-1] if s.id in running])
+            self._give_turn(builder, starved, [s for s in order[::-1] if s.id in running])
         admitting = True
         for at, seq in enumerate(order):
-            if seq.id in packing.work:
+            if seq.id in builder.work:
                 continue
-            if seq in packing.preempted:
+            if seq in builder.preempted:
                 admitting = False  # what waits behind it must not have what it gave back
                 continue
-            tokens = min(seq.pending, packing.tokens_left) if packing.seqs_left else 0
+            tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
             if tokens == 0:
                 break
             runs = seq.id in running
@@ -77,13 +77,13 @@ class Scheduler:
                 for v in order[:at:-1]
                 if v.id in running and v is not starved and (runs or tightness(v) > tightness(seq))
             )
-            if make_room(packing, seq, tokens, victims):
-                packing.add(seq, tokens)
+            if make_room(builder, seq, tokens, victims):
+                builder.add(seq, tokens)
             else:
                 admitting = False
                 if runs and seq is not starved:
-                    packing.preempt(seq)
-        return packing.plan()
+                    builder.preempt(seq)
+        return builder.plan()
 
     def _starved(self, view: View, order: Sequence[SeqView]) -> SeqView | None:
         """The oldest request behind the tightest priority here, if it has been here for long."""
@@ -93,14 +93,14 @@ class Scheduler:
             return None
         return oldest
 
-    def _give_turn(self, packing: Packing, seq: SeqView, loosest_first: Sequence[SeqView]) -> None:
+    def _give_turn(self, builder: BatchBuilder, seq: SeqView, loosest_first: Sequence[SeqView]) -> None:
         self._turn += 1
         if self._turn < self.every:
             return
         self._turn = 0
-        tokens = min(seq.pending, self.least, packing.tokens_left)
-        if make_room(packing, seq, tokens, loosest_first):
-            packing.add(seq, tokens)
+        tokens = min(seq.pending, self.least, builder.tokens_left)
+        if make_room(builder, seq, tokens, loosest_first):
+            builder.add(seq, tokens)
 
 
 def tightness(seq: SeqView) -> tuple[float, float, float]:
@@ -109,23 +109,23 @@ def tightness(seq: SeqView) -> tuple[float, float, float]:
     return _least(s.ttft for s in slos), _least(s.tpot for s in slos), _least(s.e2e for s in slos)
 
 
-def make_room(packing: Packing, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
     """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
 
     Victims must not be in the batch yet.
     """
-    lacking = packing.view.limits.blocks(seq.cached + tokens) - seq.blocks - packing.kv_left
-    slot = packing.lacks_slot(seq)
+    lacking = builder.view.limits.blocks(seq.cached + tokens) - seq.blocks - builder.kv_left
+    slot = builder.lacks_slot(seq)
     if lacking <= 0 and not slot:
         return True
     taken: list[SeqView] = []
     for victim in victims:
-        if victim.own_blocks and victim is not seq and victim not in packing.preempted:
+        if victim.own_blocks and victim is not seq and victim not in builder.preempted:
             taken.append(victim)
             lacking -= victim.own_blocks
             if lacking <= 0:  # whoever goes leaves a slot, too
                 for one in taken:
-                    packing.preempt(one)
+                    builder.preempt(one)
                 return True
     return False
 

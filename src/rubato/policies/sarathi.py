@@ -37,9 +37,9 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = decode_first(view, self.budget or self._tuned(view), self.whole)
+        builder = decode_first(view, self.budget or self._tuned(view), self.whole)
         fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
-        return packing.plan(steady=packing.steady() if fixed else 0)
+        return builder.plan(steady=builder.steady() if fixed else 0)
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing, admit_in_order, decode_first, run_in_order, starting
+from rubato.core.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, starting
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
@@ -37,12 +37,12 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         if self._prefills_last(view):
-            packing = decode_first(view, self.budget, self.whole)
+            builder = decode_first(view, self.budget, self.whole)
         else:
-            packing = Packing(view, self.budget)
-            run_in_order(packing, view.running)
-            admit_in_order(packing, starting(view, self.whole))
-        return packing.plan(steady=packing.steady())
+            builder = BatchBuilder(view, self.budget)
+            run_in_order(builder, view.running)
+            admit_in_order(builder, starting(view, self.whole))
+        return builder.plan(steady=builder.steady())
 
     def _prefills_last(self, view: View) -> bool:
         """Whether order of start and decodes first come to the same: nobody decodes who started after a prefill."""

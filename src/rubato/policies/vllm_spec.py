@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import Packing, admit_in_order, run_in_order, starting
+from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Work
@@ -38,10 +38,10 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        packing = Packing(view, self.budget)
-        run_in_order(packing, view.running, drafted=_drafted)
-        admit_in_order(packing, starting(view, self.whole))
-        plan = packing.plan()
+        builder = BatchBuilder(view, self.budget)
+        run_in_order(builder, view.running, drafted=_drafted)
+        admit_in_order(builder, starting(view, self.whole))
+        plan = builder.plan()
         seqs = {s.id: s for s in [*view.running, *view.waiting]}
         return plan._replace(work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))
 

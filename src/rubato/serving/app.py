@@ -20,7 +20,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, schemas, slo_tiers
 from rubato.serving.errors import ApiError
 from rubato.serving.metrics import Metrics
-from rubato.serving.rate_limits import Books, Door, Meter
+from rubato.serving.rate_limits import OfferedEvents, TenantGate, TenantUsage
 from rubato.serving.slo_tiers import Tiers
 from rubato.serving.tenants import Tenant, Tenants
 
@@ -74,12 +74,12 @@ class _Edge:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.tenants = service.tenants or Tenants((), service.tiers)
-        self.books = Books(service.cluster, service.rule)
-        self.meters = {name: Meter(quota) for name, quota in self.tenants.quotas.items()}
+        self.books = OfferedEvents(service.cluster, service.rule)
+        self.meters = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
         self.metrics = Metrics(
             service.names[0], service.views, lambda: service.cluster.in_flight, lambda: service.cluster.listener_errors
         )
-        self.recorder = request_history.Recorder(logs.finished)
+        self.recorder = request_history.RequestHistory(logs.finished)
         self.books.listen(self.metrics)
         self.books.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
@@ -213,7 +213,7 @@ def _check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _check_choices(service: Service, n: int, prompts: int = 1, meter: Meter | None = None) -> None:
+def _check_choices(service: Service, n: int, prompts: int = 1, meter: TenantUsage | None = None) -> None:
     """Raises ApiError 400 for more than one answer may ever have."""
     most = service.most_choices
     if n > most:
@@ -247,7 +247,7 @@ def _offer(
         most_tokens=service.most_tokens,
     )
     meter = edge.meters.get(tenant.name)
-    door = service.cluster if meter is None else Door(edge.books, meter, requests)
+    door = service.cluster if meter is None else TenantGate(edge.books, meter, requests)
     created = int(service.created_offset + arrival)
     reply = intake.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
     less = slo_tiers.clamped(http.headers, body.slo, tier)
@@ -296,7 +296,7 @@ def _json(content: Mapping[str, Any], status: int = 200) -> Response:
 
 def _add_error_shapes(app: FastAPI, service: Service) -> None:
     def answered(http: Request, error: ApiError) -> Response:
-        meter: Meter | None = getattr(http.state, "meter", None)
+        meter: TenantUsage | None = getattr(http.state, "meter", None)
         reply = error.response()
         return reply if meter is None else _WithHeaders(reply, lambda: meter.headers(service.cluster.clock.now()))
 

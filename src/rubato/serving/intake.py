@@ -9,7 +9,7 @@ from uuid import uuid4
 from rubato.core.request import Request
 from rubato.serving import choices, schemas, slo_tiers, sse
 from rubato.serving.errors import ApiError
-from rubato.serving.response import Answer, Intake
+from rubato.serving.response import CompletionResponse, RequestIntake
 from rubato.serving.slo_tiers import Tier
 
 
@@ -49,10 +49,10 @@ def answer(
     body: schemas.ChatCompletion | schemas.TextCompletion,
     requests: tuple[Request, ...],
     *,
-    cluster: Intake,
+    cluster: RequestIntake,
     spell: Callable[[int], bytes],
     created: int,
-) -> Answer:
+) -> CompletionResponse:
     """What answers a body that asks for `requests`; it offers them when it is sent.
 
     spell: a token id's bytes. created: Unix seconds.
@@ -66,7 +66,7 @@ def answer(
         chunks = sse.Chunks(
             form, include_usage=bool(options.include_usage), every_usage=bool(options.continuous_usage_stats)
         )
-    return Answer(cluster, form, chunks)
+    return CompletionResponse(cluster, form, chunks)
 
 
 def _room(most: int, prompt: int, body: schemas.ChatCompletion | schemas.TextCompletion, where: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from rubato.serving.request_history import Record, verdict
+from rubato.serving.request_history import RequestRecord, verdict
 
 requests = logging.getLogger("rubato.requests")
 
@@ -54,7 +54,7 @@ class Text(logging.Formatter):
         return f"{super().format(record)} {told}"
 
 
-def finished(record: Record) -> None:
+def finished(record: RequestRecord) -> None:
     """The line of a request that has ended."""
     end, request = record.end, record.request
     assert end is not None, "the line is written at the end"

@@ -1,7 +1,7 @@
 """Limits of a tenant: requests and tokens a minute, and requests in flight.
 
 A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
-`Books` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.
+`OfferedEvents` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rubato.core.events import Event, Finished, Offered
 from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.event_bus import Listener, Listeners
+from rubato.fleet.event_bus import EventBus, Listener
 from rubato.serving.choices import firsts, prompt_of
 from rubato.serving.tenants import Quota
 
@@ -51,7 +51,7 @@ class Bucket:
         self.at = max(self.at, now)
 
 
-class Meter:
+class TenantUsage:
     """What one tenant has used. Times in the clock's seconds."""
 
     def __init__(self, quota: Quota) -> None:
@@ -85,7 +85,7 @@ class Meter:
         return found
 
 
-class Books:
+class OfferedEvents:
     """One stream of events: the cluster's, and those of requests that were refused before they came to it.
 
     rule: by which a refused request is judged, as the cluster's.
@@ -94,7 +94,7 @@ class Books:
     def __init__(self, cluster: Cluster, rule: str = "deadline") -> None:
         self.cluster = cluster
         self._rule = rule
-        self._listeners = Listeners()
+        self._listeners = EventBus()
         cluster.listen(self._listeners.tell)
 
     def listen(self, listener: Listener) -> None:
@@ -111,7 +111,7 @@ class Books:
             self._listeners.tell(event)
 
 
-class Door:
+class TenantGate:
     """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
     does.
 
@@ -119,7 +119,7 @@ class Door:
     each choice; what did not come out is given back at the end. requests: all that will be offered.
     """
 
-    def __init__(self, books: Books, meter: Meter, requests: Sequence[Request]) -> None:
+    def __init__(self, books: OfferedEvents, meter: TenantUsage, requests: Sequence[Request]) -> None:
         self._books, self._cluster, self._meter = books, books.cluster, meter
         prompts = [requests[at] for at in firsts(requests)]
         self._prompts = {request.id: request.prompt for request in prompts}  # by whom they are paid

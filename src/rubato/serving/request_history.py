@@ -60,7 +60,7 @@ class _Stage:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
 
     request: Request
@@ -84,20 +84,20 @@ class Record:
         return self.request.prompt
 
 
-class Recorder:
+class RequestHistory:
     """A listener. ended: called with each record that is complete."""
 
-    def __init__(self, ended: Callable[[Record], None] | None = None) -> None:
+    def __init__(self, ended: Callable[[RequestRecord], None] | None = None) -> None:
         self._ended = ended
-        self._open: dict[str, Record] = {}
-        self._answers: OrderedDict[str, list[Record]] = OrderedDict()  # by the id that the API gave
+        self._open: dict[str, RequestRecord] = {}
+        self._answers: OrderedDict[str, list[RequestRecord]] = OrderedDict()  # by the id that the API gave
         self._done: OrderedDict[str, None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
         if type(event) is Stepped:  # of a replica, not of a request
             return
         if type(event) is Offered:
-            record = self._open[event.id] = Record(event.request)
+            record = self._open[event.id] = RequestRecord(event.request)
             self._answers.setdefault(answer_of(event.id), []).append(record)
         record = self._open[event.id]
         _fold(record, event)
@@ -107,7 +107,7 @@ class Recorder:
             if self._ended is not None:
                 self._ended(record)
 
-    def find(self, id: str) -> Sequence[Record]:
+    def find(self, id: str) -> Sequence[RequestRecord]:
         """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
         return self._answers.get(id, ())
 
@@ -121,7 +121,7 @@ class Recorder:
                     del self._answers[oldest]
 
 
-def _fold(record: Record, event: Event) -> None:
+def _fold(record: RequestRecord, event: Event) -> None:
     if isinstance(event, Tokens):
         _tokens(record, event)
         return
@@ -166,7 +166,7 @@ def _fold(record: Record, event: Event) -> None:
     _add(record, _Step(event.at, type(event).__name__.lower(), about))
 
 
-def _tokens(record: Record, event: Tokens) -> None:
+def _tokens(record: RequestRecord, event: Tokens) -> None:
     if not event.tokens:  # text that was held back, of tokens counted before
         return
     while len(record.stages) <= event.stage:
@@ -183,7 +183,7 @@ def _tokens(record: Record, event: Tokens) -> None:
         _add(record, _Step(event.at, "tokens", {"stage": event.stage}, event.at, event.tokens))
 
 
-def _add(record: Record, step: _Step) -> None:
+def _add(record: RequestRecord, step: _Step) -> None:
     """The first and the last of a long history are kept."""
     record.steps.append(step)
     if len(record.steps) > MOST_STEPS:
@@ -191,7 +191,7 @@ def _add(record: Record, step: _Step) -> None:
         record.left_out += 1
 
 
-def _wait(record: Record, now: float, why: str | None) -> None:
+def _wait(record: RequestRecord, now: float, why: str | None) -> None:
     """What it waited for until now, and waits for from now on."""
     if record.waiting is not None:
         record.waits.append((record.waiting[0], record.waiting[1], now))
@@ -200,7 +200,7 @@ def _wait(record: Record, now: float, why: str | None) -> None:
     record.waiting = None if why is None else (why, now)
 
 
-def _served_best_effort(record: Record, now: float) -> None:
+def _served_best_effort(record: RequestRecord, now: float) -> None:
     if record.best_effort_since is not None:
         record.best_effort += now - record.best_effort_since
         record.best_effort_since = None
@@ -209,7 +209,9 @@ def _served_best_effort(record: Record, now: float) -> None:
 # --------------------------------------------------------------------------- as JSON
 
 
-def shown(id: str, records: Sequence[Record], views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
+def shown(
+    id: str, records: Sequence[RequestRecord], views: Sequence[View], now: float, *, fair: bool
+) -> dict[str, Any]:
     """The page of one answer, all its choices; times in milliseconds since its arrival.
 
     fair: tenants share the replicas, so what is held before one waits for its tenant's share.
@@ -230,7 +232,7 @@ def shown(id: str, records: Sequence[Record], views: Sequence[View], now: float,
     }
 
 
-def _choice(record: Record, views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
+def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: bool) -> dict[str, Any]:
     arrival = record.request.arrival
     until = now if record.end is None else record.end.at
     waits = [*record.waits, *([(*record.waiting, now)] if record.waiting is not None else [])]
@@ -258,13 +260,13 @@ def _choice(record: Record, views: Sequence[View], now: float, *, fair: bool) ->
     }
 
 
-def _state(record: Record) -> str:
+def _state(record: RequestRecord) -> str:
     if record.end is not None:
         return record.end.outcome
     return "running" if record.waiting is None else record.waiting[0]
 
 
-def _now(record: Record, views: Sequence[View]) -> dict[str, Any] | None:
+def _now(record: RequestRecord, views: Sequence[View]) -> dict[str, Any] | None:
     """How it stands at its replica, where it has one."""
     for view in views:
         for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
@@ -284,7 +286,7 @@ def _now(record: Record, views: Sequence[View]) -> dict[str, Any] | None:
     return None
 
 
-def _due(record: Record) -> list[dict[str, Any]]:
+def _due(record: RequestRecord) -> list[dict[str, Any]]:
     """When each stage's tokens are due: the first, each after it, and the last."""
     arrival = record.request.arrival
     continues: float | None = None

@@ -18,7 +18,7 @@ from rubato.serving.errors import ApiError, from_finished
 from rubato.serving.slo_report import served_tier
 
 
-class Intake(Protocol):
+class RequestIntake(Protocol):
     """Where requests are offered: a cluster, or what stands before it."""
 
     def offer(self, request: Request, listener: Callable[[Event], None] | None = None) -> None: ...
@@ -26,7 +26,7 @@ class Intake(Protocol):
     def retry_after(self) -> float: ...
 
 
-class Part:
+class ChoiceEvents:
     """What one choice's events have brought that was not taken yet."""
 
     __slots__ = ("_logprobs", "_texts", "cached", "end", "output", "told")
@@ -44,17 +44,17 @@ class Part:
         self._logprobs += event.logprobs
         self.output += event.tokens
 
-    def take(self) -> sse.Said | None:
+    def take(self) -> sse.TextPiece | None:
         """All since the last call, as one piece; None when no token came."""
         if not self._texts:
             return None
-        said = sse.Said("".join(self._texts), tuple(self._logprobs))
+        said = sse.TextPiece("".join(self._texts), tuple(self._logprobs))
         self._texts.clear()
         self._logprobs.clear()
         return said
 
 
-class Live:
+class ResponseEvents:
     """Collects what the events of an answer's choices bring until the handler takes it. Called on the event loop with
     each event.
 
@@ -64,7 +64,7 @@ class Live:
     __slots__ = ("_every_token", "_firsts", "_left", "_news", "_parts", "_waiter", "failed", "gone", "parts")
 
     def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
-        self.parts = [Part() for _ in requests]
+        self.parts = [ChoiceEvents() for _ in requests]
         self.failed: Finished | None = None  # the first end that is no completion: there is no answer any more
         self.gone = False  # the client is: there is nobody to answer
         self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
@@ -119,21 +119,21 @@ class Live:
             self._waiter.set_result(None)
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """Offers its requests, one a choice, when sent, and answers with what becomes of them.
 
     The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: of one
     choice it is of all. A client that goes away takes its requests with it at once.
     """
 
-    def __init__(self, cluster: Intake, form: sse.Format, chunks: sse.Chunks | None) -> None:
+    def __init__(self, cluster: RequestIntake, form: sse.Format, chunks: sse.Chunks | None) -> None:
         self._cluster = cluster
         self._form = form
         self._chunks = chunks
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        live = Live(self._form.requests, every_token=self._chunks is not None)
+        live = ResponseEvents(self._form.requests, every_token=self._chunks is not None)
 
         def gone() -> None:
             live.gone = True
@@ -157,19 +157,19 @@ class Answer(Response):
             watcher.cancel()
             gone()
 
-    def _cancel(self, live: Live) -> None:
+    def _cancel(self, live: ResponseEvents) -> None:
         """End what has not ended."""
         for request, part in zip(self._form.requests, live.parts, strict=True):
             if part.end is None:
                 self._cluster.cancel(request.id)
 
-    async def _whole(self, live: Live, scope: Scope, receive: Receive, send: Send) -> None:
-        said = [part.take() or sse.Said("") for part in live.parts]
+    async def _whole(self, live: ResponseEvents, scope: Scope, receive: Receive, send: Send) -> None:
+        said = [part.take() or sse.TextPiece("") for part in live.parts]
         body = sse.whole(self._form, said, live.ends, live.cached)
         headers = {"x-rubato-tier": served_tier(self._form.request, live.ends), "x-request-id": self._form.id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
-    async def _stream(self, live: Live, chunks: sse.Chunks, send: Send) -> None:
+    async def _stream(self, live: ResponseEvents, chunks: sse.Chunks, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -191,7 +191,7 @@ class Answer(Response):
             piece += b"data: " + self._error(live.failed).body() + b"\n\n"
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
-    def _new(self, live: Live, chunks: sse.Chunks) -> bytes:
+    def _new(self, live: ResponseEvents, chunks: sse.Chunks) -> bytes:
         """The chunks of what came since the last call."""
         piece = b""
         for index, part in enumerate(live.parts):

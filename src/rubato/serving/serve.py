@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rubato.core.clock import Clock, WallClock, unix_time
-from rubato.core.event_log import TraceWriter
+from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.suggest import nearest
@@ -34,7 +34,7 @@ from rubato.serving.app import Service, create_app
 from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.serving.config import Config, ConfigError
 from rubato.serving.slo_tiers import Tier, Tiers
-from rubato.serving.stall_guard import SEND_BUFFER, patient
+from rubato.serving.stall_guard import SEND_BUFFER, stall_guard
 from rubato.serving.tenants import Quota, Tenant, Tenants
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
@@ -76,9 +76,9 @@ def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
     """Writers of the event logs asked for, closed with the stack."""
     listeners: list[Listener] = []
     if config.event_log is not None:
-        listeners.append(stack.enter_context(TraceWriter(config.event_log, content=config.event_log_content)))
+        listeners.append(stack.enter_context(EventLogWriter(config.event_log, content=config.event_log_content)))
     if config.step_log is not None:
-        steps = stack.enter_context(TraceWriter(config.step_log))
+        steps = stack.enter_context(EventLogWriter(config.step_log))
         listeners.append(lambda event: steps(event) if isinstance(event, Stepped) else None)
     return listeners
 
@@ -91,7 +91,7 @@ def _say(what: str, **fields: object) -> None:
 async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: socket.socket) -> int:
     settings = uvicorn.Config(
         app,
-        http=patient(config.stall_seconds),
+        http=stall_guard(config.stall_seconds),
         loop="asyncio",
         lifespan="off",
         ws="none",

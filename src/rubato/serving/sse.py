@@ -49,14 +49,14 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TextPiece:
     """What one choice said, or what of it is new."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()
 
 
-def whole(form: Format, said: Sequence[Said], ends: Sequence[Finished], cached: int) -> bytes:
+def whole(form: Format, said: Sequence[TextPiece], ends: Sequence[Finished], cached: int) -> bytes:
     """The answer of a request that did not stream. cached: prompt tokens whose KV was there already."""
     choices = []
     for index, (one, end) in enumerate(zip(said, ends, strict=True)):
@@ -79,7 +79,7 @@ def whole(form: Format, said: Sequence[Said], ends: Sequence[Finished], cached: 
     )
 
 
-def _logprobs(form: Format, said: Said) -> dict[str, Any] | None:
+def _logprobs(form: Format, said: TextPiece) -> dict[str, Any] | None:
     if not form.wants_logprobs:
         return None
     return logprobs.chat(form.spell, said.logprobs) if form.kind == "chat" else _offsets(form).add(said.logprobs)
@@ -117,7 +117,7 @@ class Chunks:
         """What comes before the first token: the roles, in a chat."""
         return b"".join(role + self._tail(index, 0) for index, role in enumerate(self._role))
 
-    def tokens(self, index: int, new: Said, output: int) -> bytes:
+    def tokens(self, index: int, new: TextPiece, output: int) -> bytes:
         """A chunk of what is new in choice `index`, whose text may be empty (half a character); `output` of its
         tokens are out by now."""
         likely = b"null"

@@ -22,16 +22,16 @@ BYTES_ACKED = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
 log = logging.getLogger(__name__)
 
 
-def patient(stall_seconds: float) -> type[asyncio.Protocol]:
+def stall_guard(stall_seconds: float) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol, with this patience."""
 
-    class Patient(_Patient):
+    class Patient(_StallGuard):
         stall = stall_seconds
 
     return Patient
 
 
-class _Patient(HttpToolsProtocol):
+class _StallGuard(HttpToolsProtocol):
     stall: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

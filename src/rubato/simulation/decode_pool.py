@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from rubato.simulation.fast_sequence import DECODING, LeanSeq
+from rubato.simulation.fast_sequence import DECODING, FastSeq
 
 NEVER = 1 << 60
 
 
-class Pool:
+class DecodePool:
     """count: sequences that the next step of all decodes advances; kv: tokens they have in KV. block: tokens of a KV
     block. next: no step before this one brings anybody's first or last token of a stage."""
 
@@ -19,16 +19,16 @@ class Pool:
         self.next = NEVER
         self._block = block
         self._wants = [0] * (2 * block)  # how many need another block at ticks that leave this remainder; twice over
-        self._milestones: list[tuple[int, int, LeanSeq]] = []
+        self._milestones: list[tuple[int, int, FastSeq]] = []
 
-    def join(self, seq: LeanSeq, tick: int) -> None:
+    def join(self, seq: FastSeq, tick: int) -> None:
         """From this step on it decodes; `aim` it."""
         self.count += 1
         self.kv += seq._cached
         seq.decode(tick)
         self._want(seq, 1)
 
-    def leave(self, seq: LeanSeq, tick: int, state: int) -> None:
+    def leave(self, seq: FastSeq, tick: int, state: int) -> None:
         """From this step on it does not, if it did."""
         if seq.state == DECODING:
             self.count -= 1
@@ -36,21 +36,21 @@ class Pool:
             self._want(seq, -1)
         seq.halt(tick, state)
 
-    def _want(self, seq: LeanSeq, more: int) -> None:
+    def _want(self, seq: FastSeq, more: int) -> None:
         at = -seq._cached % self._block
         self._wants[at] += more
         self._wants[at + self._block] += more
 
-    def aim(self, seq: LeanSeq, tick: int) -> None:
+    def aim(self, seq: FastSeq, tick: int) -> None:
         """Somebody must look at it when its first or its last token of the stage comes."""
         due = seq.due_tick = (tick + 1) if seq.first_token_at is None else seq.target - seq._output
         heappush(self._milestones, (due, seq.order, seq))
         if due < self.next:
             self.next = due
 
-    def came(self, tick: int) -> list[LeanSeq]:
+    def came(self, tick: int) -> list[FastSeq]:
         """Whose first or last token of a stage has come."""
-        found: list[LeanSeq] = []
+        found: list[FastSeq] = []
         milestones = self._milestones
         while milestones and milestones[0][0] <= tick:
             due, _, seq = heappop(milestones)

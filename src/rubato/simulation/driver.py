@@ -13,9 +13,9 @@ from rubato.core.request import Request
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker, cluster_of
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load
-from rubato.simulation.fast_host import Agenda, LeanHost
+from rubato.simulation.fast_host import EventQueue, FastHost
 
-Maker = Callable[..., LeanHost]  # as LeanHost takes them, but for what a cluster gives a host
+Maker = Callable[..., FastHost]  # as LeanHost takes them, but for what a cluster gives a host
 
 
 class _Timer:
@@ -35,7 +35,7 @@ class _Timer:
 class _Clock(HandClock):
     """The time of an agenda, whose callbacks are called with its plans: for a router that says when to ask it again."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: EventQueue) -> None:
         super().__init__()
         self._agenda = agenda
 
@@ -59,14 +59,14 @@ def drive(
     make: (number of the replica, the rest by name). ready: called with the cluster before the first. given: as
     `cluster_of` takes. Raises RuntimeError if some request never ends, and whatever a policy raised.
     """
-    agenda = Agenda()
+    agenda = EventQueue()
     clock = _Clock(agenda)
     heap, count = agenda.heap, agenda.count
-    hosts: list[LeanHost] = []
+    hosts: list[FastHost] = []
 
     def maker(number: int) -> HostMaker:
         def host(id: str, *, emit: Listener, lost: HostLost, policy: str, settings: Mapping[str, object] | None,
-                 options: Mapping[str, Any]) -> LeanHost:  # fmt: skip
+                 options: Mapping[str, Any]) -> FastHost:  # fmt: skip
             made = make(
                 number, id=id, scheduler=load(policy, settings), clock=clock, emit=emit, agenda=agenda, policy=policy,
                 lengths=options["lengths"], rule=options["rule"],

@@ -7,31 +7,31 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.simulation.fast_sequence import DECODING, LeanSeq
+from rubato.simulation.fast_sequence import DECODING, FastSeq
 
 
-class Dues:
+class DueTimes:
     """Rows in order of start. Token `output + moves * tick` of a row's stage is next, due at first + tpot times that,
     and never after `end`."""
 
     def __init__(self) -> None:
-        self._seqs: list[LeanSeq] = []
+        self._seqs: list[FastSeq] = []
         self._columns: NDArray[np.float64] = np.zeros((5, 64))
 
-    def add(self, seq: LeanSeq) -> None:
+    def add(self, seq: FastSeq) -> None:
         """It has started."""
         if len(self._seqs) == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
         self._seqs.append(seq)
         self._write(len(self._seqs) - 1, seq)
 
-    def drop(self, seq: LeanSeq) -> None:
+    def drop(self, seq: FastSeq) -> None:
         """It runs no longer."""
         i, n = self._seqs.index(seq), len(self._seqs)
         del self._seqs[i]
         self._columns[:, i : n - 1] = self._columns[:, i + 1 : n]
 
-    def renew(self, seq: LeanSeq) -> None:
+    def renew(self, seq: FastSeq) -> None:
         """It has begun or ceased to decode, has had its first token, or is in another stage."""
         self._write(self._seqs.index(seq), seq)
 
@@ -45,7 +45,7 @@ class Dues:
         np.minimum(due, end, out=due)
         return due
 
-    def _write(self, i: int, seq: LeanSeq) -> None:
+    def _write(self, i: int, seq: FastSeq) -> None:
         due = seq.deadlines
         first, tpot = due.first, due.tpot
         if tpot == inf:  # nothing is promised after the first token

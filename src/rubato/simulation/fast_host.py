@@ -1,7 +1,7 @@
 """A host that counts: one replica with its scheduler and the time its engine would take (`Host`), on a hand-set clock.
 
 It does what `Replica`, `local_host.LocalHost` and `engines.simulated` do with the same plans, in the same order.
-A plan is carried out as a `Run` of one or more equal steps; a run ends where the next plan may differ: at the first
+A plan is carried out as a `StepRun` of one or more equal steps; a run ends where the next plan may differ: at the first
 token or the end of a sequence, at the end of a prefill, when KV runs short, and when something arrives.
 """
 
@@ -20,30 +20,30 @@ from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Sche
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Limits, Plan, Recall, Role
 from rubato.core.plan_check import PlanError, check
-from rubato.core.replica import never
+from rubato.core.replica import refusal_reason
 from rubato.core.request import Outcome, Request
 from rubato.core.slo import StageTimes, judge
-from rubato.simulation.decode_pool import Pool
-from rubato.simulation.due_times import Dues
-from rubato.simulation.fast_miss_cause import blame
-from rubato.simulation.fast_sequence import DECODING, PREFILLING, WAITING, LeanSeq
-from rubato.simulation.fast_view import LeanView
-from rubato.simulation.step_log import Log
-from rubato.simulation.step_run import Part, Run, Steps
+from rubato.simulation.decode_pool import DecodePool
+from rubato.simulation.due_times import DueTimes
+from rubato.simulation.fast_miss_cause import delays_by_cause
+from rubato.simulation.fast_sequence import DECODING, PREFILLING, WAITING, FastSeq
+from rubato.simulation.fast_view import FastView
+from rubato.simulation.step_log import StepLog
+from rubato.simulation.step_run import ChunkShare, StepRun, StepTimes
 
-NO_HANDOFF = "a lean replica hands nothing off and receives nothing: use worker.LocalHost"
+NO_HANDOFF = "the fast host hands nothing off and receives nothing: use local_host.LocalHost"
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 
 
-class Agenda:
+class EventQueue:
     """When which host is to be called (`complete`, `plan`), by time, rank and order of asking, with its version."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, int, LeanHost, int]] = []
+        self.heap: list[tuple[float, int, int, FastHost, int]] = []
         self.count = itertools.count()
 
 
-class LeanHost:
+class FastHost:
     """truth: the time steps take; latency: what the scheduler believes, which does not learn here, nor forget (so it is
     not told of idle time). targets: request id -> output tokens of each stage. It tells of what begins and ends, not of
     each step and token: `ran` is given each run when it is over, `ended` each request's token times with its end.
@@ -60,14 +60,14 @@ class LeanHost:
         clock: HandClock,
         *,
         emit: Callable[[Event], None],
-        agenda: Agenda,
+        agenda: EventQueue,
         policy: str,
         targets: Mapping[str, Sequence[int]],
         lengths: LengthPredictor | None = None,
         rule: str = "deadline",
         noise: float = 0.0,
         seed: int = 0,
-        ran: Callable[[Run], None] | None = None,
+        ran: Callable[[StepRun], None] | None = None,
         ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
         causes: bool = True,
     ) -> None:
@@ -79,18 +79,18 @@ class LeanHost:
         self.clock = clock
         self.lengths = lengths
         self.tick = 0  # steps done
-        self.waiting: list[LeanSeq] = []
-        self.running: dict[str, LeanSeq] = {}
-        self.known: dict[str, LeanSeq] = {}
-        self.prefilling: dict[str, LeanSeq] = {}  # running, more than one token pending
+        self.waiting: list[FastSeq] = []
+        self.running: dict[str, FastSeq] = {}
+        self.known: dict[str, FastSeq] = {}
+        self.prefilling: dict[str, FastSeq] = {}  # running, more than one token pending
         self.kv_free = limits.kv_blocks  # before the run, while one is under way
-        self.pool = Pool(limits.block)
-        self.run: Run | None = None
-        self.dues: Dues | None = None  # once somebody has asked for them
-        self.log = Log(latency, causes)
-        self._resting: list[LeanSeq] = []  # decoding, but not in the step that runs
-        self._ending: list[LeanSeq] = []  # cancelled while the step with them runs
-        self._steps = Steps(truth, noise, seed)
+        self.pool = DecodePool(limits.block)
+        self.run: StepRun | None = None
+        self.dues: DueTimes | None = None  # once somebody has asked for them
+        self.log = StepLog(latency, causes)
+        self._resting: list[FastSeq] = []  # decoding, but not in the step that runs
+        self._ending: list[FastSeq] = []  # cancelled while the step with them runs
+        self._steps = StepTimes(truth, noise, seed)
         self._emit = emit
         self._heap, self._count = agenda.heap, agenda.count
         self._policy = policy
@@ -104,7 +104,7 @@ class LeanHost:
         self._version = 0
         self._planned = False
         self._steady = 0  # for how many more steps the last plan stands, unless something happens
-        self._view = LeanView(self)
+        self._view = FastView(self)
         self._at_once = repeat(self._view).__next__  # asked of every host at every arrival
         self.view: Callable[[], View] = self._at_once
 
@@ -135,22 +135,22 @@ class LeanHost:
         raise ValueError(NO_HANDOFF)
 
     def resume(self, id: str) -> None:
-        raise ValueError("a lean replica serves nobody who waits for a tool: use worker.LocalHost")
+        raise ValueError("the fast host serves nobody who waits for a tool: use local_host.LocalHost")
 
     def submit(self, request: Request) -> None:
         """Raises ValueError for one that shares KV with others, began elsewhere or waits for tools: use
         `local_host.LocalHost`."""
         progress = request.progress
-        began = progress is not None and (any(progress.times) or len(progress.lost) > 0)
+        began = progress is not None and (any(progress.times) or len(progress.delays) > 0)
         if request.group or began or request.tools:
             raise ValueError(
-                f"request {request.id!r} shares KV, began elsewhere or waits for a tool: a lean replica cannot count it"
+                f"request {request.id!r} shares KV, began elsewhere or waits for a tool: the fast host cannot count it"
             )
         now = self.clock.time
         self.sync()
         self._order += 1
-        seq = LeanSeq(request, self._order, now, self, self._targets.get(request.id))
-        reason = never(request, self.limits)
+        seq = FastSeq(request, self._order, now, self, self._targets.get(request.id))
+        reason = refusal_reason(request, self.limits)
         if reason is not None:
             self._tell([self._finished(seq, now, "refused", reason)])
             return
@@ -178,7 +178,7 @@ class LeanHost:
             self._advance(run, bisect_right(run.ends, self.clock.time))
         return self._view
 
-    def under_way(self) -> Run | None:
+    def under_way(self) -> StepRun | None:
         """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
         self.sync()
         run = self.run
@@ -286,7 +286,7 @@ class LeanHost:
             if seq.state == WAITING:
                 self._begin(seq, now, events)
             if seq.state == PREFILLING:
-                chunks.append(Part(seq, seq._cached, tokens, seq.pending if plan.steady else tokens))
+                chunks.append(ChunkShare(seq, seq._cached, tokens, seq.pending if plan.steady else tokens))
         if order or (plan.decode and self.pool.count):
             self._run(now, plan.decode, chunks, order)
         return events
@@ -299,7 +299,7 @@ class LeanHost:
                 self._resting.append(seq)
                 self._renew(seq)
 
-    def _begin(self, seq: LeanSeq, now: float, events: list[Event]) -> None:
+    def _begin(self, seq: FastSeq, now: float, events: list[Event]) -> None:
         self.waiting.remove(seq)
         self.running[seq.id] = seq
         self._started += 1
@@ -316,16 +316,16 @@ class LeanHost:
         else:
             self._join(seq)
 
-    def _join(self, seq: LeanSeq) -> None:
+    def _join(self, seq: FastSeq) -> None:
         self.pool.join(seq, self.tick)
         self.pool.aim(seq, self.tick)
         self._renew(seq)
 
-    def _renew(self, seq: LeanSeq) -> None:
+    def _renew(self, seq: FastSeq) -> None:
         if self.dues is not None:
             self.dues.renew(seq)
 
-    def _run(self, now: float, goes_on: bool, chunks: Sequence[Part], order: Sequence[LeanSeq]) -> None:
+    def _run(self, now: float, goes_on: bool, chunks: Sequence[ChunkShare], order: Sequence[FastSeq]) -> None:
         pool, tick = self.pool, self.tick
         most, spare = 1, self.kv_free
         if goes_on and self._steady > 1:
@@ -333,7 +333,7 @@ class LeanHost:
             for part in chunks:
                 most = min(most, -(-part.total // part.tokens))
                 spare -= part.total
-        self.run = run = Run(now, tick, pool.count, pool.kv, chunks, order, [])
+        self.run = run = StepRun(now, tick, pool.count, pool.kv, chunks, order, [])
         if pool.count * most > spare:  # else there is KV enough, were it a block for every token
             while most > 1 and self._blocks(run, most) > self.kv_free:
                 most -= 1
@@ -345,14 +345,14 @@ class LeanHost:
         self._version += 1
         heappush(self._heap, (run.ends[-1], COMPLETION, next(self._count), self, self._version))
 
-    def _blocks(self, run: Run, steps: int) -> int:
+    def _blocks(self, run: StepRun, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
         need = self.pool.blocks_until(run.tick, steps)
         for part in run.chunks:
             need += part.blocks(steps, self.block)
         return need
 
-    def _advance(self, run: Run, done: int) -> None:
+    def _advance(self, run: StepRun, done: int) -> None:
         steps = done - run.done
         self.tick += steps
         self.pool.kv += steps * run.seqs
@@ -362,7 +362,7 @@ class LeanHost:
             self._view.pending -= tokens
         run.done = done
 
-    def _book(self, run: Run) -> list[LeanSeq]:
+    def _book(self, run: StepRun) -> list[FastSeq]:
         """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
         came = self.pool.came(self.tick)
         for part in run.chunks:
@@ -392,7 +392,7 @@ class LeanHost:
             came.sort(key=lambda seq: (place.get(seq.id, -1), seq.nth))
         return came
 
-    def _token(self, seq: LeanSeq, now: float) -> None:
+    def _token(self, seq: FastSeq, now: float) -> None:
         """A first or last token of a stage came out."""
         if seq.first_token_at is None:
             seq.first_token(now)
@@ -435,7 +435,7 @@ class LeanHost:
 
     # ----------------------------------------------------------------- ends
 
-    def _preempt(self, seq: LeanSeq, now: float) -> Event:
+    def _preempt(self, seq: FastSeq, now: float) -> Event:
         self.kv_free += seq.blocks
         self._view.pending -= seq.pending
         self.prefilling.pop(seq.id, None)
@@ -448,7 +448,7 @@ class LeanHost:
         insort(self.waiting, seq)
         return Preempted(now, seq.id)
 
-    def _end(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
+    def _end(self, seq: FastSeq, now: float, outcome: Outcome, reason: str) -> Finished:
         seq.ended = True
         event = self._finished(seq, now, outcome, reason)
         if outcome == "completed" and self.lengths is not None:
@@ -463,7 +463,7 @@ class LeanHost:
             self._release(seq)
         return event
 
-    def _release(self, seq: LeanSeq) -> None:
+    def _release(self, seq: FastSeq) -> None:
         self._view.pending -= seq.pending
         if seq.state != WAITING:
             self.kv_free += seq.blocks
@@ -475,19 +475,19 @@ class LeanHost:
         if self.log.long:
             self.log.forget(min((s.begun[0][0] for s in self.known.values() if s.begun), default=self.tick))
 
-    def _leave(self, seq: LeanSeq) -> None:
+    def _leave(self, seq: FastSeq) -> None:
         """It runs no longer."""
         del self.running[seq.id]
         if self.dues is not None:
             self.dues.drop(seq)
 
-    def _finished(self, seq: LeanSeq, now: float, outcome: Outcome, reason: str) -> Finished:
+    def _finished(self, seq: FastSeq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [
             StageTimes(start, self.log.times(spans)) for start, spans in zip(seq.starts, seq.spans_now(), strict=True)
         ]
         verdict = judge(seq.request, stages, outcome, self._rule)
         if self.log.causes and outcome == "completed" and not verdict.met:
-            lost = blame(seq, self.log, self.latency, self.tick)
+            lost = delays_by_cause(seq, self.log, self.latency, self.tick)
             if lost:
                 verdict = replace(verdict, cause=max(lost.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)

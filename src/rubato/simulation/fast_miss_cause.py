@@ -12,37 +12,37 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import of_chunk, of_decode, of_idle
 from rubato.core.request import Cause
 from rubato.core.slo import TOLERANCE, deadlines
-from rubato.simulation.step_log import Log
+from rubato.simulation.step_log import StepLog
 
 if TYPE_CHECKING:
-    from rubato.simulation.fast_sequence import LeanSeq
+    from rubato.simulation.fast_sequence import FastSeq
 
 INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
 
 
-def blame(seq: LeanSeq, log: Log, latency: LatencyModel, tick: int) -> dict[Cause, float]:
+def delays_by_cause(seq: FastSeq, log: StepLog, latency: LatencyModel, tick: int) -> dict[Cause, float]:
     """Seconds lost to each cause until the first token that was late; `tick` steps are done."""
-    lost: dict[Cause, float] = {}
+    delays: dict[Cause, float] = {}
 
-    def lose(cause: Cause, seconds: float) -> None:
+    def book_delay(cause: Cause, seconds: float) -> None:
         if seconds > 0.0:
-            lost[cause] = lost.get(cause, 0.0) + seconds
+            delays[cause] = delays.get(cause, 0.0) + seconds
 
     last = _first_late(seq, log, tick)
     for at, seconds, again in seq.waits:
         if at <= last:
-            lose("preemption" if again else "queue", seconds)
+            book_delay("preemption" if again else "queue", seconds)
     decoded = [span for spans in seq.spans_now() for span in spans]
     for begin, end in seq.begun:
         stop = min(last + 1, tick if end < 0 else end)
         for first, after, decodes in _pieces(begin, stop, decoded):
             if decodes and after - first > 1:
-                _lose_each(lost, log.shares(first, after))
+                _book_each(delays, log.shares(first, after))
                 continue
             for at in range(first, after):
                 for cause, seconds in _step(seq, log, at, decodes, latency):
-                    lose(cause, seconds)
-    return lost
+                    book_delay(cause, seconds)
+    return delays
 
 
 def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
@@ -60,15 +60,15 @@ def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterat
         yield at, stop, False
 
 
-def _lose_each(lost: dict[Cause, float], shares: NDArray[np.float64]) -> None:
+def _book_each(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
     """Add up step by step, as floats add up; of two causes with the same sum in the end, the earlier one counts."""
     rows = [(int(np.argmax(row > 0.0)), cause, row) for cause, row in zip(INTERFERENCE, shares, strict=True)]
     for _, cause, row in sorted(rows, key=lambda item: item[0]):
         if row.any():
-            lost[cause] = float(np.add.accumulate(np.concatenate([[lost.get(cause, 0.0)], row]))[-1])
+            delays[cause] = float(np.add.accumulate(np.concatenate([[delays.get(cause, 0.0)], row]))[-1])
 
 
-def _step(seq: LeanSeq, log: Log, at: int, decodes: bool, model: LatencyModel) -> tuple[tuple[Cause, float], ...]:
+def _step(seq: FastSeq, log: StepLog, at: int, decodes: bool, model: LatencyModel) -> tuple[tuple[Cause, float], ...]:
     """What one step cost it, beyond what it would have taken alone."""
     run = log.at(at)
     i = at - run.tick
@@ -94,13 +94,13 @@ def _step(seq: LeanSeq, log: Log, at: int, decodes: bool, model: LatencyModel) -
     )
 
 
-def _again(seq: LeanSeq, at: int) -> bool:
+def _again(seq: FastSeq, at: int) -> bool:
     """Whether it was preempted, and no token came out between then and this step."""
     began, _, preempted = next(wait for wait in reversed(seq.waits) if wait[0] <= at)
     return preempted and not any(began <= a < at for spans in seq.spans_now() for a, _ in spans)
 
 
-def _first_late(seq: LeanSeq, log: Log, tick: int) -> int:
+def _first_late(seq: FastSeq, log: StepLog, tick: int) -> int:
     """The step that brought the first token that was late; the last step, if none was."""
     continues: float | None = None
     for stage, start, spans in zip(seq.request.stages, seq.starts, seq.spans_now(), strict=False):

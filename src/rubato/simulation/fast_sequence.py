@@ -11,12 +11,12 @@ from rubato.core.request import Request, Stage
 from rubato.core.slo import TOLERANCE, Deadlines, deadlines
 
 if TYPE_CHECKING:
-    from rubato.simulation.fast_host import LeanHost
+    from rubato.simulation.fast_host import FastHost
 
 WAITING, PREFILLING, DECODING = range(3)
 
 
-class LeanSeq:
+class FastSeq:
     """`tick` counts the steps of its replica. While it decodes, tokens and KV are what they were when the replica's
     tick was 0, plus the tick; `_output` and `_cached` then hold that offset, else the numbers themselves."""
 
@@ -26,7 +26,7 @@ class LeanSeq:
         "stage_start", "started", "starts", "state", "target", "targets", "total", "waits",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int, now: float, host: LeanHost, targets: Sequence[int] | None) -> None:
+    def __init__(self, request: Request, order: int, now: float, host: FastHost, targets: Sequence[int] | None) -> None:
         self.request = request
         self.id = request.id
         self.order = order
@@ -57,7 +57,7 @@ class LeanSeq:
         self._deadlines: Deadlines | None = None
         self.aim()
 
-    def __lt__(self, other: LeanSeq) -> bool:
+    def __lt__(self, other: FastSeq) -> bool:
         return self.order < other.order
 
     # ----------------------------------------------------------------- SeqView

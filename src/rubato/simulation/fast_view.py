@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import ANY, NO_BATCH, Shape
-from rubato.simulation.due_times import Dues
+from rubato.simulation.due_times import DueTimes
 
 if TYPE_CHECKING:
-    from rubato.simulation.fast_host import LeanHost
+    from rubato.simulation.fast_host import FastHost
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 
 
-class LeanView(View):
+class FastView(View):
     """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
 
     __slots__ = ("_host", "count", "pending", "running_ids")
     __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
 
-    _host: LeanHost
+    _host: FastHost
     count: int  # numbers that the host keeps, for routers that ask every host at every arrival
     pending: int
     running_ids: Collection[str]
 
-    def __init__(self, host: LeanHost) -> None:
+    def __init__(self, host: FastHost) -> None:
         for name, value in (
             ("_host", host), ("id", host.id), ("kv_total", host.limits.kv_blocks), ("limits", host.limits),
             ("latency", host.latency), ("supports", SUPPORTS), ("as_of", inf), ("role", ANY), ("moving", ()),
@@ -88,7 +88,7 @@ class LeanView(View):
         if host.run is not None:  # some may have ended and still run
             return super().dues
         if host.dues is None:
-            host.dues = Dues()
+            host.dues = DueTimes()
             for seq in host.running.values():
                 host.dues.add(seq)
         return host.dues.at(host.tick)

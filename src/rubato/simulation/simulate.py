@@ -23,13 +23,13 @@ from rubato.latency.wrapped import Wrapped
 from rubato.measure.records import Record, Run
 from rubato.policies import load, optional, router_for
 from rubato.simulation.driver import drive
-from rubato.simulation.fast_host import LeanHost
+from rubato.simulation.fast_host import FastHost
 from rubato.simulation.fast_view import SUPPORTS
 from rubato.workloads import Arrival, Workload
 
 
 @dataclass(frozen=True)
-class Setup:
+class SimulationSetup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
@@ -68,7 +68,7 @@ class Setup:
             model = Drafted(model, self.drafter.latency)
         return model if self.learns else Fixed(model)
 
-    def for_load(self, workload: Workload) -> Setup:
+    def for_load(self, workload: Workload) -> SimulationSetup:
         """With the acceptance that the workload's requests have of their own."""
         own = workload.acceptances()
         if self.drafter is None or not own:
@@ -93,7 +93,7 @@ class Fixed(Wrapped):
 def simulate(
     requests: Sequence[Request],
     truth: Mapping[str, Sequence[int]],
-    setup: Setup,
+    setup: SimulationSetup,
     *,
     watch: Callable[[Cluster, Event], None] | None = None,
     pauses: Mapping[str, Sequence[float]] | None = None,
@@ -110,7 +110,7 @@ def simulate(
 async def _run(
     requests: Sequence[Request],
     truth: Mapping[str, Sequence[int]],
-    setup: Setup,
+    setup: SimulationSetup,
     watch: Callable[[Cluster, Event], None] | None,
     pauses: Mapping[str, Sequence[float]],
 ) -> list[Event]:
@@ -159,7 +159,7 @@ def _tools(pauses: Mapping[str, Sequence[float]], cluster: Cluster, clock: Virtu
 
 
 def simulated_run(
-    workload: Workload, setup: Setup, label: str | None = None, *, times: bool = True, causes: bool = True,
+    workload: Workload, setup: SimulationSetup, label: str | None = None, *, times: bool = True, causes: bool = True,
     plain: bool = False,
 ) -> Run:  # fmt: skip
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
@@ -169,11 +169,11 @@ def simulated_run(
     asked, unless plain.
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
-    if plain or pauses or not lean_enough(setup):
+    if plain or pauses or not fast_host_suffices(setup):
         events = simulate(list(workload.requests()), workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}
     else:
-        lines = lean_lines(workload.requests(), workload.truth(), setup, times=times, causes=causes)
+        lines = simulate_fast(workload.requests(), workload.truth(), setup, times=times, causes=causes)
     # out of `lines`, which the cluster's cycles hold: else all of it would stay until the next search for such
     records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
     settings = {
@@ -189,7 +189,7 @@ def simulated_run(
     return Run(label or setup.policy, workload, records, setup.rule, settings=settings)
 
 
-def lean_enough(setup: Setup) -> bool:
+def fast_host_suffices(setup: SimulationSetup) -> bool:
     """Whether the fast driver can simulate this: a model that does not learn, plain steps, no drafts by a policy that
     would, no KV shared or moved, no shares that are paid back with time, no router that takes work back or follows
     steps."""
@@ -201,17 +201,17 @@ def lean_enough(setup: Setup) -> bool:
     return plain and not (setup.learns or setup.prefix_cache or setup.fair)
 
 
-def lean_lines(
-    requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: Setup, *, times: bool = True,
+def simulate_fast(
+    requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup, *, times: bool = True,
     causes: bool = True,
 ) -> dict[str, Timeline]:  # fmt: skip
     """What became of each request, by id, with the times of its tokens if wanted. Raises as `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
 
-    def make(number: int, **given: Any) -> LeanHost:
+    def make(number: int, **given: Any) -> FastHost:
         model = setup.scheduler_model()
-        return LeanHost(
+        return FastHost(
             truth=setup.latency(), latency=model, limits=setup.limits, targets=truth, noise=setup.noise,
             seed=setup.seed + number, ended=ended if times else None, causes=causes, **given,
         )  # fmt: skip

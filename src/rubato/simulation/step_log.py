@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import Shares, of_decode
-from rubato.simulation.step_run import Run
+from rubato.simulation.step_run import StepRun
 
 LEAST = 1024  # runs kept before anybody asks which are still wanted
 
 
-class Log:
+class StepLog:
     """causes: keep the runs, so that misses can be explained; latency: by which."""
 
     def __init__(self, latency: LatencyModel, causes: bool) -> None:
         self.causes = causes
         self._latency = latency
         self._ends = array("d")  # of every step so far, and of those of the last run that may not come to be
-        self._runs: list[Run] = []
+        self._runs: list[StepRun] = []
         self._most = LEAST
         self._shares: NDArray[np.float64] = np.zeros((2, 1024))
         self._until = 0  # the step from which on no shares are worked out yet
 
-    def keep(self, run: Run) -> None:
+    def keep(self, run: StepRun) -> None:
         """A run that begins; it may still be cut."""
         if len(self._ends) > run.tick:
             del self._ends[run.tick :]
@@ -56,11 +56,11 @@ class Log:
         parts = [np.frombuffer(self._ends[a:b]) for a, b in spans]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def at(self, tick: int) -> Run:
+    def at(self, tick: int) -> StepRun:
         """The run with this step."""
         return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
 
-    def seconds(self, run: Run, i: int) -> float:
+    def seconds(self, run: StepRun, i: int) -> float:
         """That the i-th step of a run took."""
         at = run.tick + i
         return self._ends[at] - (self._ends[at - 1] if i else run.begin)
@@ -80,7 +80,7 @@ class Log:
             at += 1
         return self._shares[:, first:end]
 
-    def _step(self, run: Run, i: int) -> Shares:
+    def _step(self, run: StepRun, i: int) -> Shares:
         decodes = run.all_decodes(i)
         if not decodes.seqs:
             return 0.0, 0.0
@@ -90,5 +90,5 @@ class Log:
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 
 
-def _tick(run: Run) -> int:
+def _tick(run: StepRun) -> int:
     return run.tick

@@ -16,18 +16,18 @@ from rubato.core.plan import Shape
 from rubato.engines.simulated import check_noise, factors
 
 if TYPE_CHECKING:
-    from rubato.simulation.fast_sequence import LeanSeq
+    from rubato.simulation.fast_sequence import FastSeq
 
 DRAWN = 1024  # step-time factors drawn at a time
 
 Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.seconds_of`
 
 
-class Part(NamedTuple):
+class ChunkShare(NamedTuple):
     """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
     with what is left of `total`."""
 
-    seq: LeanSeq
+    seq: FastSeq
     start: int
     tokens: int
     total: int
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class StepRun:
     """Steps tick, tick + 1, ..., the first of which begins at `begin`: one token of each of `seqs` sequences that
     together have `kv` tokens in KV before the first, and chunks. order: whom the plan named, in its order.
     ends: when each step ends, while the run is under way (then the log has it). steps: how many; done: booked."""
@@ -53,8 +53,8 @@ class Run:
     tick: int
     seqs: int
     kv: int
-    chunks: Sequence[Part]
-    order: Sequence[LeanSeq]
+    chunks: Sequence[ChunkShare]
+    order: Sequence[FastSeq]
     ends: list[float]
     steps: int = 0
     done: int = 0
@@ -95,7 +95,7 @@ class Run:
         return shape
 
 
-class Steps:
+class StepTimes:
     """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""
 
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
@@ -107,7 +107,7 @@ class Steps:
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
-    def take(self, run: Run, steps: int) -> None:
+    def take(self, run: StepRun, steps: int) -> None:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
@@ -127,7 +127,7 @@ class Steps:
         took[0] += run.begin
         run.ends = list(accumulate(took))
 
-    def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+    def _with_chunks(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
@@ -144,7 +144,7 @@ class Steps:
         took.append(seconds(*run.features(steps - 1)))
         return took
 
-    def _with_one(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+    def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
         """`Run.features` of each step, for the chunk that most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []

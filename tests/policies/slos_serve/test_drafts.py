@@ -21,7 +21,7 @@ from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, Stride
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.slos_serve.test_guarantee import promised
@@ -204,7 +204,9 @@ class Recording:
 def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[Recording, set[str]]:
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
     drafter = Drafter(Acceptance(alpha))
-    setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, drafter=drafter)
+    setup = SimulationSetup(
+        lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, drafter=drafter
+    )
     scheduler = Recording(alpha, even)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)

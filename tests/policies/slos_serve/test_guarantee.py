@@ -17,7 +17,7 @@ from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, kernel_sum, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.policies.test_properties import Load
 
@@ -93,7 +93,9 @@ def played(
 ) -> tuple[set[str], set[str]]:
     """Ids of those who were promised to be in time, and of those who were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
-    setup = Setup(lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise)
+    setup = SimulationSetup(
+        lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise
+    )
     scheduler = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
@@ -195,7 +197,7 @@ def test_a_slow_spell_is_no_reason_to_refuse_for_ever(policy: str, decline: OnDe
         Request(f"q{i}", (stage,), float(i), on_decline=decline, sampling=Sampling(max_tokens=20)) for i in range(120)
     ]
     truth = {r.id: (20,) for r in requests}
-    setup = Setup(
+    setup = SimulationSetup(
         Spell, Limits(16, 512, 600, 1000, 16), policy, believed=steady, learns=True,
         lengths=Oracle(dict.fromkeys(truth, 20)), **fleet,
     )  # fmt: skip
@@ -220,7 +222,7 @@ def test_a_server_that_began_slow_does_not_refuse_for_ever(policy: str) -> None:
         for i, stage in enumerate(stages)
     ]
     truth = {r.id: (20,) for r in requests}
-    setup = Setup(Warming, Limits(16, 512, 600, 1000, 16), policy, believed=affine.Model, learns=True)
+    setup = SimulationSetup(Warming, Limits(16, 512, 600, 1000, 16), policy, believed=affine.Model, learns=True)
     ends = {e.id: e for e in simulate(requests, truth, setup) if isinstance(e, Finished)}
     refused = [i for i in range(240) if ends[f"q{i}"].outcome == "refused"]
     assert len(refused) >= 5

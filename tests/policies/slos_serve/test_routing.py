@@ -20,7 +20,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import after_flight
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Seq, request, shown
 from tests.policies.test_tables import decode, prompt, seen
 
@@ -219,7 +219,7 @@ def served(router: str, seed: int, rate: float, count: int = 150) -> tuple[list[
     limits = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=1500, block=16)
     model = Model(k1=(0.00002, 0.0001), b=(0.015, 0.004))
     lengths = Oracle({id: sum(outputs) for id, outputs in truth.items()})
-    setup = Setup(
+    setup = SimulationSetup(
         lambda: replace(model), limits, "slos_serve", router=router, replicas=3, lengths=lengths, learns=False
     )
     return simulate(requests, truth, setup), requests

@@ -21,7 +21,7 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.budget import Job
 from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, peak, round_of, tightened
-from rubato.simulation.simulate import Setup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 
@@ -218,7 +218,7 @@ def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
     stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(80, SLO(0.05, 0.1)))
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
     limits = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
-    setup = Setup(Linear, limits, "slos_serve", lengths=Oracle({"a": 8}))
+    setup = SimulationSetup(Linear, limits, "slos_serve", lengths=Oracle({"a": 8}))
     events = simulate([asked], {"a": (5, 3)}, setup)
     [demoted] = [e for e in events if isinstance(e, Demoted)]
     assert demoted.at == [e.at for e in events if isinstance(e, Tokens)][4]
@@ -275,7 +275,9 @@ def test_who_could_be_in_time_in_smaller_batches_is_not_given_up() -> None:
     for ttft, served in ((0.0455, True), (0.0445, False)):
         stage = Stage(88, SLO(ttft, 0.1))
         one = Request("a", (stage,), 0.0, on_decline="refuse", sampling=Sampling(max_tokens=3))
-        setup = Setup(lambda: Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False)
+        setup = SimulationSetup(
+            lambda: Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False
+        )
         (end,) = [e for e in simulate([one], {"a": (3,)}, setup) if isinstance(e, Finished)]
         assert (end.outcome, end.best_effort, end.verdict.met) == (
             ("completed", False, True) if served else ("refused", False, False)

@@ -75,7 +75,7 @@ def load_weights(folder: Path, config: Config, dtype: torch.dtype, device: torch
 
 
 def _give_back() -> None:
-    """Return to the system what loading and packing took and freed, where the C library keeps it (glibc)."""
+    """Return to the system what loading and builder took and freed, where the C library keeps it (glibc)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 

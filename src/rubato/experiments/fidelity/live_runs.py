@@ -28,7 +28,7 @@ from rubato.measure import load_generator, results
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
-from rubato.simulation.simulate import Setup, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
@@ -184,8 +184,8 @@ class LiveRig:
 
         return narrowed(holds, 0.05, 100.0, 0.02)[0]
 
-    def setup(self, policy: str, what: LearnedModel, seed: int) -> Setup:
-        return Setup(
+    def setup(self, policy: str, what: LearnedModel, seed: int) -> SimulationSetup:
+        return SimulationSetup(
             latency=lambda: replace(what.truth),
             limits=self.limits,
             policy=policy,

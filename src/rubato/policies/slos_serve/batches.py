@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from rubato.core.batch_builder import Packing, memory
+from rubato.core.batch_builder import BatchBuilder, memory
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import NOTHING
@@ -22,7 +22,7 @@ class Filling:
     def __init__(
         self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING, steps: int = 0
     ) -> None:
-        self.packing = Packing(view, steps=steps)
+        self.builder = BatchBuilder(view, steps=steps)
         self._drafted = drafted
         self._bound = bound
         self._model = view.latency
@@ -31,28 +31,28 @@ class Filling:
 
     @property
     def empty(self) -> bool:
-        return not (self.packing.work or self.packing.decode)
+        return not (self.builder.work or self.builder.decode)
 
     def decodes(self, order: Sequence[SeqView]) -> bool:
         """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
         batch. False, and nothing done, where not."""
-        packing, many = self.packing, self.packing.decodes
-        if self._drafted or packing.shape.spec_steps:
+        builder, many = self.builder, self.builder.decodes
+        if self._drafted or builder.shape.spec_steps:
             return False
         first = order[: many.seqs]
         if any(s.pending > 1 for s in first) or not self._model.step_time(many) <= self._bound:
             return False
-        if not all(s.id in packing.running for s in first) or not packing.decode_all():
+        if not all(s.id in builder.running for s in first) or not builder.decode_all():
             return False
         self.fill(order[many.seqs :])
         return True
 
     def without(self, order: Sequence[SeqView], before: Sequence[str]) -> list[str]:
         """Ids of decodes that are not in the batch, first those that were not in the one before either."""
-        packing = self.packing
-        if packing.decode:
+        builder = self.builder
+        if builder.decode:
             return []
-        out = {s.id: None for s in order if s.pending == 1 and s.id not in packing.work}
+        out = {s.id: None for s in order if s.pending == 1 and s.id not in builder.work}
         return list({id: None for id in before if id in out} | out)
 
     def fill(self, order: Iterable[SeqView]) -> None:
@@ -69,39 +69,39 @@ class Filling:
 
     def chunk(self, seq: SeqView) -> None:
         """As much of it as fits."""
-        packing = self.packing
+        builder = self.builder
         if self._full:
             return
-        self._make_room(seq, min(seq.pending, packing.tokens_left))
-        most = packing.room(seq)
+        self._make_room(seq, min(seq.pending, builder.tokens_left))
+        most = builder.room(seq)
         if most:
-            tokens = self._model.largest_chunk(self._bound, packing.shape, seq.cached, most)
+            tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
             self._full = tokens < most
             if tokens == 0 and self.empty:
                 tokens = 1
             if tokens:
-                packing.add(seq, tokens)
+                builder.add(seq, tokens)
 
     def rest(self, order: Sequence[SeqView], free: int, block: int) -> None:
         """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
         holds it to its end, so that it need not be preempted for another of its kind."""
-        packing = self.packing
+        builder = self.builder
         for seq in order:
-            if self._full or packing.tokens_left == 0:
+            if self._full or builder.tokens_left == 0:
                 return
-            if seq in packing.preempted:
+            if seq in builder.preempted:
                 continue
-            if seq.id in packing.running:
+            if seq.id in builder.running:
                 older, self._victims = self._split(seq)
                 self.fill([seq])
                 self._victims = [*older, *self._victims]
-            elif not packing.preempted and (need := memory(seq, block)) <= free and not packing.lacks(seq, seq.pending):
+            elif not builder.preempted and (need := memory(seq, block)) <= free and not builder.lacks(seq, seq.pending):
                 free -= need
                 self.chunk(seq)
 
     def force(self, seq: SeqView, others: Sequence[SeqView]) -> None:
         """Some of it, though `others` lose their KV for it, the last one first."""
-        self._victims = [s for s in others if s not in self.packing.preempted]
+        self._victims = [s for s in others if s not in self.builder.preempted]
         self.chunk(seq)
 
     def _split(self, seq: SeqView) -> tuple[list[SeqView], list[SeqView]]:
@@ -110,10 +110,10 @@ class Filling:
         return self._victims[:at], self._victims[at:]
 
     def _decodes(self, seqs: Sequence[SeqView]) -> None:
-        packing, model = self.packing, self._model
+        builder, model = self.builder, self._model
         if not seqs:
             return
-        before = packing.shape
+        before = builder.shape
         kv = sum([s.cached for s in seqs]) + len(seqs)
         together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)
         if self._drafted:
@@ -123,25 +123,25 @@ class Filling:
         all_fit = model.step_time(together) <= self._bound
         if not self._drafted:
             fitting = len(seqs) if all_fit else max(self._fitting(seqs), 1 if self.empty else 0)
-            if packing.add_decodes(seqs[:fitting]):
+            if builder.add_decodes(seqs[:fitting]):
                 return
         shape: Shape = before
         for seq in seqs:
             self._make_room(seq, 1)
-            if packing.room(seq) == 0:
+            if builder.room(seq) == 0:
                 continue
-            tokens = 1 + packing.verifiable(seq, self._drafted.get(seq.id, 0))
+            tokens = 1 + builder.verifiable(seq, self._drafted.get(seq.id, 0))
             if not all_fit:
                 while tokens > 1 and model.step_time(shape.plus(tokens, seq.cached)) > self._bound:
                     tokens -= 1
                 shape = shape.plus(tokens, seq.cached)
                 if not self.empty and model.step_time(shape) > self._bound:
                     return
-            packing.add(seq, tokens)
+            builder.add(seq, tokens)
 
     def _fitting(self, seqs: Sequence[SeqView]) -> int:
         """How many of these decodes, in this order, end in time."""
-        before, model = self.packing.shape, self._model
+        before, model = self.builder.shape, self._model
         kv = list(accumulate((s.cached + 1 for s in seqs), initial=before.kv))
 
         def seconds(n: int) -> float:
@@ -150,8 +150,8 @@ class Filling:
         return bisect_right(range(1, len(seqs) + 1), self._bound, key=seconds)
 
     def _make_room(self, seq: SeqView, tokens: int) -> None:
-        packing = self.packing
-        while self._victims and tokens and packing.lacks(seq, tokens):
+        builder = self.builder
+        while self._victims and tokens and builder.lacks(seq, tokens):
             victim = self._victims.pop()
             if victim is not seq:
-                packing.preempt(victim)
+                builder.preempt(victim)

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from rubato.core.batch_builder import memory
 from rubato.core.events import Event, Finished, HandedOff
-from rubato.core.interfaces import SeqView, View, untold
+from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 from rubato.core.request import SATURATED
 from rubato.core.slo import TOLERANCE
@@ -404,7 +404,7 @@ class Scheduler:
                 turn.kept.append(seq)
             elif seq.demoted:
                 continue
-            elif seq.request.on_decline == "refuse" and untold(seq):
+            elif seq.request.on_decline == "refuse" and nothing_sent(seq):
                 turn.drop[seq.id] = DECLINED
             else:
                 turn.demote(seq)
@@ -418,7 +418,7 @@ class Scheduler:
         for seq in [s for s in prefills if all(s.due + TOLERANCE < turn.now + t for t in alone(turn.view, s))]:
             turn.kept.remove(seq)
             self._promised.pop(seq.id, None)
-            if seq.request.on_decline == "refuse" and untold(seq) and seq.id not in turn.view.running_ids:
+            if seq.request.on_decline == "refuse" and nothing_sent(seq) and seq.id not in turn.view.running_ids:
                 turn.drop[seq.id] = DECLINED
             else:
                 turn.demote(seq)
@@ -428,7 +428,7 @@ class Scheduler:
         if self.backlog is None:
             return
         begun = {*turn.view.running_ids, *work}
-        fresh = [s for s in turn.rest if untold(s) and s.id not in begun]
+        fresh = [s for s in turn.rest if nothing_sent(s) and s.id not in begun]
         for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
             turn.drop[seq.id] = SATURATED
         turn.demoted = [id for id in turn.demoted if id not in turn.drop]
@@ -461,13 +461,13 @@ class Scheduler:
             filling.rest(rest, view.kv_total - held, block)
         if filling.empty:  # for lack of memory: those who were promised first, the elder after them, then the undecided
             first = sorted(sparing.order, key=lambda s: s is elder)
-            able = [s for s in [*first, *undecided, *rest] if s not in filling.packing.preempted]
+            able = [s for s in [*first, *undecided, *rest] if s not in filling.builder.preempted]
             if able:
                 running = view.running_ids
                 filling.force(able[0], [s for s in able[1:] if s.id in running])
         self._passed = filling.without([s for s in order if s is not elder], self._passed)
-        self._shed(turn, filling.packing.work)
-        plan = filling.packing.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
+        self._shed(turn, filling.builder.work)
+        plan = filling.builder.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
         return self._drafts.written(plan, view, depths)
 
 
