@@ -120,9 +120,9 @@ class RayHost:
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
-    e.g. {"num_gpus": 1}. emit and lost: as every host's. options: of the actor's `local_host.LocalHost`, which has a length
-    predictor of its own, a copy that learns from the requests there; the one given here learns from those of all.
-    Raises ValueError for a policy that hands requests off.
+    e.g. {"num_gpus": 1}. emit and lost: as every host's. options: of the actor's `local_host.LocalHost`, which has a
+    length predictor of its own, a copy that learns from the requests there; the one given here learns from those of
+    all. Raises ValueError for a policy that hands requests off.
     """
 
     def __init__(
