@@ -9,13 +9,13 @@ from math import inf
 import numpy as np
 from hypothesis import strategies as st
 
-from rubato.policies.slos_serve import programme
-from rubato.policies.slos_serve.admission import Terms, columns, laid
-from rubato.policies.slos_serve.budget import Grid, Job, rows
+from rubato.policies.slos_serve import dynamic_program
+from rubato.policies.slos_serve.admission import AdmissionLimits, columns, laid
+from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.reference import CLOSE
 
-Holds = Callable[[Grid, Sequence[Job]], bool]
+Holds = Callable[[Grid, Sequence[Demand]], bool]
 
 
 def capacity(seconds: float) -> int:
@@ -28,25 +28,25 @@ def unit(seconds: float) -> int:
     return int(6 * seconds + 1e-9)
 
 
-def on_one_grid(grid: Grid, jobs: Sequence[Job]) -> bool:
+def on_one_grid(grid: Grid, jobs: Sequence[Demand]) -> bool:
     return all(alone(grid, job) for job in jobs) and reference.holds(grid, jobs)
 
 
-def alone(grid: Grid, job: Job) -> bool:
+def alone(grid: Grid, job: Demand) -> bool:
     """No batch is longer than its TPOT from its due token on, and one ends by then."""
     k = reference.index(grid, job.due)
-    return k >= 1.0 and programme.seconds_after(grid.rows, k) <= job.tpot * (1.0 + CLOSE)
+    return k >= 1.0 and dynamic_program.seconds_after(grid.rows, k) <= job.tpot * (1.0 + CLOSE)
 
 
-def tried(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Grid]:
+def tried(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> list[Grid]:
     """The grids that admission tries."""
     grids, sizes = laid(rows(forced), columns(new), terms)
     return [Grid.of(grid[:size]) for grid, size in zip(grids, sizes.tolist(), strict=True)]
 
 
 def brute_force(
-    forced: Sequence[Job], new: Sequence[Job], terms: Terms, holds: Holds = on_one_grid,
-    over: Callable[[Sequence[Job]], Iterable[Grid]] | None = None,
+    forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits, holds: Holds = on_one_grid,
+    over: Callable[[Sequence[Demand]], Iterable[Grid]] | None = None,
 ) -> float | None:  # fmt: skip
     """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
     a subset, all that admission tries if not given."""
@@ -62,7 +62,7 @@ def brute_force(
     return best
 
 
-def token_by_token(grid: Grid, jobs: Sequence[Job], batches: int = 60) -> bool:
+def token_by_token(grid: Grid, jobs: Sequence[Demand], batches: int = 60) -> bool:
     """Whether every token is in time when each batch is filled by earliest deadline, one token of each decode."""
     pending = [j.tokens for j in jobs]
     due = [j.due for j in jobs]
@@ -85,16 +85,16 @@ def token_by_token(grid: Grid, jobs: Sequence[Job], batches: int = 60) -> bool:
 
 
 @st.composite
-def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Job], list[Job], Terms]:
+def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Demand], list[Demand], AdmissionLimits]:
     """Few distinct times and sizes (ties), budgets and memory that are scarce."""
     tpots = draw(st.sampled_from([[5.0], [5.0, 10.0], [4.0, 6.0, 15.0]]))
     tpot = st.sampled_from([*tpots, inf])
     forced = [
-        Job(f"f{i}", draw(st.sampled_from([4.0, 6.0, 10.0, 17.5])), draw(st.sampled_from([1, 1, 5, 20])), draw(tpot))
+        Demand(f"f{i}", draw(st.sampled_from([4.0, 6.0, 10.0, 17.5])), draw(st.sampled_from([1, 1, 5, 20])), draw(tpot))
         for i in range(draw(st.integers(0, 4)))
     ]
     new = [
-        Job(
+        Demand(
             f"n{i}", draw(st.sampled_from([4.5, 10.0, 20.0, 20.0, 33.0])), draw(st.sampled_from([2, 8, 8, 20, 45])),
             draw(tpot), draw(st.sampled_from([0, 1, 2, 5])), draw(st.sampled_from([1.0, 2.5])) if values else 1.0,
         )
@@ -102,18 +102,22 @@ def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Job], list[Jo
     ]  # fmt: skip
     new.sort(key=lambda j: j.due)
     longest = draw(st.sampled_from([8.0, 20.0]))
-    return forced, new, Terms(longest, capacity, draw(st.sampled_from([3, 6, 100])), draw(st.sampled_from([2, 100])))
+    return (
+        forced,
+        new,
+        AdmissionLimits(longest, capacity, draw(st.sampled_from([3, 6, 100])), draw(st.sampled_from([2, 100]))),
+    )
 
 
-def drawn(rng: np.random.Generator) -> tuple[list[Job], list[Job], Terms]:
+def drawn(rng: np.random.Generator) -> tuple[list[Demand], list[Demand], AdmissionLimits]:
     """An instance with distinct times, TPOTs that do not divide each other, and no scarcity but of time."""
     tpots = rng.choice([5.0, 7.0, 10.0, 12.0], 2)
     forced = [
-        Job(f"f{i}", float(tpot * rng.uniform(1.0, 2.0)), 1, float(tpot))
+        Demand(f"f{i}", float(tpot * rng.uniform(1.0, 2.0)), 1, float(tpot))
         for i, tpot in enumerate(rng.choice(tpots, rng.integers(0, 6)))
     ]
     new = [
-        Job(f"n{i}", float(rng.uniform(5.0, 60.0)), int(rng.integers(2, 60)), float(rng.choice(tpots)))
+        Demand(f"n{i}", float(rng.uniform(5.0, 60.0)), int(rng.integers(2, 60)), float(rng.choice(tpots)))
         for i in range(6)
     ]
-    return forced, sorted(new, key=lambda j: j.due), Terms(20.0, capacity, 0, 100)
+    return forced, sorted(new, key=lambda j: j.due), AdmissionLimits(20.0, capacity, 0, 100)

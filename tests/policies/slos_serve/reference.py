@@ -1,4 +1,4 @@
-"""Grids, and what is left of them, in plain Python: what the compiled `programme` is held against."""
+"""Grids, and what is left of them, in plain Python: what the compiled `dynamic_program` is held against."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import ceil, floor, inf
 
-from rubato.policies.slos_serve.admission import Terms
-from rubato.policies.slos_serve.budget import Grid, Job, Phase
+from rubato.policies.slos_serve.admission import AdmissionLimits
+from rubato.policies.slos_serve.token_budget import Demand, Grid, Phase
 
 CLOSE, EPS = 1e-9, 1e-6
 
@@ -49,7 +49,7 @@ def fringe(grid: Grid, tpot: float) -> float:
     return max(lengths) / tpot
 
 
-def room(grid: Grid, jobs: Sequence[Job]) -> list[float]:
+def room(grid: Grid, jobs: Sequence[Demand]) -> list[float]:
     """Tokens left by each batch by which something is due."""
     due = {n: index(grid, j.due) for n, j in enumerate(jobs) if j.due < inf}
     first = min([1.0, *(k for n, k in due.items() if jobs[n].due > 0.0)])
@@ -68,7 +68,7 @@ def throughput(grid: Grid) -> float:
     return grid.phases[-1].tokens / grid.phases[-1].seconds
 
 
-def holds(grid: Grid, jobs: Sequence[Job]) -> bool:
+def holds(grid: Grid, jobs: Sequence[Demand]) -> bool:
     """Whether all of them are in time, for ever."""
     rate = sum(j.verified / j.tpot for j in jobs if j.due < inf)
     return rate <= throughput(grid) + EPS and all(left >= -EPS for left in room(grid, jobs))
@@ -88,20 +88,20 @@ def lay(decodes: Sequence[tuple[float, float]], longest: float, capacity: Callab
     return Grid([*phases, Phase(inf, seconds, capacity(seconds))])
 
 
-def lengths(jobs: Sequence[Job], terms: Terms) -> list[float]:
+def lengths(jobs: Sequence[Demand], terms: AdmissionLimits) -> list[float]:
     """The longest batch, and those that fit the first two deadlines that a batch can be fitted to."""
     soon = sorted({j.due for j in jobs if 0.0 < j.due < inf and (j.tokens > 1 or j.due < j.tpot)})
     fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in soon[:2]]
     return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
 
 
-def natural(jobs: Sequence[Job], every: Sequence[Job], terms: Terms) -> Iterator[Grid]:
+def natural(jobs: Sequence[Demand], every: Sequence[Demand], terms: AdmissionLimits) -> Iterator[Grid]:
     """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
     for longest in lengths(every, terms):
         yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
 
 
-def grids(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Grid]:
+def grids(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> list[Grid]:
     """Those of every choice of the first new request of each TPOT, or of none."""
     tpots = sorted({j.tpot for j in new})
     firsts = [[*sorted({j.due for j in new if j.tpot == tpot}), inf] for tpot in tpots]

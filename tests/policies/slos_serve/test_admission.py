@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 
 from rubato.experiments import slos_serve_toy as toy
-from rubato.policies.slos_serve import programme
-from rubato.policies.slos_serve.admission import Terms, admit
-from rubato.policies.slos_serve.budget import Job, rows
+from rubato.policies.slos_serve import dynamic_program
+from rubato.policies.slos_serve.admission import AdmissionLimits, admit
+from rubato.policies.slos_serve.token_budget import Demand, rows
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.instances import (
     brute_force,
@@ -24,7 +24,7 @@ from tests.policies.slos_serve.instances import (
     unit,
 )
 
-Instance = tuple[list[Job], list[Job], Terms]
+Instance = tuple[list[Demand], list[Demand], AdmissionLimits]
 
 
 def check(instance: Instance) -> None:
@@ -58,26 +58,33 @@ def test_the_greatest_value_that_fits_is_admitted(instance: Instance) -> None:
 def test_grids_and_what_is_left_of_them_are_as_in_plain_python(instance: Instance) -> None:
     """Those of two late decodes beside, and of one that verifies three tokens."""
     forced, new, terms = instance
-    forced = [*forced, Job("late", -1.0, 1, 5.0), Job("now", 0.0, 4, 6.0), Job("wide", 7.0, 3, 15.0, verified=3)]
+    forced = [
+        *forced,
+        Demand("late", -1.0, 1, 5.0),
+        Demand("now", 0.0, 4, 6.0),
+        Demand("wide", 7.0, 3, 15.0, verified=3),
+    ]
     own = tried(forced, new, terms)
     assert {g.phases for g in own} == {g.phases for g in reference.grids(forced, new, terms)}
     for grid in own:
         k = np.arange(12.0)
-        assert [programme.end(grid.rows, n) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
-        assert [programme.supply(grid.rows, n) for n in k] == pytest.approx([reference.supply(grid, n) for n in k])
+        assert [dynamic_program.end(grid.rows, n) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
+        assert [dynamic_program.supply(grid.rows, n) for n in k] == pytest.approx(
+            [reference.supply(grid, n) for n in k]
+        )
         due = np.linspace(-1.0, 40.0, 83)
-        assert [programme.index(grid.rows, at) for at in due] == [reference.index(grid, at) for at in due]
-        *_, room, slope = programme.line(grid.rows, rows(forced))
+        assert [dynamic_program.index(grid.rows, at) for at in due] == [reference.index(grid, at) for at in due]
+        *_, room, slope = dynamic_program.demand_line(grid.rows, rows(forced))
         assert room.tolist() == pytest.approx(reference.room(grid, forced))
-        assert programme.holds(room, slope) == reference.holds(grid, forced)
+        assert dynamic_program.holds(room, slope) == reference.holds(grid, forced)
 
 
 def test_batches_of_a_tpot_that_is_due_before_a_tighter_one_are_tried() -> None:
     """A batch of 10 ends when `long` is due; one of 6 is over before 17.5, when `tight` wants its token, another of 10
     would not be. Laid for those served anyway alone, 10 is followed by 4 at once."""
-    forced = [Job("loose", 10.0, 1, 15.0), Job("tight", 17.5, 5, 4.0)]
-    new = [Job("early", 4.5, 2, 4.0), Job("long", 10.0, 20, 6.0, value=2.5), Job("late", 20.0, 20, 4.0)]
-    instance = (forced, new, Terms(20.0, capacity, 3, 2))
+    forced = [Demand("loose", 10.0, 1, 15.0), Demand("tight", 17.5, 5, 4.0)]
+    new = [Demand("early", 4.5, 2, 4.0), Demand("long", 10.0, 20, 6.0, value=2.5), Demand("late", 20.0, 20, 4.0)]
+    instance = (forced, new, AdmissionLimits(20.0, capacity, 3, 2))
     check(instance)
     found = admit(*instance)
     assert found is not None
@@ -86,29 +93,29 @@ def test_batches_of_a_tpot_that_is_due_before_a_tighter_one_are_tried() -> None:
 
 def test_the_first_batch_may_be_a_short_one() -> None:
     """Nothing of ten units ends by 3; beside the decode due by 13 five tokens end by then, the others wait."""
-    running = [Job("soon", 12.0, 1, 10.0), *(Job(f"r{i}", 30.0, 1, 30.0) for i in range(30))]
-    terms = Terms(10.0, capacity, 10, 100, beside=lambda *asked: 6.0 if asked == (3.0, 1) else 0.0)
+    running = [Demand("soon", 12.0, 1, 10.0), *(Demand(f"r{i}", 30.0, 1, 30.0) for i in range(30))]
+    terms = AdmissionLimits(10.0, capacity, 10, 100, beside=lambda *asked: 6.0 if asked == (3.0, 1) else 0.0)
     for tokens, ends in ((5.0, True), (7.0, False)):
-        found = admit(running, [Job("new", 3.0, tokens, 30.0)], terms)
+        found = admit(running, [Demand("new", 3.0, tokens, 30.0)], terms)
         assert found is not None
         assert found.accepted == ((0,) if ends else ())
         assert found.grid.leads == ends
-    found = admit(running, [Job("new", 3.0, 5.0, 30.0)], replace(terms, beside=None))
+    found = admit(running, [Demand("new", 3.0, 5.0, 30.0)], replace(terms, beside=None))
     assert found is not None
     assert found.accepted == ()
 
 
 @pytest.mark.parametrize("due", [1e12, 1e19, 1e300])
 def test_a_deadline_may_be_as_far_away_as_anybody_likes(due: float) -> None:
-    found = admit([Job("r", due, 1, 1.0)], [Job("n", due, 6, 0.5)], Terms(1.0, unit, 0, 64))
+    found = admit([Demand("r", due, 1, 1.0)], [Demand("n", due, 6, 0.5)], AdmissionLimits(1.0, unit, 0, 64))
     assert found is not None
     assert found.accepted == (0,)
 
 
 def test_many_tpots_make_few_grids() -> None:
     """An e2e of its own for each makes as many TPOTs: not two to the power of them, and those that fit are admitted."""
-    new = [Job(f"n{i}", 40.0 + i, 2, 5.0 + 0.1 * i) for i in range(16)]
-    terms = Terms(20.0, capacity, 100, 100)
+    new = [Demand(f"n{i}", 40.0 + i, 2, 5.0 + 0.1 * i) for i in range(16)]
+    terms = AdmissionLimits(20.0, capacity, 100, 100)
     assert len(tried([], new, terms)) <= 3 * 17
     found = admit([], new, terms)
     assert found is not None
@@ -118,10 +125,10 @@ def test_many_tpots_make_few_grids() -> None:
 
 def test_figure_3() -> None:
     """Six tokens a unit; three running decodes and three of four new ones: 36 - 18 = 18 = 3 * 6."""
-    running = [Job(f"r{i}", 1.0, 1, 1.0) for i in range(3)]
+    running = [Demand(f"r{i}", 1.0, 1, 1.0) for i in range(3)]
     for ttft, most in [(6.0, 3), (8.0, 3), (100.0, 3)]:
-        new = [Job(f"n{i}", ttft, 6, 1.0) for i in range(4)]
-        found = admit(running, new, Terms(1.0, unit, 0, 64))
+        new = [Demand(f"n{i}", ttft, 6, 1.0) for i in range(4)]
+        found = admit(running, new, AdmissionLimits(1.0, unit, 0, 64))
         assert found is not None
         assert len(found.accepted) == most
 

@@ -19,8 +19,8 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
-from rubato.policies.slos_serve.budget import Job
-from rubato.policies.slos_serve.drafts import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, Stride
+from rubato.policies.slos_serve.speculation import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.token_budget import Demand
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view
@@ -36,30 +36,30 @@ DRAFTS = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
 
 def test_a_decode_that_drafts_wants_an_entry_every_so_many_tokens() -> None:
     """Two tokens verified, both right, in each 0.1 s instead of one in each 0.05 s."""
-    certain = Job("a", 0.1, 1, 0.05, accepts=1.0)
-    [entry] = Stride(0.1, 1, 10).entries([certain], {"a": 1})
+    certain = Demand("a", 0.1, 1, 0.05, accepts=1.0)
+    [entry] = SpeculationPlan(0.1, 1, 10).entries([certain], {"a": 1})
     assert (entry.due, entry.tokens, entry.tpot, entry.verified) == (0.1, 2, 0.1, 2)
     assert entry.rate == 20.0
 
 
 def test_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:
     """One token comes now and lasts 0.05 s of the 0.1 s until the entry after."""
-    certain = Job("a", 0.2, 1, 0.05, accepts=1.0)
-    [entry] = Stride(0.1, 1, 10).entries([certain], {})
+    certain = Demand("a", 0.2, 1, 0.05, accepts=1.0)
+    [entry] = SpeculationPlan(0.1, 1, 10).entries([certain], {})
     assert (entry.due, entry.tokens) == (pytest.approx(0.15), 1)
-    [first] = Stride(0.1, 1, 10).entries([certain._replace(tokens=60)], {})
+    [first] = SpeculationPlan(0.1, 1, 10).entries([certain._replace(tokens=60)], {})
     assert (first.due, first.tokens, first.verified) == (pytest.approx(0.15), 60, 2)
 
 
 def test_a_loose_tier_decodes_as_before() -> None:
-    loose = Job("a", 0.1, 1, 0.1, accepts=0.7)
-    assert Stride(0.1, 3, 10).entries([loose], {"a": 3}) == [loose]
+    loose = Demand("a", 0.1, 1, 0.1, accepts=0.7)
+    assert SpeculationPlan(0.1, 3, 10).entries([loose], {"a": 3}) == [loose]
     assert PLAIN.entries([loose._replace(tpot=0.01)], {}) == [loose._replace(tpot=0.01)]
 
 
 def test_who_was_unlucky_is_wanted_in_the_next_batch() -> None:
-    unlucky = Job("a", 0.06, 1, 0.05, accepts=0.7)
-    [entry] = Stride(0.08, 1, 10).entries([unlucky], {"a": 1})
+    unlucky = Demand("a", 0.06, 1, 0.05, accepts=0.7)
+    [entry] = SpeculationPlan(0.08, 1, 10).entries([unlucky], {"a": 1})
     assert (entry.due, entry.verified) == (0.0, 2)
 
 

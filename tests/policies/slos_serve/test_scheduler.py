@@ -19,8 +19,16 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Scheduler
-from rubato.policies.slos_serve.budget import Job
-from rubato.policies.slos_serve.demand import Machine, lightness, memory, pace, peak, round_of, tightened
+from rubato.policies.slos_serve.demand import (
+    BatchCapacity,
+    catch_up,
+    memory,
+    peak_kv_tokens,
+    prefill_token_weight,
+    prompt_stage,
+    tightest_tpot,
+)
+from rubato.policies.slos_serve.token_budget import Demand
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, Seq, request, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
@@ -182,8 +190,8 @@ def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
 
 
 def test_a_decode_behind_counts_in_the_next_tighter_tier() -> None:
-    jobs = [Job("behind", 0.001, 1, 0.1), Job("tight", 0.05, 1, 0.05), Job("late", -1.0, 1, 0.05)]
-    behind, tight, late = tightened(jobs, 0.02)
+    jobs = [Demand("behind", 0.001, 1, 0.1), Demand("tight", 0.05, 1, 0.05), Demand("late", -1.0, 1, 0.05)]
+    behind, tight, late = catch_up(jobs, 0.02)
     assert (behind.due, behind.tpot) == (0.0, 0.05)
     assert tight is jobs[1]
     assert (late.due, late.tpot) == (0.0, pytest.approx(0.04))
@@ -206,11 +214,11 @@ def test_stages() -> None:
     )  # fmt: skip
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=30))
     thinking = Seq(asked, length=15, cached=14)
-    assert (pace(thinking), round_of(thinking), memory(thinking, 1)) == (0.05, 0, 10 + 7 + 30)
+    assert (tightest_tpot(thinking), prompt_stage(thinking), memory(thinking, 1)) == (0.05, 0, 10 + 7 + 30)
     answering = replace(thinking, stage=1)
-    assert (pace(answering), round_of(answering)) == (0.05, 0)
+    assert (tightest_tpot(answering), prompt_stage(answering)) == (0.05, 0)
     returned = replace(thinking, stage=2, length=40, cached=32)
-    assert (pace(returned), round_of(returned), memory(returned, 1)) == (0.2, 2, 10 + 7 + 30)
+    assert (tightest_tpot(returned), prompt_stage(returned), memory(returned, 1)) == (0.2, 2, 10 + 7 + 30)
 
 
 def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
@@ -309,17 +317,17 @@ def test_kv_models_are_asked_for_full_lengths() -> None:
 
 def test_decodes_that_end_at_different_times_hold_less_than_all_their_ends() -> None:
     """10 tokens and 30 to come, 20 and 10: 20 + 30 when the second ends, 40 when the first does; not 70."""
-    long, short = Job("a", 1.0, 1, 0.1, memory=4, left=30.0), Job("b", 1.0, 1, 0.1, memory=3, left=10.0)
-    assert peak([long, short], 10) == 50
-    assert peak([long], 10) == 40
-    assert peak([], 10) == 0
+    long, short = Demand("a", 1.0, 1, 0.1, memory=4, left=30.0), Demand("b", 1.0, 1, 0.1, memory=3, left=10.0)
+    assert peak_kv_tokens([long, short], 10) == 50
+    assert peak_kv_tokens([long], 10) == 40
+    assert peak_kv_tokens([], 10) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
 def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) -> None:
-    jobs = [Job(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
+    jobs = [Demand(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
     steps = range(1, 51)
-    assert peak(jobs, 1) == max((sum(has + k for has, left in seqs if left >= k) for k in steps), default=0)
+    assert peak_kv_tokens(jobs, 1) == max((sum(has + k for has, left in seqs if left >= k) for k in steps), default=0)
 
 
 # --------------------------------------------------------------------------- decodes of long contexts
@@ -333,9 +341,9 @@ def deep(waiting: list[Seq], running: list[Seq]) -> View:
 
 
 def test_a_token_of_prefill_counts_what_it_costs_beside_a_decodes() -> None:
-    assert lightness(seen([], [decode("a"), decode("b")])) == 1.0  # a roofline: tokens are tokens
-    assert lightness(seen([], [])) == 1.0
-    light = lightness(deep([], [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]))
+    assert prefill_token_weight(seen([], [decode("a"), decode("b")])) == 1.0  # a roofline: tokens are tokens
+    assert prefill_token_weight(seen([], [])) == 1.0
+    light = prefill_token_weight(deep([], [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]))
     assert light == pytest.approx(1.0 / 84, rel=0.2)  # 0.12 ms of 10.1 ms, to the next step of √2
 
 
@@ -344,8 +352,8 @@ def test_whatever_a_capacity_counts_as_fitting_fits(light: float) -> None:
     """Of any number of decodes, and the chunk that leaves."""
     running = [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]
     shown = deep([], running)
-    jobs = [Job(s.id, 1.0, 1, 0.2, 50) for s in running]
-    machine = Machine(shown, running, jobs, 0.0, light)
+    jobs = [Demand(s.id, 1.0, 1, 0.2, 50) for s in running]
+    machine = BatchCapacity(shown, running, jobs, 0.0, light)
     for seconds in (0.015, 0.03, 0.06, 0.2):
         for decodes in range(min(4, machine.capacity(seconds)) + 1):
             chunk = min(ROOM.max_tokens - decodes, int((machine.capacity(seconds) - decodes) / light))
@@ -360,8 +368,8 @@ def test_decodes_beside_a_prompt_may_be_the_longest_ones(light: float) -> None:
     """One of 1,000 tokens, 30 ms alone, and three of 20: whichever are due by then, they and the chunk are in time."""
     lengths = {"long": 1000, "a": 20, "b": 20, "c": 20}
     running = [decode(id, length, tpot=0.2, due=1.0) for id, length in lengths.items()]
-    jobs = [Job(s.id, 1.0, 1, 0.2, s.length // 10) for s in running]
-    machine = Machine(deep([], running), running, jobs, 0.0, light)
+    jobs = [Demand(s.id, 1.0, 1, 0.2, s.length // 10) for s in running]
+    machine = BatchCapacity(deep([], running), running, jobs, 0.0, light)
     assert machine.capacity(0.029) == machine.beside(0.029, 1) == 0
     for seconds in (0.02, 0.031, 0.05):
         for decodes in range(1, 5):

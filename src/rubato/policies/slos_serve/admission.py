@@ -1,10 +1,11 @@
 """Whom to admit (SLOs-Serve, §3.2.1): the set of new requests of the largest value that leaves everybody in time.
 
 A dynamic programme over the new requests in order of deadline, on one grid of batches. A state is how many were
-accepted of each class, a TPOT with a value; of two sets with the same counts the one with the larger prefill budget
-is as good for all that follows, unless it takes more memory: per state the Pareto front of budget and memory is kept.
+accepted of each class, a TPOT with a value; of two sets with the same counts the one with the larger prefill budget is
+as good for all that follows, unless it takes more memory: per state the Pareto front of budget and memory is kept.
 Counts by class give the value, so no front over values is needed. Grids are tried one after the other: the tightest
-TPOT admitted decides how long batches are, and a deadline may fall just before a batch's end. `programme` does it.
+TPOT admitted decides how long batches are, and a deadline may fall just before a batch's end. `dynamic_program` does
+it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from operator import itemgetter
 
 import numpy as np
 
-from rubato.policies.slos_serve import programme
-from rubato.policies.slos_serve.budget import Grid, Job, rows
-from rubato.policies.slos_serve.programme import Floats, Ints
+from rubato.policies.slos_serve import dynamic_program
+from rubato.policies.slos_serve.dynamic_program import Floats, Ints
+from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AdmissionLimits:
     """What admission has to work with. longest: seconds of a batch while no TPOT is tighter. capacity: tokens of a
     batch of so many seconds; beside: of one in which no more than so many decode (None: nobody knows). memory, seats:
     KV blocks, and places in a batch, that the forced leave."""
@@ -43,7 +44,7 @@ class Admitted:
     value: float
 
 
-def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted | None:
+def admit(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
     Equal deadlines are decided in the order given. The grid is laid for those accepted alone wherever they all are in
@@ -59,16 +60,18 @@ def admit(forced: Sequence[Job], new: Sequence[Job], terms: Terms) -> Admitted |
     return replace(found, grid=again.grid)
 
 
-def _best(served: Floats, new: Sequence[Job], terms: Terms) -> Admitted | None:
+def _best(served: Floats, new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
     """As `admit`, on a grid that may be laid for some who are declined. served: rows of the forced."""
     asked = columns(new)
     grids, sizes = laid(served, asked, terms)
     most = ceiling(new, terms.memory, terms.seats)
-    at, value, accepted = programme.best_set(grids, sizes, served, asked, terms.memory, terms.seats, most)
+    at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, terms.memory, terms.seats, most)
     return Admitted(tuple(sorted(accepted.tolist())), Grid.of(grids[at, : sizes[at]]), value) if at >= 0 else None
 
 
-def admit_first(forced: Sequence[Job], new: Sequence[Job], terms: Terms, others: Terms, most: float) -> Admitted | None:
+def admit_first(
+    forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits, others: AdmissionLimits, most: float
+) -> Admitted | None:
     """As `admit`, but those worth `most` go first, and the rest only where `others` hold all of them: what is left
     between the two terms is for those worth most that have not come yet."""
     top = [i for i, j in enumerate(new) if j.value >= most]
@@ -85,7 +88,7 @@ def admit_first(forced: Sequence[Job], new: Sequence[Job], terms: Terms, others:
     return Admitted((*accepted, *(rest[i] for i in second.accepted)), second.grid, first.value + second.value)
 
 
-def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
+def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
     """No set is worth more, whatever the grid: as many as memory and places hold, those worth most a block first, the
     last one in part where values differ."""
     order = sorted(new, key=lambda j: j.memory / j.value)
@@ -99,34 +102,37 @@ def ceiling(new: Sequence[Job], memory: int, seats: int) -> float:
     return value if len(new) <= seats else sum(sorted((j.value for j in new), reverse=True)[:seats])
 
 
-def plainly(forced: Sequence[Job], terms: Terms) -> Grid:
+def plainly(forced: Sequence[Demand], terms: AdmissionLimits) -> Grid:
     """The first grid that is tried where nobody is new, whether they are in time there or not."""
     grids, sizes = laid(rows(forced), columns(()), terms)
     return Grid.of(grids[0, : sizes[0]])
 
 
-COLUMNS = itemgetter(*map(Job._fields.index, ("due", "tokens", "tpot", "verified", "memory", "value")))
+COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified", "memory", "value")))
 
 
-def columns(new: Sequence[Job]) -> Floats:
+def columns(new: Sequence[Demand]) -> Floats:
     """The new as rows (due, tokens, tpot, verified, memory, value). Each has a deadline, if one of ours."""
     assert all(j.due < inf for j in new), "every new request has a deadline, if one of ours"
     return np.array(list(map(COLUMNS, new)), dtype=np.float64).reshape(len(new), 6)
 
 
-def laid(forced: Floats, new: Floats, terms: Terms) -> tuple[Floats, Ints]:
-    """The grids to try, each once, and how many phases each has (`programme.lay_all`): of batches of the longest, then
-    of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch would have
-    ended), then with a short batch first, in which those that are ahead are left out where all would last too long."""
+def laid(forced: Floats, new: Floats, terms: AdmissionLimits) -> tuple[Floats, Ints]:
+    """The grids to try, each once, and how many phases each has (`dynamic_program.lay_all`): of batches of the longest,
+    then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch would
+    have ended), then with a short batch first, in which those that are ahead are left out where all would last too
+    long."""
     longest, capacity = terms.longest, terms.capacity
     starts = [(longest, float(capacity(longest)), 0.0, 0.0)]
-    for fit in programme.fits(forced, new, longest).tolist():
+    for fit in dynamic_program.fits(forced, new, longest).tolist():
         if fit < longest and (tokens := capacity(fit)):
             starts.append((fit, float(tokens), 0.0, 0.0))
     if terms.beside is not None:
-        for end, decodes in programme.short(forced, new, longest).tolist():
+        for end, decodes in dynamic_program.short(forced, new, longest).tolist():
             if beside := terms.beside(end, int(decodes)):
                 starts.append((*starts[0][:2], end, beside))
-    tpots = {*forced[:, programme.TPOT].tolist(), *new[:, programme.TPOT].tolist()} - {inf}
+    tpots = {*forced[:, dynamic_program.TPOT].tolist(), *new[:, dynamic_program.TPOT].tolist()} - {inf}
     spans = [(tpot, float(capacity(tpot)) if tpot < longest else 0.0) for tpot in tpots]
-    return programme.lay_all(forced, new, np.array(starts), np.array(spans, dtype=np.float64).reshape(len(spans), 2))
+    return dynamic_program.build_grids(
+        forced, new, np.array(starts), np.array(spans, dtype=np.float64).reshape(len(spans), 2)
+    )

@@ -13,13 +13,13 @@ import numpy as np
 from rubato.core.batch_builder import memory, remaining
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
-from rubato.policies.slos_serve.budget import Job
+from rubato.policies.slos_serve.token_budget import Demand
 
 PROBE = 512  # tokens of prefill whose time stands for all
 TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (SYSTEMS.md §1, ours)
 
 
-def round_of(seq: SeqView) -> int:
+def prompt_stage(seq: SeqView) -> int:
     """The stage with a prompt that it is in, or that its decode-only stage goes on from: what a promise is made for."""
     at, stages = seq.stage, seq.request.stages
     while stages[at].prompt == 0:
@@ -27,7 +27,7 @@ def round_of(seq: SeqView) -> int:
     return at
 
 
-def pace(seq: SeqView) -> float:
+def tightest_tpot(seq: SeqView) -> float:
     """The tightest TPOT of this stage and of the decode-only stages that follow it; inf for one token alone."""
     stages = seq.request.stages
     tpot = stages[seq.stage].slo.tpot or inf
@@ -41,7 +41,7 @@ def pace(seq: SeqView) -> float:
 
 
 @dataclass(frozen=True)
-class Promises:
+class DemandReader:
     """How deadlines are read, `now` being when the grid begins.
 
     patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same. since: of
@@ -57,9 +57,9 @@ class Promises:
     light: float = 1.0
     accepts: Callable[[SeqView], float] = lambda seq: 0.0
 
-    def job(self, seq: SeqView) -> Job:
+    def job(self, seq: SeqView) -> Demand:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot, pending, left = seq.due, pace(seq), seq.pending, remaining(seq)
+        due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining(seq)
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             steady = 0.5 * e2e / (left + seq.output)
@@ -72,7 +72,7 @@ class Promises:
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
         tokens = 1.0 if pending == 1 else counted(pending, self.light)
         held = memory(seq, self.block, left)
-        return Job(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
+        return Demand(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
 
 
 def counted(pending: int, light: float) -> float:
@@ -80,7 +80,7 @@ def counted(pending: int, light: float) -> float:
     return 1.0 + (pending - 1) * light
 
 
-def lightness(view: View) -> float:
+def prefill_token_weight(view: View) -> float:
     """What a token of prefill costs, in tokens of the decodes that run: 1 for a roofline, much less for long contexts,
     whose KV every decode reads. In steps of √2, so that it seldom changes; any value keeps the promises."""
     decodes, model = view.decodes, view.latency
@@ -95,21 +95,21 @@ def lightness(view: View) -> float:
     return float(2.0 ** (0.5 * round(2.0 * log2(prefill * decodes.seqs / more))))
 
 
-def tightened(jobs: list[Job], soonest: float) -> list[Job]:
+def catch_up(jobs: list[Demand], soonest: float) -> list[Demand]:
     """Decodes that are behind, whose next token is due sooner than any batch ends, at the pace of the next tighter
     tier, with a token due as soon as can be."""
     if not any(j.due < soonest for j in jobs):
         return jobs
     paces = sorted({j.tpot for j in jobs})
 
-    def tighter(job: Job) -> Job:
+    def tighter(job: Demand) -> Demand:
         below = [p for p in paces if p < job.tpot]
         return job._replace(due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
 
     return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
 
 
-def peak(jobs: Sequence[Job], block: int) -> int:
+def peak_kv_tokens(jobs: Sequence[Demand], block: int) -> int:
     """The most KV, in tokens, that they will hold together if each has a token in every batch until it ends: that is
     just before one of them does. Less than what all hold at their ends, for these are at different times."""
     left = np.array([j.left for j in jobs])
@@ -119,7 +119,9 @@ def peak(jobs: Sequence[Job], block: int) -> int:
     return ceil(float(together.max(initial=0.0)))
 
 
-def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light: float = 1.0) -> list[Job]:
+def demand_after_current_batch(
+    view: View, seqs: Sequence[SeqView], jobs: Sequence[Demand], light: float = 1.0
+) -> list[Demand]:
     """What those running demand once the batch in flight has ended, where the grid begins. What each has in it is
     a guess, not read from the view.
 
@@ -144,21 +146,20 @@ def after_flight(view: View, seqs: Sequence[SeqView], jobs: Sequence[Job], light
     return after
 
 
-class Machine:
+class BatchCapacity:
     """How many tokens a batch of so many seconds holds, by the view's latency model.
 
     A roofline sees tokens only, and this is its time2bs. For a model that sees KV, contexts or sequences it is a lower
-    bound of a batch with all decodes: they hold as much KV as they ever will (`peak`), and what else is in the batch,
-    drafted tokens too, is one chunk on top of the longest context of a prompt, or of any that may draft. Where not all
-    of them fit, batches hold some in turn: their share of the KV, and the longest once more, for a batch is left when
-    the next one does not fit; in one batch alone (`beside`) they are the longest. light: what a token of a chunk
-    counts.
-    The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step times being convex,
-    whatever lies between fits too. steps: draft steps run at its end.
+    bound of a batch with all decodes: they hold as much KV as they ever will (`peak_kv_tokens`), and what else is in
+    the batch, drafted tokens too, is one chunk on top of the longest context of a prompt, or of any that may draft.
+    Where not all of them fit, batches hold some in turn: their share of the KV, and the longest once more, for a batch
+    is left when the next one does not fit; in one batch alone (`beside`) they are the longest. light: what a token of a
+    chunk counts. The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step times being
+    convex, whatever lies between fits too. steps: draft steps run at its end.
     """
 
     def __init__(
-        self, view: View, seqs: Iterable[SeqView], jobs: Sequence[Job], margin: float, light: float = 1.0
+        self, view: View, seqs: Iterable[SeqView], jobs: Sequence[Demand], margin: float, light: float = 1.0
     ) -> None:
         limits = view.limits
         self._model = view.latency
@@ -166,7 +167,7 @@ class Machine:
         self._light = light
         self._most = limits.max_tokens
         self._decodes = min(len(jobs), limits.max_seqs, limits.max_tokens)
-        self._kv = min(peak(jobs, limits.block), view.kv_total * limits.block)
+        self._kv = min(peak_kv_tokens(jobs, limits.block), view.kv_total * limits.block)
         ends = sorted((j.memory * limits.block for j in jobs), reverse=True)
         self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)

@@ -14,23 +14,30 @@ from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 from rubato.core.request import SATURATED
 from rubato.core.slo import TOLERANCE
-from rubato.policies.slos_serve.admission import Admitted, Terms, admit, admit_first, plainly
-from rubato.policies.slos_serve.batches import Filling
-from rubato.policies.slos_serve.budget import Grid, Job, room
-from rubato.policies.slos_serve.demand import Machine, Promises, after_flight, lightness, pace, round_of, tightened
-from rubato.policies.slos_serve.drafts import PLAIN, PRIOR, Drafts, Stride
-from rubato.policies.slos_serve.programme import EPS
-from rubato.policies.slos_serve.sparing import Sparing
-from rubato.policies.slos_serve.speculation import LONGEST
+from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, admit, admit_first, plainly
+from rubato.policies.slos_serve.batch import BatchFiller
+from rubato.policies.slos_serve.batch_order import BatchOrder
+from rubato.policies.slos_serve.demand import (
+    BatchCapacity,
+    DemandReader,
+    catch_up,
+    demand_after_current_batch,
+    prefill_token_weight,
+    prompt_stage,
+    tightest_tpot,
+)
+from rubato.policies.slos_serve.dynamic_program import EPS
+from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, PRIOR, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
-TRICKLE = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
+BEST_EFFORT_TOKENS = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
 
 
 @dataclass(frozen=True, slots=True)
-class Elder:
+class OldestBestEffort:
     """The one without a promise that is counted as if it had one: its length when last seen, and when its next token is
     to be out (inf: there is no room for it yet)."""
 
@@ -39,13 +46,13 @@ class Elder:
     due: float = inf
 
 
-NOBODY = Elder("", 0)
+NO_BEST_EFFORT = OldestBestEffort("", 0)
 
 
-class _Choice(NamedTuple):
+class _Decision(NamedTuple):
     admitted: Admitted | None
-    terms: Terms
-    stride: Stride
+    terms: AdmissionLimits
+    stride: SpeculationPlan
 
 
 def _worth(admitted: Admitted | None) -> float:
@@ -53,16 +60,16 @@ def _worth(admitted: Admitted | None) -> float:
 
 
 @dataclass
-class _Turn:
+class _PlanState:
     """One plan in the making: who is there, and what is decided of them."""
 
     view: View
-    promises: Promises
-    kept: list[SeqView] = field(default_factory=list)
-    new: list[SeqView] = field(default_factory=list)
-    rest: list[SeqView] = field(default_factory=list)
-    elder: SeqView | None = None
-    jobs: dict[str, Job] = field(default_factory=dict)  # of the promised, the asked, and the elder
+    promises: DemandReader
+    admitted: list[SeqView] = field(default_factory=list)
+    undecided: list[SeqView] = field(default_factory=list)
+    best_effort: list[SeqView] = field(default_factory=list)
+    oldest_best_effort: SeqView | None = None
+    jobs: dict[str, Demand] = field(default_factory=dict)  # of the promised, the asked, and the oldest
     demoted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
     drop: dict[str, str] = field(default_factory=dict)
@@ -72,21 +79,21 @@ class _Turn:
         return self.promises.now
 
     @property
-    def undecided(self) -> list[SeqView]:
+    def undecided_running(self) -> list[SeqView]:
         """Those who run, with the KV of earlier prompts, while the next prompt is not decided yet."""
-        running = self.view.running_ids if self.new else ()  # made anew whenever it is asked for
-        return [s for s in self.new if s.id in running]
+        running = self.view.running_ids if self.undecided else ()  # made anew whenever it is asked for
+        return [s for s in self.undecided if s.id in running]
 
     def demote(self, seq: SeqView) -> None:
-        self.rest.append(seq)
+        self.best_effort.append(seq)
         if seq.id in self.promoted:
             self.promoted.remove(seq.id)
         else:
             self.demoted.append(seq.id)
 
     def promote(self, seq: SeqView) -> None:
-        self.rest.remove(seq)
-        self.kept.append(seq)
+        self.best_effort.remove(seq)
+        self.admitted.append(seq)
         self.promoted.append(seq.id)
 
 
@@ -125,10 +132,10 @@ class Scheduler:
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
     _finished: int = field(default=0, init=False)
-    _elder: Elder = field(default=NOBODY, init=False)
+    _oldest_best_effort: OldestBestEffort = field(default=NO_BEST_EFFORT, init=False)
     _light: float = field(default=1.0, init=False)
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
-    _passed: list[str] = field(default_factory=list, init=False)  # decodes left out of the last batches, in turn
+    _skipped_decodes: list[str] = field(default_factory=list, init=False)  # left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,31 +187,31 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         if self.even:
             self._look(view)
-        turn = self._parted(view)
-        if turn.promises.light != self._light:  # the grid counts tokens as they were
-            self._light, self._grid = turn.promises.light, None
-        self._find_elder(turn)
-        jobs = self._kept_up(view, [turn.promises.job(s) for s in turn.kept])
-        turn.jobs = {j.id: j for j in jobs}
+        state = self._parted(view)
+        if state.promises.light != self._light:  # the grid counts tokens as they were
+            self._light, self._grid = state.promises.light, None
+        self._find_oldest_best_effort(state)
+        jobs = self._kept_up(view, [state.promises.job(s) for s in state.admitted])
+        state.jobs = {j.id: j for j in jobs}
         grid, entries = self._grid, self._drafts.entries(jobs)
-        if grid is None or self._is_time(turn) or any(0.0 < j.due < grid.phases[0].seconds for j in entries):
-            self._decide(turn, jobs)
+        if grid is None or self._is_time(state) or any(0.0 < j.due < grid.phases[0].seconds for j in entries):
+            self._decide(state, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
-        if self.even and room(grid, [turn.jobs[s.id] for s in turn.kept]).min(initial=inf) < -EPS:
-            self._relent(turn)
-        self._undecided = frozenset(s.id for s in turn.new)
-        self._give_up(turn)
-        plan = self._filled(turn, grid)
+        if self.even and room(grid, [state.jobs[s.id] for s in state.admitted]).min(initial=inf) < -EPS:
+            self._fall_back_to_deadlines(state)
+        self._undecided = frozenset(s.id for s in state.undecided)
+        self._give_up(state)
+        plan = self._filled(state, grid)
         if plan.work or plan.decode:
             self._grid = grid.step()
         return plan
 
-    def _relent(self, turn: _Turn) -> list[Job]:
+    def _fall_back_to_deadlines(self, state: _PlanState) -> list[Demand]:
         """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
-        turn.promises = replace(turn.promises, since={})
-        jobs = self._kept_up(turn.view, [turn.promises.job(s) for s in turn.kept])
-        turn.jobs.update((j.id, j) for j in jobs)
+        state.promises = replace(state.promises, since={})
+        jobs = self._kept_up(state.view, [state.promises.job(s) for s in state.admitted])
+        state.jobs.update((j.id, j) for j in jobs)
         return jobs
 
     def _look(self, view: View) -> None:
@@ -223,115 +230,125 @@ class Scheduler:
             promises = replace(promises, since={s.id: view.now for s in running if s.output})
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
-            jobs = after_flight(view, running, jobs, promises.light)
+            jobs = demand_after_current_batch(view, running, jobs, promises.light)
         forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
         new = [promises.job(seq)]
-        machine = Machine(view, [*running, *placed, seq], [*forced, *new], self._margin(view), promises.light)
+        machine = BatchCapacity(view, [*running, *placed, seq], [*forced, *new], self._margin(view), promises.light)
         found = self._choose(view, machine, forced, new).admitted
         return found is not None and bool(found.accepted)
 
     # ----------------------------------------------------------------- who is promised what
 
-    def _promises(self, view: View) -> Promises:
+    def _promises(self, view: View) -> DemandReader:
         now = max(view.now, view.busy_until)
         since = {id: at for id, (_, at) in self._came.items()}
         self._drafts.look(view)
-        return Promises(now, view.limits.block, self.patience, self.values, since, lightness(view), self._drafts.chance)
+        return DemandReader(
+            now, view.limits.block, self.patience, self.values, since, prefill_token_weight(view), self._drafts.chance
+        )
 
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.margin is None else self.margin
 
-    def _kept_up(self, view: View, jobs: list[Job]) -> list[Job]:
+    def _kept_up(self, view: View, jobs: list[Demand]) -> list[Demand]:
         """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
         tighter."""
         decodes = view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = view.latency.step_time(alone) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
-        return tightened(jobs, soonest)
+        return catch_up(jobs, soonest)
 
     @property
     def promised(self) -> Collection[str]:
         """Ids of those here whom it has admitted."""
         return self._promised.keys()
 
-    def _parted(self, view: View) -> _Turn:
+    def _parted(self, view: View) -> _PlanState:
         """Who was promised to be in time, who is to be decided, and best effort."""
-        turn = _Turn(view, self._promises(view))
+        state = _PlanState(view, self._promises(view))
         before, self._promised = self._promised, {}
         for seq in view.running:
-            round_ = round_of(seq)
+            round_ = prompt_stage(seq)
             if seq.best_effort:
-                turn.rest.append(seq)
+                state.best_effort.append(seq)
             elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if nobody remembers
                 self._promised[seq.id] = round_
-                turn.kept.append(seq)
+                state.admitted.append(seq)
             else:
-                turn.new.append(seq)
+                state.undecided.append(seq)
         for seq in view.waiting:
             if seq.best_effort:
-                turn.rest.append(seq)
-            elif before.get(seq.id) == (round_ := round_of(seq)):  # else new, or back from a tool
+                state.best_effort.append(seq)
+            elif before.get(seq.id) == (round_ := prompt_stage(seq)):  # else new, or back from a tool
                 self._promised[seq.id] = round_
-                turn.kept.append(seq)
+                state.admitted.append(seq)
             else:
-                turn.new.append(seq)
-        return turn
+                state.undecided.append(seq)
+        return state
 
-    def _find_elder(self, turn: _Turn) -> None:
+    def _find_oldest_best_effort(self, state: _PlanState) -> None:
         """The oldest without a promise that is behind what `patience` says, until it ends."""
-        trickle = self.patience / TRICKLE
-        able = [*turn.rest, *(s for s in turn.kept if s.due == inf and pace(s) == inf)]
-        elder = next((s for s in able if s.id == self._elder.id), None)
-        if elder is None:
-            behind = [s for s in able if turn.now > s.stage_start + self.patience + s.output * trickle]
-            elder = min(behind, key=_arrival, default=None)
-            self._elder = Elder(elder.id, elder.length) if elder is not None else NOBODY
-        if elder is not None:
-            due = self._elder.due + (elder.length - self._elder.length) * trickle
-            self._elder = replace(self._elder, length=elder.length, due=due)
-        turn.elder = elder
+        trickle = self.patience / BEST_EFFORT_TOKENS
+        able = [*state.best_effort, *(s for s in state.admitted if s.due == inf and tightest_tpot(s) == inf)]
+        oldest = next((s for s in able if s.id == self._oldest_best_effort.id), None)
+        if oldest is None:
+            behind = [s for s in able if state.now > s.stage_start + self.patience + s.output * trickle]
+            oldest = min(behind, key=_arrival, default=None)
+            self._oldest_best_effort = (
+                OldestBestEffort(oldest.id, oldest.length) if oldest is not None else NO_BEST_EFFORT
+            )
+        if oldest is not None:
+            due = self._oldest_best_effort.due + (oldest.length - self._oldest_best_effort.length) * trickle
+            self._oldest_best_effort = replace(self._oldest_best_effort, length=oldest.length, due=due)
+        state.oldest_best_effort = oldest
 
-    def _is_time(self, turn: _Turn) -> bool:
+    def _is_time(self, state: _PlanState) -> bool:
         """Whether to decide now: enough is new or has finished, the last time is long ago, or there is nothing else."""
         return (
-            max(len(turn.new), self._finished) >= self.threshold
-            or turn.now - self._decided >= self.timeout
-            or not (turn.kept or turn.rest)
+            max(len(state.undecided), self._finished) >= self.threshold
+            or state.now - self._decided >= self.timeout
+            or not (state.admitted or state.best_effort)
         )
 
-    def _decide(self, turn: _Turn, jobs: Sequence[Job]) -> None:
+    def _decide(self, state: _PlanState, jobs: Sequence[Demand]) -> None:
         """Admit who can be in time beside those who were promised, and lay the grid for all of them."""
-        again = self._declined_before(turn)
-        forced = self._with_elder(turn, jobs)
-        turn.jobs.update((s.id, turn.promises.job(s)) for s in [*turn.new, *again])
-        asked = heapq.nsmallest(ASKED, [*turn.new, *again], key=lambda s: (-turn.jobs[s.id].value, s.due, _arrival(s)))
+        again = self._declined_before(state)
+        forced = self._with_oldest_best_effort(state, jobs)
+        state.jobs.update((s.id, state.promises.job(s)) for s in [*state.undecided, *again])
+        asked = heapq.nsmallest(
+            ASKED, [*state.undecided, *again], key=lambda s: (-state.jobs[s.id].value, s.due, _arrival(s))
+        )
         asked.sort(key=lambda s: (s.due, _arrival(s)))
-        new = [turn.jobs[s.id] for s in asked]
-        margin, light = self._margin(turn.view), turn.promises.light
-        machine = Machine(turn.view, [*turn.kept, *asked], [*forced, *new], margin, light)
+        new = [state.jobs[s.id] for s in asked]
+        margin, light = self._margin(state.view), state.promises.light
+        machine = BatchCapacity(state.view, [*state.admitted, *asked], [*forced, *new], margin, light)
         ids = {s.id for s in asked}
-        others = [Job(s.id, inf, 0.0, inf, s.blocks) for s in turn.undecided if s.id not in ids]  # keep KV and place
+        others = [
+            Demand(s.id, inf, 0.0, inf, s.blocks) for s in state.undecided_running if s.id not in ids
+        ]  # keep KV and place
         held = sum(j.memory for j in [*forced, *others])
-        fits = len(forced) == len(jobs) or held <= self._memory(turn.view)
-        chosen = self._choose(turn.view, machine, [*forced, *others], new) if fits else None
+        fits = len(forced) == len(jobs) or held <= self._memory(state.view)
+        chosen = self._choose(state.view, machine, [*forced, *others], new) if fits else None
         if chosen is None or (chosen.admitted is None and len(forced) > len(jobs)):
-            self._elder = replace(self._elder, due=inf)  # it has to wait until others end; nobody is added meanwhile
-            chosen = self._choose(turn.view, machine, jobs, [])
+            self._oldest_best_effort = replace(
+                self._oldest_best_effort, due=inf
+            )  # it has to wait until others end; nobody is added meanwhile
+            chosen = self._choose(state.view, machine, jobs, [])
         if chosen.admitted is None and self.even:
-            chosen = self._choose(turn.view, machine, self._relent(turn), [])
+            chosen = self._choose(state.view, machine, self._fall_back_to_deadlines(state), [])
         found, terms, stride = chosen
         if found is not None:
             self._grid, self._drafts.stride = found.grid, stride
         elif self._grid is None:
             self._grid, self._drafts.stride = plainly(jobs, terms), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
-        self._answer(turn, asked, accepted)
-        self._decided, self._finished = turn.now, 0
+        self._answer(state, asked, accepted)
+        self._decided, self._finished = state.now, 0
 
-    def _choose(self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job]) -> _Choice:
+    def _choose(self, view: View, machine: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand]) -> _Decision:
         """Whom of the new to admit beside the forced, and how."""
         entries = self._drafts.entries
-        best: _Choice | None = None
+        best: _Decision | None = None
         for stride in [PLAIN] if self.even else self._drafts.strides([*forced, *new], machine, self._unbound(machine)):
             found = self._admit(view, machine, entries(forced, stride), entries(new, stride), stride)
             if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
@@ -342,20 +359,27 @@ class Scheduler:
         return best
 
     def _admit(
-        self, view: View, machine: Machine, forced: Sequence[Job], new: Sequence[Job], stride: Stride
-    ) -> _Choice:
+        self,
+        view: View,
+        machine: BatchCapacity,
+        forced: Sequence[Demand],
+        new: Sequence[Demand],
+        stride: SpeculationPlan,
+    ) -> _Decision:
         terms = self._terms(view, machine, forced, 1.0, stride)
         if self.reserve and any(j.value < self._most for j in new):
             others = self._terms(view, machine, forced, 1.0 - self.reserve, stride)
-            return _Choice(admit_first(forced, new, terms, others, self._most), terms, stride)
-        return _Choice(admit(forced, new, terms), terms, stride)
+            return _Decision(admit_first(forced, new, terms, others, self._most), terms, stride)
+        return _Decision(admit(forced, new, terms), terms, stride)
 
-    def _terms(self, view: View, machine: Machine, forced: Sequence[Job], share: float, stride: Stride) -> Terms:
+    def _terms(
+        self, view: View, machine: BatchCapacity, forced: Sequence[Demand], share: float, stride: SpeculationPlan
+    ) -> AdmissionLimits:
         """What there is for new ones when a share of memory, places and batches is used in all."""
         limits = view.limits
         seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
         held = sum(j.memory for j in forced)
-        return Terms(
+        return AdmissionLimits(
             longest=min(self._unbound(machine), machine.full(stride.steps)),
             capacity=lambda seconds: int(share * machine.capacity(seconds, stride.steps)),
             beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, stride.steps),
@@ -367,7 +391,7 @@ class Scheduler:
         """KV blocks, to be promised up to this share of all."""
         return int(share * view.kv_total) - sum(s.blocks for s in view.moving)
 
-    def _unbound(self, machine: Machine) -> float:
+    def _unbound(self, machine: BatchCapacity) -> float:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
         return max(self.longest, 2.0 * machine.seconds(1))
 
@@ -376,98 +400,104 @@ class Scheduler:
         """What a request can be worth."""
         return max([1.0, *self.values.values()])
 
-    def _with_elder(self, turn: _Turn, jobs: Sequence[Job]) -> list[Job]:
-        """The forced, and the elder as if it were."""
-        elder = turn.elder
-        if elder is None:
+    def _with_oldest_best_effort(self, state: _PlanState, jobs: Sequence[Demand]) -> list[Demand]:
+        """The forced, and the oldest as if it were."""
+        oldest = state.oldest_best_effort
+        if oldest is None:
             return list(jobs)
-        if self._elder.due == inf:
-            self._elder = replace(self._elder, due=turn.now + 0.5 * self.patience)
-        job = self._elder_job(turn, elder)
-        return [*(j for j in jobs if j.id != elder.id), job]
+        if self._oldest_best_effort.due == inf:
+            self._oldest_best_effort = replace(self._oldest_best_effort, due=state.now + 0.5 * self.patience)
+        job = self._oldest_best_effort_demand(state, oldest)
+        return [*(j for j in jobs if j.id != oldest.id), job]
 
-    def _elder_job(self, turn: _Turn, elder: SeqView) -> Job:
-        due = max(self._elder.due - turn.now, 0.0)
-        return turn.promises.job(elder)._replace(due=due, tpot=self.patience / TRICKLE)
+    def _oldest_best_effort_demand(self, state: _PlanState, oldest: SeqView) -> Demand:
+        due = max(self._oldest_best_effort.due - state.now, 0.0)
+        return state.promises.job(oldest)._replace(due=due, tpot=self.patience / BEST_EFFORT_TOKENS)
 
-    def _declined_before(self, turn: _Turn) -> list[SeqView]:
+    def _declined_before(self, state: _PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
-        able = [s for s in turn.rest if s.demoted and s is not turn.elder and not s.missed and turn.now < s.due < inf]
+        able = [
+            s
+            for s in state.best_effort
+            if s.demoted and s is not state.oldest_best_effort and not s.missed and state.now < s.due < inf
+        ]
         return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
 
-    def _answer(self, turn: _Turn, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
+    def _answer(self, state: _PlanState, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
         """Take up who was admitted, and tell who was declined."""
         for seq in asked:
             if seq.id in accepted and seq.demoted:
-                turn.promote(seq)
+                state.promote(seq)
             elif seq.id in accepted:
-                turn.kept.append(seq)
+                state.admitted.append(seq)
             elif seq.demoted:
                 continue
             elif seq.request.on_decline == "refuse" and nothing_sent(seq):
-                turn.drop[seq.id] = DECLINED
+                state.drop[seq.id] = DECLINED
             else:
-                turn.demote(seq)
+                state.demote(seq)
         decided = {s.id for s in asked}
-        turn.new = [s for s in turn.new if s.id not in decided]
-        self._promised.update((s.id, round_of(s)) for s in asked if s.id in accepted)
+        state.undecided = [s for s in state.undecided if s.id not in decided]
+        self._promised.update((s.id, prompt_stage(s)) for s in asked if s.id in accepted)
 
-    def _give_up(self, turn: _Turn) -> None:
+    def _give_up(self, state: _PlanState) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
-        prefills = [s for s in turn.kept if turn.jobs[s.id].tokens > 1]
-        for seq in [s for s in prefills if all(s.due + TOLERANCE < turn.now + t for t in alone(turn.view, s))]:
-            turn.kept.remove(seq)
+        prefills = [s for s in state.admitted if state.jobs[s.id].tokens > 1]
+        for seq in [s for s in prefills if all(s.due + TOLERANCE < state.now + t for t in alone(state.view, s))]:
+            state.admitted.remove(seq)
             self._promised.pop(seq.id, None)
-            if seq.request.on_decline == "refuse" and nothing_sent(seq) and seq.id not in turn.view.running_ids:
-                turn.drop[seq.id] = DECLINED
+            if seq.request.on_decline == "refuse" and nothing_sent(seq) and seq.id not in state.view.running_ids:
+                state.drop[seq.id] = DECLINED
             else:
-                turn.demote(seq)
+                state.demote(seq)
 
-    def _shed(self, turn: _Turn, work: Collection[str]) -> None:
+    def _shed(self, state: _PlanState, work: Collection[str]) -> None:
         """Refuse the youngest without a promise that neither have begun nor are in the batch, beyond the backlog."""
         if self.backlog is None:
             return
-        begun = {*turn.view.running_ids, *work}
-        fresh = [s for s in turn.rest if nothing_sent(s) and s.id not in begun]
+        begun = {*state.view.running_ids, *work}
+        fresh = [s for s in state.best_effort if nothing_sent(s) and s.id not in begun]
         for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
-            turn.drop[seq.id] = SATURATED
-        turn.demoted = [id for id in turn.demoted if id not in turn.drop]
+            state.drop[seq.id] = SATURATED
+        state.demoted = [id for id in state.demoted if id not in state.drop]
 
     # ----------------------------------------------------------------- what the next batch holds
 
-    def _filled(self, turn: _Turn, grid: Grid) -> Plan:
-        view, elder, block = turn.view, turn.elder, turn.view.limits.block
-        kept, rest, jobs = turn.kept, turn.rest, turn.jobs
-        if elder is not None and self._elder.due < inf:
-            jobs[elder.id] = self._elder_job(turn, elder)
-            kept = [*(s for s in kept if s is not elder), elder]
-            rest = [s for s in rest if s is not elder]
+    def _filled(self, state: _PlanState, grid: Grid) -> Plan:
+        view, oldest, block = state.view, state.oldest_best_effort, state.view.limits.block
+        kept, rest, jobs = state.admitted, state.best_effort, state.jobs
+        if oldest is not None and self._oldest_best_effort.due < inf:
+            jobs[oldest.id] = self._oldest_best_effort_demand(state, oldest)
+            kept = [*(s for s in kept if s is not oldest), oldest]
+            rest = [s for s in rest if s is not oldest]
         rest = sorted(rest, key=_arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
-        undecided = turn.undecided
-        margin, light = self._margin(view), turn.promises.light
-        sparing = Sparing(view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light, self._passed)
-        bound, most = sparing.size()
-        depths, late = self._drafts.depths(view, sparing.order, most, grid.phases[0].tokens, bound, light)
-        order, verified = sparing.steady()
+        undecided = state.undecided_running
+        margin, light = self._margin(view), state.promises.light
+        next_batch = BatchOrder(
+            view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light, self._skipped_decodes
+        )
+        bound, most = next_batch.bounds()
+        depths, late = self._drafts.depths(view, next_batch.order, most, grid.phases[0].tokens, bound, light)
+        order, verified = next_batch.in_order()
         steps = max(depths.values(), default=0)
-        filling = Filling(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, steps)
-        if holders or turn.new or not filling.decodes(order):
-            filling.fill(order)
+        filler = BatchFiller(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, steps)
+        if holders or state.undecided or not filler.decodes(order):
+            filler.fill(order)
         if rest:
-            needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *turn.new]]
+            needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *state.undecided]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
-            filling.rest(rest, view.kv_total - held, block)
-        if filling.empty:  # for lack of memory: those who were promised first, the elder after them, then the undecided
-            first = sorted(sparing.order, key=lambda s: s is elder)
-            able = [s for s in [*first, *undecided, *rest] if s not in filling.builder.preempted]
+            filler.add_best_effort(rest, view.kv_total - held, block)
+        if filler.empty:  # for lack of memory: those who were promised first, the oldest after them, then the undecided
+            first = sorted(next_batch.order, key=lambda s: s is oldest)
+            able = [s for s in [*first, *undecided, *rest] if s not in filler.builder.preempted]
             if able:
                 running = view.running_ids
-                filling.force(able[0], [s for s in able[1:] if s.id in running])
-        self._passed = filling.without([s for s in order if s is not elder], self._passed)
-        self._shed(turn, filling.builder.work)
-        plan = filling.builder.plan(demote=turn.demoted, promote=turn.promoted, drop=turn.drop)
+                filler.run_at_least(able[0], [s for s in able[1:] if s.id in running])
+        self._skipped_decodes = filler.left_out([s for s in order if s is not oldest], self._skipped_decodes)
+        self._shed(state, filler.builder.work)
+        plan = filler.builder.plan(demote=state.demoted, promote=state.promoted, drop=state.drop)
         return self._drafts.written(plan, view, depths)
 
 

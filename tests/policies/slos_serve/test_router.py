@@ -18,8 +18,8 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler
-from rubato.policies.slos_serve.budget import Job
-from rubato.policies.slos_serve.demand import after_flight
+from rubato.policies.slos_serve.demand import demand_after_current_batch
+from rubato.policies.slos_serve.token_budget import Demand
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Seq, request, shown
 from tests.policies.test_tables import decode, prompt, seen
@@ -135,15 +135,21 @@ def test_what_a_batch_in_flight_does_is_counted() -> None:
     p = Seq(request("p", 60, ttft=0.2, tpot=0.05), 60, 20, 2)
     [shown] = fleet([], running=[d, p])
     busy = replace(shown, busy_until=0.04)
-    jobs = [Job("d", 0.01, 1, 0.05), Job("p", 0.16, 40, 0.05)]
-    assert after_flight(busy, [d, p], jobs) == [Job("d", pytest.approx(0.06), 1, 0.05), Job("p", 0.16, 11, 0.05)]
-    short = Job("p", 0.16, 20, 0.05)
-    late = Job("p", -0.01, 35, 0.05)
-    ahead = Job("d", 0.07, 1, 0.05)
-    assert after_flight(busy, [d, p], [ahead, short]) == [ahead, Job("p", pytest.approx(0.21), 1, 0.05)]
-    assert after_flight(busy, [d, p], [ahead, late])[1] == Job("p", pytest.approx(0.04), 1, 0.05)
+    jobs = [Demand("d", 0.01, 1, 0.05), Demand("p", 0.16, 40, 0.05)]
+    assert demand_after_current_batch(busy, [d, p], jobs) == [
+        Demand("d", pytest.approx(0.06), 1, 0.05),
+        Demand("p", 0.16, 11, 0.05),
+    ]
+    short = Demand("p", 0.16, 20, 0.05)
+    late = Demand("p", -0.01, 35, 0.05)
+    ahead = Demand("d", 0.07, 1, 0.05)
+    assert demand_after_current_batch(busy, [d, p], [ahead, short]) == [
+        ahead,
+        Demand("p", pytest.approx(0.21), 1, 0.05),
+    ]
+    assert demand_after_current_batch(busy, [d, p], [ahead, late])[1] == Demand("p", pytest.approx(0.04), 1, 0.05)
     gone = [replace(s, in_flight=1) for s in (d, p)]
-    assert after_flight(busy, gone, jobs) == jobs
+    assert demand_after_current_batch(busy, gone, jobs) == jobs
 
 
 def test_a_decode_in_flight_takes_no_promise_away() -> None:

@@ -1,5 +1,5 @@
 """What all who were promised can do without in the next batch, and who gets it: decodes that are behind by chance, for
-whom it is cut short; decodes that were passed over; drafts beyond those planned on; decodes that are ahead."""
+whom it is cut short; decodes that were left out; drafts beyond those planned on; decodes that are ahead."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from rubato.core.interfaces import SeqView, View
-from rubato.policies.slos_serve.budget import Grid, Job, room
-from rubato.policies.slos_serve.demand import Machine, counted
-from rubato.policies.slos_serve.drafts import Drafts
+from rubato.policies.slos_serve.demand import BatchCapacity, counted
+from rubato.policies.slos_serve.speculation import Drafts
+from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 
-ROOMY = 0.5  # share of memory: while less is promised, decodes need not hurry
+DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, decodes need not hurry
 
 
 @dataclass
-class Sparing:
+class BatchOrder:
     """seqs: who was promised, and `jobs` what they demand, one each. light: what a token of prefill counts. entries:
-    the jobs, with what is verified in each entry. order: by deadline. passed: ids of decodes that the last batches went
-    without, who has waited longest first."""
+    the jobs, with what is verified in each entry. order: by deadline. skipped: ids of decodes that the last batches
+    went without, who has waited longest first."""
 
     view: View
     grid: Grid
     seqs: Sequence[SeqView]
-    jobs: Sequence[Job]
+    jobs: Sequence[Demand]
     drafts: Drafts
     margin: float
     light: float
-    passed: Collection[str] = ()
-    entries: dict[str, Job] = field(init=False)
+    skipped: Collection[str] = ()
+    entries: dict[str, Demand] = field(init=False)
     order: list[SeqView] = field(init=False)
     _left: float | None = field(default=None, init=False)
 
@@ -38,7 +38,7 @@ class Sparing:
         self.entries = {j.id: j for j in self.drafts.entries(self.jobs)}
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
-    def takes(self, tokens: float) -> bool:
+    def spend(self, tokens: float) -> bool:
         """Whether what counts so many tokens of the batch can be spared, and is taken."""
         left = self._spare()
         if tokens > left:
@@ -51,7 +51,7 @@ class Sparing:
             self._left = float(room(self.grid, [self.entries[s.id] for s in self.order]).min(initial=inf))
         return self._left
 
-    def size(self) -> tuple[float, int]:
+    def bounds(self) -> tuple[float, int]:
         """Seconds of the batch, and how many tokens to draft for everybody in it.
 
         The grid's seconds, or until the first token is due of a decode that is behind by chance; as deep as is fastest
@@ -65,21 +65,21 @@ class Sparing:
             return first.seconds, planned
         decodes = [s for s in self.seqs if s.pending == 1]
         beside = min(sum(s.pending for s in self.seqs if s.pending > 1), ceil(first.tokens / self.light))
-        roomy = sum(j.memory for j in self.jobs) < ROOMY * self.view.kv_total
+        roomy = sum(j.memory for j in self.jobs) < DRAFT_FREELY_BELOW_KV_SHARE * self.view.kv_total
         fastest = 0 if roomy else self.drafts.fastest(self.view, decodes, beside)
         behind = sorted({j.due for j in self.jobs if self.entries[j.id].due == 0.0 < j.due < first.seconds})
         if not behind and fastest <= planned:
             return first.seconds, planned
-        machine = Machine(self.view, self.seqs, self.jobs, self.margin, self.light)
+        machine = BatchCapacity(self.view, self.seqs, self.jobs, self.margin, self.light)
         need = sum(self.entries[s.id].tokens for s in decodes)
         for seconds in [*behind, first.seconds]:
             for depth in range(fastest, -1 if seconds < first.seconds else planned, -1):
                 tokens = machine.capacity(seconds, depth)
-                if tokens >= need and self.takes(first.tokens - tokens):
+                if tokens >= need and self.spend(first.tokens - tokens):
                     return seconds, depth
         return first.seconds, planned
 
-    def steady(self) -> tuple[list[SeqView], dict[str, int]]:
+    def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
         """In order of deadline, and of turn, but decodes that are ahead go on, before prefills due sooner, as far as
         the tokens of a batch can be spared: none is then held up for as long as it was ahead. But all after those that
         cannot wait for the next batch: where the first tokens of a prompt cost more than the others, as kernels do,
@@ -93,14 +93,14 @@ class Sparing:
         for seq in order[:first] if drafted else ():
             if seq.pending == 1:
                 there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
-                verified[seq.id] = there if there > planned and self.takes((there - planned) * self.light) else planned
+                verified[seq.id] = there if there > planned and self.spend((there - planned) * self.light) else planned
         if not drafted:
             return [*order[:first], *self._ahead(order[first:])], {}
         early: list[SeqView] = []
         late: list[SeqView] = []
         for seq in order[first:]:
             there = drafted.get(seq.id, 0)
-            ahead = seq.pending == 1 and not self.grid.leads and self.takes(counted(1 + there, self.light))
+            ahead = seq.pending == 1 and not self.grid.leads and self.spend(counted(1 + there, self.light))
             (early if ahead else late).append(seq)
             if there:
                 verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)
@@ -123,10 +123,10 @@ class Sparing:
         return [*early, *(s for s in order if s.id not in ids)]
 
     def _in_turn(self, order: list[SeqView]) -> list[SeqView]:
-        """Its decodes that were passed over come first, as far as their tokens can be spared: where a batch does not
+        """Its decodes that were left out come first, as far as their tokens can be spared: where a batch does not
         hold all who are ahead they take turns, instead of those furthest ahead waiting for all others to get as far."""
-        if not self.passed or self.grid.leads:
+        if not self.skipped or self.grid.leads:
             return order
         able = {s.id: s for s in order if s.pending == 1}
-        turn = {id: able[id] for id in self.passed if id in able and self.takes(self.entries[id].tokens)}
+        turn = {id: able[id] for id in self.skipped if id in able and self.spend(self.entries[id].tokens)}
         return [*turn.values(), *(s for s in order if s.id not in turn)]

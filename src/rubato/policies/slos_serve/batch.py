@@ -12,7 +12,7 @@ from rubato.core.plan import Shape
 from rubato.core.request import NOTHING
 
 
-class Filling:
+class BatchFiller:
     """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
 
     victims: those whose KV anyone in need may take, the last one first. drafted: how many tokens there are to verify
@@ -47,7 +47,7 @@ class Filling:
         self.fill(order[many.seqs :])
         return True
 
-    def without(self, order: Sequence[SeqView], before: Sequence[str]) -> list[str]:
+    def left_out(self, order: Sequence[SeqView], before: Sequence[str]) -> list[str]:
         """Ids of decodes that are not in the batch, first those that were not in the one before either."""
         builder = self.builder
         if builder.decode:
@@ -82,7 +82,7 @@ class Filling:
             if tokens:
                 builder.add(seq, tokens)
 
-    def rest(self, order: Sequence[SeqView], free: int, block: int) -> None:
+    def add_best_effort(self, order: Sequence[SeqView], free: int, block: int) -> None:
         """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
         holds it to its end, so that it need not be preempted for another of its kind."""
         builder = self.builder
@@ -99,7 +99,7 @@ class Filling:
                 free -= need
                 self.chunk(seq)
 
-    def force(self, seq: SeqView, others: Sequence[SeqView]) -> None:
+    def run_at_least(self, seq: SeqView, others: Sequence[SeqView]) -> None:
         """Some of it, though `others` lose their KV for it, the last one first."""
         self._victims = [s for s in others if s not in self.builder.preempted]
         self.chunk(seq)

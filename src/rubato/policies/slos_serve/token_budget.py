@@ -10,8 +10,8 @@ only if for each k what is due within k batches is no more than these k hold. On
 that fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each decode
 that still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in all of
 b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It holds
-again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The
-bound is kept by `programme.line` with decodes as straight lines, never below their stairs, so that counts suffice to
+again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The bound
+is kept by `dynamic_program.line` with decodes as straight lines, never below their stairs, so that counts suffice to
 add them up.
 """
 
@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rubato.policies.slos_serve import programme
-from rubato.policies.slos_serve.programme import Floats
+from rubato.policies.slos_serve import dynamic_program
+from rubato.policies.slos_serve.dynamic_program import Floats
 
 
-class Job(NamedTuple):
+class Demand(NamedTuple):
     """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on an entry of
     `verified` every `tpot` seconds (inf: none), and `memory` KV blocks. value: of attaining it. accepts: probability
     that a token drafted for it is right. left: tokens of output to come. Tokens are those of decodes, drafted or not:
@@ -63,7 +63,8 @@ class Phase:
 
 class Grid:
     """Batches laid end to end: phases, each of shorter batches than the one before, the last without end. Before the
-    longest there may be one short batch, for a prompt that is due at its end (`programme.short`). rows: the phases."""
+    longest there may be one short batch, for a prompt that is due at its end (`dynamic_program.short`). rows: the
+    phases."""
 
     __slots__ = ("phases", "rows")
 
@@ -93,10 +94,10 @@ class Grid:
         return Grid([replace(first, count=first.count - 1), *rest] if first.count > 1 else rest)
 
 
-COLUMNS = itemgetter(*map(Job._fields.index, ("due", "tokens", "tpot", "verified")))
+COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified")))
 
 
-def rows(jobs: Sequence[Job]) -> Floats:
+def rows(jobs: Sequence[Demand]) -> Floats:
     """What those with a deadline demand, (due, tokens, tpot, verified), in order of deadline: told once, held against
     many grids."""
     each = sorted(row for row in map(COLUMNS, jobs) if row[0] < inf)
@@ -104,7 +105,7 @@ def rows(jobs: Sequence[Job]) -> Floats:
     return flat.reshape(len(each), 4)
 
 
-def room(grid: Grid, jobs: Sequence[Job]) -> Floats:
+def room(grid: Grid, jobs: Sequence[Demand]) -> Floats:
     """Tokens that these, served anyway, leave of a grid for others, by each batch by which something of theirs is due;
     negative: they do not fit. Jobs due at 0 are late already: they are due with the first batch."""
-    return programme.line(grid.rows, rows(jobs))[3]
+    return dynamic_program.demand_line(grid.rows, rows(jobs))[3]

@@ -1,7 +1,8 @@
 """What admission computes, in numbers alone, compiled (Numba): grids, what they leave, and the dynamic programme.
 
-`budget` and `admission` are its surface, and say what it means. All of it is in one file because a compiled function is
-kept on disk until its own file changes, whatever it calls. Compiled when first imported, some seconds, then loaded.
+`token_budget` and `admission` are its surface, and say what it means. All of it is in one file because a compiled
+function is kept on disk until its own file changes, whatever it calls. Compiled when first imported, some seconds, then
+loaded.
 
 A grid is an array of rows (count, seconds, tokens), the last without end; who is served anyway, `forced`, rows (due,
 tokens, tpot, verified) in order of `due`; the `new`, in the order given, rows (due, tokens, tpot, verified, memory,
@@ -30,7 +31,7 @@ ALIGNED = 2  # deadlines that the first batches are fitted to, the earliest ones
 COUNT, SECONDS, TOKENS = 0, 1, 2  # columns of a grid
 DUE, PENDING, TPOT, VERIFIED, MEMORY, VALUE = 0, 1, 2, 3, 4, 5  # of the forced and the new
 COLUMN, TABLE, TABLES = "float64[::1]", "float64[:,::1]", "float64[:,:,::1]"
-OWED, RATE, BY, LEFT = 0, 1, 2, 3  # of those asked, `choose`
+OWED, RATE, BY, LEFT = 0, 1, 2, 3  # of those asked, `best_subset`
 KEY, MANY, WORTH, USED, LAST = 2, 3, 4, 5, 6  # of a state, `by_fronts`, beside OWED and RATE
 
 
@@ -100,7 +101,7 @@ def seconds_after(grid: Floats, k: float) -> float:
 
 
 @compiled()
-def fringe(grid: Floats, tpot: float) -> float:
+def rounding_allowance(grid: Floats, tpot: float) -> float:
     """How far a decode's stairs rise above the line of slope 1/tpot that begins at a due token, in tokens: nothing
     where batches divide the TPOT, and each other, else less than what it needs in a batch."""
     if tpot == inf:
@@ -123,7 +124,7 @@ def fringe(grid: Floats, tpot: float) -> float:
 
 
 @compiled(f"Tuple(({COLUMN}, {COLUMN}, {COLUMN}, {COLUMN}, float64))({TABLE}, {TABLE})")
-def line(grid: Floats, forced: Floats) -> tuple[Floats, Floats, Floats, Floats, float]:
+def demand_line(grid: Floats, forced: Floats) -> tuple[Floats, Floats, Floats, Floats, float]:
     """at: the batches, ascending, by which something of theirs is due. owed, rates: owed + rates · t is what those due
     by then demand by time t, from 0 on: of nobody. room: tokens left by then. slope: tokens a second that are left in
     the long run. Those due at 0 are late already: they are due with the first batch."""
@@ -144,7 +145,7 @@ def line(grid: Floats, forced: Floats) -> tuple[Floats, Floats, Floats, Floats, 
     for i in range(count):
         tpot, verified = forced[i, TPOT], forced[i, VERIFIED]
         if tpot != known:
-            known, stairs = tpot, fringe(grid, tpot)
+            known, stairs = tpot, rounding_allowance(grid, tpot)
         own = verified / tpot
         demand += forced[i, PENDING] + stairs * verified - own * end(grid, k[i])
         rate += own
@@ -171,7 +172,7 @@ def holds(room: Floats, slope: float) -> bool:
 
 
 @compiled()
-def put(values: Floats, count: int, value: float) -> int:
+def insert_sorted(values: Floats, count: int, value: float) -> int:
     """Into distinct, ascending values, as far as there is room; how many there are then."""
     at = count
     while at > 0 and values[at - 1] >= value:
@@ -191,7 +192,7 @@ def earliest(dues: Floats, count: int, rows: Floats, before: float, fit: bool) -
     for i in range(len(rows)):
         due = rows[i, DUE]
         if 0.0 < due < before and (not fit or rows[i, PENDING] > 1.0 or due < rows[i, TPOT]):
-            count = put(dues, count, due)
+            count = insert_sorted(dues, count, due)
     return count
 
 
@@ -251,7 +252,7 @@ def insert(decodes: Floats, count: int, due: float, tpot: float, tokens: float) 
 
 
 @compiled()
-def lay(grid: Floats, size: int, longest: float, tokens: float, decodes: Floats) -> int:
+def build_grid(grid: Floats, size: int, longest: float, tokens: float, decodes: Floats) -> int:
     """Batches of at most `longest` seconds and so many tokens, and of each TPOT from the last batch on that has ended
     when its request is due: decodes, rows (due, tpot, tokens). Onto the `size` rows that are there; how many then."""
     begin = 0.0
@@ -273,7 +274,7 @@ def lay(grid: Floats, size: int, longest: float, tokens: float, decodes: Floats)
 
 @compiled()
 def first_decodes(forced: Floats, spans: Floats) -> Floats:
-    """The first of each TPOT, as `lay` takes them: all that shortens batches. spans: rows (seconds, tokens)."""
+    """The first of each TPOT, as `build_grid` takes them: all that shortens batches. spans: rows (seconds, tokens)."""
     firsts = np.empty((len(spans), 3))
     count = 0
     for i in range(len(forced)):
@@ -300,7 +301,7 @@ def _is_known(made: Floats, sizes: Ints, at: int) -> bool:
 
 
 @compiled(f"Tuple(({TABLES}, int64[::1]))({TABLE}, {TABLE}, {TABLE}, {TABLE})")
-def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple[Floats, Ints]:
+def build_grids(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple[Floats, Ints]:
     """The grids to try, each once, and how many rows each has.
 
     starts: rows (seconds, tokens, seconds and tokens of a short first batch, or 0). For each, every choice of the first
@@ -314,7 +315,7 @@ def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple
     all_ = np.empty((known + len(new), 3))
     tpots, distinct = np.empty(len(new)), 0
     for i in range(len(new)):
-        distinct = put(tpots, distinct, new[i, TPOT])
+        distinct = insert_sorted(tpots, distinct, new[i, TPOT])
     tpots = tpots[:distinct]
     picked = np.empty(len(tpots))  # those that would shorten batches
     dues = np.empty((len(tpots), len(new)))  # of each of them, distinct, ascending
@@ -329,12 +330,12 @@ def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple
             able, count = False, 0
             for i in range(len(new)):
                 if new[i, TPOT] == tpot:
-                    seconds = starts[s, 0]  # of batches when it is due, as `lay` has them
+                    seconds = starts[s, 0]  # of batches when it is due, as `build_grid` has them
                     for d in range(known):
                         if decodes[d, 0] <= new[i, DUE]:
                             seconds = min(seconds, decodes[d, 1])
                     able = able or bool(tpot < seconds)
-                    count = put(dues[shorter], count, new[i, DUE])
+                    count = insert_sorted(dues[shorter], count, new[i, DUE])
             if able:
                 options[shorter] = count
                 picked[shorter], choices = tpot, choices * (count + 1)
@@ -363,7 +364,7 @@ def lay_all(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple
                 made, sizes = more, more_sizes
             grid = made[total]
             copy(grid, 0, first, 0)
-            sizes[total] = lay(grid, lead, starts[s, 0], starts[s, 1], all_[: known + added])
+            sizes[total] = build_grid(grid, lead, starts[s, 0], starts[s, 1], all_[: known + added])
             total += not _is_known(made, sizes, total)
             for d in range(shorter - 1, -1, -1):  # the last one first
                 digits[d] = digits[d] + 1 if digits[d] < options[d] else 0
@@ -484,7 +485,7 @@ def by_counts(
 
 
 @compiled()
-def precedes(rows: Floats, one: int, others: Floats, other: int) -> bool:
+def state_order(rows: Floats, one: int, others: Floats, other: int) -> bool:
     for key in (KEY, OWED, USED):
         if rows[one, key] != others[other, key]:
             return bool(rows[one, key] < others[other, key])
@@ -526,7 +527,7 @@ def by_fronts(
         merged, kept = np.empty((many + number, 7)), 0
         s, g = 0, 0
         while s < many or g < number:
-            takes = s == many or (g < number and precedes(grown, g, states, s))
+            takes = s == many or (g < number and state_order(grown, g, states, s))
             if takes:
                 copy(merged, kept, grown, g)
                 g += 1
@@ -561,7 +562,7 @@ def by_fronts(
 
 
 @compiled()
-def choose(
+def best_subset(
     grid: Floats, at: Floats, owed: Floats, rates: Floats, room: Floats, slope: float, new: Floats, able: Ints,
     memory: int, seats: int,
 ) -> Ints:  # fmt: skip
@@ -576,7 +577,7 @@ def choose(
         k = index(grid, new[i, DUE])
         tpot, verified = new[i, TPOT], new[i, VERIFIED]
         asked[n, RATE], asked[n, BY] = verified / tpot, end(grid, k)
-        asked[n, OWED] = new[i, PENDING] + fringe(grid, tpot) * verified - asked[n, RATE] * asked[n, BY]
+        asked[n, OWED] = new[i, PENDING] + rounding_allowance(grid, tpot) * verified - asked[n, RATE] * asked[n, BY]
         while due < len(at) and at[due] < k:
             due += 1
         between[n] = due
@@ -600,7 +601,7 @@ def choose(
 
 
 @compiled()
-def better(
+def improve(
     grid_of: int, value: float, accepted: Ints, g: int, bound: float, grid: Floats, forced: Floats, new: Floats,
     memory: int, seats: int,
 ) -> tuple[int, float, Ints]:  # fmt: skip
@@ -608,11 +609,11 @@ def better(
     least = value + (EPS if grid_of < g else -EPS)
     if bound <= least:
         return grid_of, value, accepted
-    at, owed, rates, room, slope = line(grid, forced)
+    at, owed, rates, room, slope = demand_line(grid, forced)
     if not holds(room, slope):
         return grid_of, value, accepted
     able = able_alone(grid, new, memory)
-    chosen = choose(grid, at, owed, rates, room, slope, new, able, memory, seats)
+    chosen = best_subset(grid, at, owed, rates, room, slope, new, able, memory, seats)
     own = 0.0
     for i in chosen:
         own += new[i, VALUE]
@@ -638,7 +639,7 @@ def best_set(
         for i in able_alone(grid, new, memory):
             bounds[g] += new[i, VALUE]
         if bounds[g] >= most - EPS:
-            grid_of, value, accepted = better(grid_of, value, accepted, g, bounds[g], grid, forced, new, memory, seats)
+            grid_of, value, accepted = improve(grid_of, value, accepted, g, bounds[g], grid, forced, new, memory, seats)
             if value >= most - EPS:
                 return grid_of, value, accepted
             bounds[g] = -inf
@@ -650,6 +651,6 @@ def best_set(
         if bounds[g] < value - EPS:
             break
         grid = grids[g, : sizes[g]]
-        grid_of, value, accepted = better(grid_of, value, accepted, g, bounds[g], grid, forced, new, memory, seats)
+        grid_of, value, accepted = improve(grid_of, value, accepted, g, bounds[g], grid, forced, new, memory, seats)
         bounds[g] = -inf
     return grid_of, value, accepted
