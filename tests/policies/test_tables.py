@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rubato import policies
-from rubato.core.events import Finished, Verdict
+from rubato.core.events import Finished, HandedOff, Verdict
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Limits, Plan, Role, Sample, Shape, Tree, Work
 from rubato.core.plan_check import check, spelled_out
@@ -461,3 +462,12 @@ def test_every_policy_says_what_it_is_and_where_it_comes_from() -> None:
     for name, _, about, source, _ in described:
         assert about.endswith((".", "once.")), name
         assert len(source) > 10, name
+
+
+def test_edf_keeps_nothing_of_a_request_that_goes_on_elsewhere() -> None:
+    policy: Any = policies.load("edf")
+    seq = Seq(request("a", 4000, ttft=0.1, arrival=0.0), 4000, due=0.1)
+    policy.plan(seen([seq], []))
+    assert (policy._tiers, policy._counted) == ({"a": seq.request.tier}, {"a"})
+    policy.observe((HandedOff(0.0, "a", seq.request),))
+    assert (policy._tiers, policy._counted) == ({}, set())

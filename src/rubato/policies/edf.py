@@ -21,7 +21,7 @@ from math import inf
 from typing import ClassVar
 
 from rubato.core.batch_builder import BatchBuilder
-from rubato.core.events import Event, Finished
+from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 
@@ -80,6 +80,9 @@ class Scheduler:
                     # what a client took back is nobody's loss
                     self._book(event.id, tier, lost=not event.verdict.met and event.outcome != "cancelled")
                     self._counted.discard(event.id)
+            elif isinstance(event, HandedOff):  # it ends elsewhere; what it counts for here stays
+                self._tiers.pop(event.id, None)
+                self._counted.discard(event.id)
 
     def plan(self, view: View) -> Plan:
         here = [*view.running, *view.waiting]
