@@ -1,6 +1,7 @@
 """SLOs-Serve and baselines, live: the bundled model over HTTP, two tiers and best effort, beyond what `sarathi` holds.
 
-    python benchmarks/slos_serve_live.py [--seeds 3] [--seconds 30] [--policy slos_serve:margin=0.05] [--json FILE]
+    python benchmarks/slos_serve_live.py [--seeds 3] [--seconds 30] [--policy slos_serve:safety_margin=0.05] [--json
+    FILE]
 
 SLOs are multiples of what this machine takes unloaded, as in `rubato demo`. `sarathi`, its budget tuned in simulation,
 is tried at several rates for the one at which 90 % of what carries an SLO is attained. 1.3 times that rate is offered:
@@ -29,7 +30,7 @@ from rubato.planning.spec import PolicyChoice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
 
-POLICIES = ("prefill_first", "vllm", "sarathi", "edf", "slos_serve", "slos_serve:margin=0.1")
+POLICIES = ("prefill_first", "vllm", "sarathi", "edf", "slos_serve", "slos_serve:safety_margin=0.1")
 PATIENT = "batch"  # the tier without an SLO
 
 

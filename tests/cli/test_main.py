@@ -351,7 +351,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "says"),
     [
         (["simulate", "--policy", "efd"], "did you mean 'edf'"),
-        (["simulate", "--set", "saftey=1"], "did you mean 'safety'"),
+        (["simulate", "--set", "saftey_margin=1"], "did you mean 'safety_margin'"),
         (["simulate", "--workload", "nowhere.jsonl"], "--workload nowhere.jsonl cannot be opened: no such file"),
         (["simulate", "--rate", "0"], "give a positive number"),
         (["simulate", "--steps", "nowhere"], "nowhere"),

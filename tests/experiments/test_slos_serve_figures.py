@@ -155,7 +155,7 @@ def test_promises_broken_are_counted_over_all_scenarios_seed_by_seed() -> None:
 
 def test_a_promise_that_was_given_up_is_still_counted() -> None:
     log = PromiseLog()
-    scheduler = Scheduler(margin=0.1, log=log)
+    scheduler = Scheduler(safety_margin=0.1, log=log)
     a = prompt("a", 60, ttft=0.1)
     scheduler.plan(seen([a], []))
     assert scheduler.plan(seen([a], [], now=0.05)).demote == ("a",)  # nothing was run, and 70 ms are needed

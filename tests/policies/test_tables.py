@@ -81,18 +81,18 @@ def test_prefill_first_runs_a_prompt_longer_than_a_batch_alone() -> None:
 
 def test_sarathis_budget_keeps_the_tightest_tpot() -> None:
     """10 ms + 1 ms a token within 50 ms: 40 tokens, one of them the decode's."""
-    plan = load("sarathi", {"least": 1}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.05)]))
+    plan = load("sarathi", {"min_chunk": 1}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.05)]))
     assert work(plan) == {"r": 1, "a": 39}
     plan = load("sarathi", {"budget": 20}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.05)]))
     assert work(plan) == {"r": 1, "a": 19}
 
 
 def test_sarathi_goes_on_with_prefill_though_decodes_fill_the_tpot() -> None:
-    plan = load("sarathi", {"least": 7}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.005)]))
+    plan = load("sarathi", {"min_chunk": 7}).plan(seen([prompt("a", 90)], [decode("r", tpot=0.005)]))
     assert work(plan) == {"r": 1, "a": 7}
 
 
-EDF = {"safety": 0.0, "reserve": 0.0, "longest": 1e9}
+EDF = {"safety_margin": 0.0, "deadline_reserve": 0.0, "max_ttft_share": 1e9}
 
 
 def test_edf_ends_the_step_before_the_tightest_due_token() -> None:
@@ -113,13 +113,13 @@ def test_edf_prefills_beside_decodes_that_take_longer_than_a_tight_ttft_allows(
     due: float, longest: float, chunk: int
 ) -> None:
     view_ = seen([prompt("a", 60, ttft=1.0)], [decode("r", ttft=0.02, tpot=0.5, due=due)])
-    assert work(load("edf", EDF | {"longest": longest}).plan(view_)) == {"r": 1, "a": chunk}
+    assert work(load("edf", EDF | {"max_ttft_share": longest}).plan(view_)) == {"r": 1, "a": chunk}
 
 
 def test_edf_prefills_where_nobody_decodes_and_a_step_costs_more_than_a_tight_ttft_allows() -> None:
     """Twice what one token takes, 11 ms, though the share of another's TTFT leaves it none, or one."""
     for longest in (0.3, 0.55):  # 6 ms: not even a token; 11 ms: one
-        policy = load("edf", EDF | {"longest": longest})
+        policy = load("edf", EDF | {"max_ttft_share": longest})
         policy.plan(seen([prompt("tight", 5, ttft=0.02)], []))
         assert work(policy.plan(seen([prompt("a", 60, ttft=1.0)], []))) == {"a": 12}
 
@@ -302,7 +302,7 @@ def test_priority_gives_up_its_own_kv_when_nobody_is_looser() -> None:
 
 
 def test_priority_gives_the_starved_a_turn_and_lets_it_keep_its_kv() -> None:
-    policy = load("priority", {"budget": 20, "every": 2, "least": 3, "patience": 1.0})
+    policy = load("priority", {"budget": 20, "turn_every": 2, "turn_tokens": 3, "max_wait": 1.0})
     tight = prompt("tight", 20, ttft=0.5)
     waiting, busy = Seq(request("free", 10), 10), seen([tight, Seq(request("free", 10), 10)], [], now=2.0)
     assert [work(policy.plan(busy)) for _ in range(4)] == [{"tight": 20}, {"free": 3, "tight": 17}] * 2
@@ -391,7 +391,7 @@ def test_distserve_takes_whom_it_can_hold_to_the_end() -> None:
     fleet = pools([0], [40])
     fleet[1] = replace(fleet[1], running=[replace(decode("r"), predicted=279.0)], kv_free=38)
     assert load_router("distserve").place(shown(moved("a", 110)), fleet, 0.0).place == {"a": "d0"}
-    whole = load_router("distserve", {"whole": True})
+    whole = load_router("distserve", {"reserve_kv": True})
     assert whole.place(shown(moved("a", 110)), fleet, 0.0).place == {}
     assert whole.place(shown(moved("b", 80)), fleet, 0.0).place == {"b": "d0"}
 
@@ -441,12 +441,12 @@ def test_vllm_spec_takes_kv_for_drafted_tokens() -> None:
     ("name", "settings", "says"),
     [
         ("vlm", {}, "unknown policy 'vlm': did you mean 'vllm'"),
-        ("edf", {"saftey": 0.1}, "has no setting 'saftey': did you mean 'safety'"),
-        ("edf", {"every": "often"}, "setting every is 'often'; give a int"),
-        ("edf", {"every": 1}, "every 1 must be at least 2"),
+        ("edf", {"saftey_margin": 0.1}, "has no setting 'saftey_margin': did you mean 'safety_margin'"),
+        ("edf", {"turn_every": "often"}, "setting turn_every is 'often'; give a int"),
+        ("edf", {"turn_every": 1}, "turn_every 1 must be at least 2"),
         ("distserve", {"budget": -1}, "budget is -1: give the tokens of a prefill batch"),
         ("vllm_spec", {"n": 0}, "budget 2048, n 0: give at least 1"),
-        ("priority", {"patience": -1.0}, "patience -1.0: give >= 1 token and >= 0 seconds"),
+        ("priority", {"max_wait": -1.0}, "max_wait -1.0: give >= 1 token and >= 0 seconds"),
         ("round_robin", {}, "has no Scheduler; it defines Router"),
         ("no.such.module", {}, "unknown policy|cannot be imported"),
     ],
@@ -471,3 +471,14 @@ def test_edf_keeps_nothing_of_a_request_that_goes_on_elsewhere() -> None:
     assert (policy._tiers, policy._counted) == ({"a": seq.request.tier}, {"a"})
     policy.observe((HandedOff(0.0, "a", seq.request),))
     assert (policy._tiers, policy._counted) == ({}, set())
+
+
+def test_settings_by_their_former_names_work_for_one_release() -> None:
+    with pytest.warns(FutureWarning, match="setting longest is now max_batch_seconds"):
+        policy: Any = policies.load("slos_serve", {"longest": 0.1})
+    assert policy.max_batch_seconds == 0.1
+    with pytest.raises(PolicyError, match="setting safety_margin is given twice"), pytest.warns(FutureWarning):
+        policies.load("edf", {"safety": 0.1, "safety_margin": 0.2})
+    with pytest.warns(FutureWarning, match="setting margin is now safety_margin"):
+        router: Any = policies.router_for("slos_serve", "auto", None, {"margin": 0.3})
+    assert router.safety_margin == 0.3

@@ -24,7 +24,7 @@ YAML = """
 model: some-model
 engine: {kind: simulated, max_seqs: 4, noise: 0.1}
 latency: {kind: roofline, k1: [0.0, 1.0e-3]}
-policy: {name: edf, safety: 0.2}
+policy: {name: edf, safety_margin: 0.2}
 tiers:
   interactive: {ttft_ms: 1000, tpot_ms: 80}
   batch: {e2e_ms: 60000, on_decline: refuse}
@@ -36,8 +36,10 @@ replicas: 2
 def test_a_file_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "rubato.yaml"
     path.write_text(YAML)
-    config = load(path, ["policy.safety=0.3", "tiers.batch.e2e_ms=5000", "max_in_flight=null", "router.per_request=9"])
-    assert config.policy.settings == {"safety": 0.3}
+    config = load(
+        path, ["policy.safety_margin=0.3", "tiers.batch.e2e_ms=5000", "max_in_flight=null", "router.per_request=9"]
+    )
+    assert config.policy.settings == {"safety_margin": 0.3}
     assert config.tiers["batch"].slo == SLO(e2e=5.0)
     assert config.tiers["interactive"].slo == SLO(1.0, 0.08)
     assert config.max_in_flight is None
@@ -78,7 +80,7 @@ def test_defaults_and_short_forms() -> None:
         ({"tiers": {"auto": {}}}, ["tiers", "auto", "default_tier"]),
         ({"tiers": {"gold": {}}, "default_tier": "glod"}, ["default_tier", "'gold'"]),
         ({"judge": "dedline"}, ["judge", "'deadline'"]),
-        ({"policy": {"safety": 1}}, ["policy", "name"]),
+        ({"policy": {"safety_margin": 1}}, ["policy", "name"]),
         ({"policy": 7}, ["policy"]),
         ({"engine": {"kind": 7}}, ["engine", "7"]),
         ({"tenants": {"a": {}}}, ["tenants.a", "keys_env"]),
@@ -159,8 +161,8 @@ def test_the_fair_share_is_there_exactly_with_tenants() -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("policy={name: slos_serve, values: {interactve: 4}}", "policy"),
-        ("router={name: slos_serve, values: {interactve: 4}}", "router"),
+        ("policy={name: slos_serve, tier_values: {interactve: 4}}", "policy"),
+        ("router={name: slos_serve, tier_values: {interactve: 4}}", "router"),
     ],
 )
 def test_settings_that_speak_of_a_tier_that_is_not_there(tmp_path: Path, override: str, part: str) -> None:
@@ -205,7 +207,7 @@ SIMULATED = {"engine": {"kind": "simulated"}}
         ({**SIMULATED, "latency": {"kind": "affine", "hots": 1}}, ["hots", "'host'"]),
         ({**SIMULATED, "latency": {"kind": "affine", "host": -1}}, ["host", "-1"]),
         ({**SIMULATED, "policy": "eddf"}, ["eddf", "'edf'"]),
-        ({**SIMULATED, "policy": {"name": "edf", "safty": 1.0}}, ["safty", "'safety'"]),
+        ({**SIMULATED, "policy": {"name": "edf", "safty_margin": 1.0}}, ["safty_margin", "'safety_margin'"]),
         ({**SIMULATED, "router": "least_laoded"}, ["least_laoded", "'least_loaded'"]),
         ({**SIMULATED, "lengths": "running_men"}, ["running_men", "'running_mean'"]),
         ({**SIMULATED, "lengths": {"kind": "running_mean", "lest": 1}}, ["lest", "'least'"]),

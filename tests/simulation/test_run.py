@@ -55,7 +55,7 @@ def test_which_driver_is_taken() -> None:
     assert fast_host_suffices(replace(setup("edf"), drafter=drafter))
     assert fast_host_suffices(setup("slos_serve"))
     assert not fast_host_suffices(replace(setup("slos_serve"), drafter=drafter))
-    assert fast_host_suffices(replace(setup("slos_serve"), drafter=drafter, settings={"draft": 0}))
+    assert fast_host_suffices(replace(setup("slos_serve"), drafter=drafter, settings={"max_draft": 0}))
 
 
 def test_a_drafter_that_nobody_asks_changes_nothing() -> None:

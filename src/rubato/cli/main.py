@@ -146,7 +146,8 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a policy setting (`safety=0.2`, `router.per_request=32`) or any of the configuration (`engine.kv_gib=2`)",
+        help="a policy setting (`safety_margin=0.2`, `router.per_request=32`) or any of the configuration "
+        "(`engine.kv_gib=2`)",
     )
 
 

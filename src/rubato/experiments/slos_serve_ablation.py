@@ -37,8 +37,8 @@ COUNTS = {"chatbot": 720, "coder": 240, "summarizer": 840, "mixed": 960}
 WHOLE, IN_TURN, PLAIN, BASELINE = STEPS = (
     "slos_serve",
     "slos_serve@round_robin",
-    "slos_serve:draft=0@round_robin",
-    "prefill_first:whole=true@round_robin",
+    "slos_serve:max_draft=0@round_robin",
+    "prefill_first:reserve_kv=true@round_robin",
 )
 UNUSED = ("coder", "drafts")  # drafted hardly ever there, where no memory is short: a ratio of 1 that says nothing
 PARTS = {"routing": (WHOLE, IN_TURN), "drafts": (IN_TURN, PLAIN), "admission": (PLAIN, BASELINE)}

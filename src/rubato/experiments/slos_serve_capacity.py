@@ -68,32 +68,48 @@ def _alone(*settings: str) -> tuple[tuple[str, int], ...]:
     return tuple((setting, 1) for setting in settings)
 
 
-LONG = "longest=1,safety=0"
+LONG = "max_ttft_share=1,safety_margin=0"
 OPT = ("chatbot", "coder", "summarizer", "mixed")
 SYSTEMS = {
     OURS: System(
-        _alone(OURS, *(f"{OURS}:longest={longest}{even}" for longest in (0.1, 0.018) for even in ("", ",even=true"))),
-        few={"reasoning": _alone(*(f"{OURS}:longest={longest}" for longest in (0.018, 0.02)), OURS)},
+        _alone(
+            OURS,
+            *(
+                f"{OURS}:max_batch_seconds={longest}{even}"
+                for longest in (0.1, 0.018)
+                for even in ("", ",steady_tokens=true")
+            ),
+        ),
+        few={"reasoning": _alone(*(f"{OURS}:max_batch_seconds={longest}" for longest in (0.018, 0.02)), OURS)},
     ),
     EDF: System(  # step times are known exactly here: no safety; longer steps; a smaller cushion
-        _alone(EDF, *(f"{EDF}:{own}" for own in ("safety=0", "longest=1", LONG, f"{LONG},cushion=1"))),
+        _alone(
+            EDF, *(f"{EDF}:{own}" for own in ("safety_margin=0", "max_ttft_share=1", LONG, f"{LONG},decode_lead=1"))
+        ),
         tuple(scenario for scenario in STARTS if scenario != LONGEST),  # too many wait there for its plans to be quick
     ),
-    "prefill_first": System(_alone(*(f"prefill_first:whole={w}" for w in WHOLE))),
-    "vllm": System(_alone(*(f"vllm:budget={b},whole={w}" for b in (512, 2048, 8192) for w in WHOLE))),
-    "sarathi": System(_alone(*(f"sarathi:budget={b},whole={w}" for b in (0, 256, 512, 1024) for w in WHOLE))),
-    "prefill_first, published": System(_alone("prefill_first:whole=false")),
-    "sarathi, published": System(_alone("sarathi:budget=0,whole=false")),  # the largest that keeps the tightest TPOT
+    "prefill_first": System(_alone(*(f"prefill_first:reserve_kv={w}" for w in WHOLE))),
+    "vllm": System(_alone(*(f"vllm:budget={b},reserve_kv={w}" for b in (512, 2048, 8192) for w in WHOLE))),
+    "sarathi": System(_alone(*(f"sarathi:budget={b},reserve_kv={w}" for b in (0, 256, 512, 1024) for w in WHOLE))),
+    "prefill_first, published": System(_alone("prefill_first:reserve_kv=false")),
+    "sarathi, published": System(
+        _alone("sarathi:budget=0,reserve_kv=false")
+    ),  # the largest that keeps the tightest TPOT
     "distserve": System(
-        tuple((f"distserve@distserve:prefill={p},decode={d},whole=true", p + d) for p, d in ((1, 1), (2, 1), (1, 2))),
+        tuple(
+            (f"distserve@distserve:prefill={p},decode={d},reserve_kv=true", p + d) for p, d in ((1, 1), (2, 1), (1, 2))
+        ),
         OPT,  # a tool's return is a new prefill of everything there: three quarters miss their TTFT at any rate
     ),
-    DRAFTING: System(_alone(*(f"vllm_spec:n={n},whole=true" for n in (2, 4, 6))), OPT, drafts=True),
+    DRAFTING: System(_alone(*(f"vllm_spec:n={n},reserve_kv=true" for n in (2, 4, 6))), OPT, drafts=True),
     OURS_DRAFTING: System(  # not drafting is a setting of its own, as it is among the baselines that it is held against
         _alone(
             OURS,
-            f"{OURS}:longest=0.1",
-            *(f"{OURS}:{more}even=true" for more in ("", "longest=0.1,", "draft=0,longest=0.1,")),
+            f"{OURS}:max_batch_seconds=0.1",
+            *(
+                f"{OURS}:{more}steady_tokens=true"
+                for more in ("", "max_batch_seconds=0.1,", "max_draft=0,max_batch_seconds=0.1,")
+            ),
         ),
         OPT,
         drafts=True,

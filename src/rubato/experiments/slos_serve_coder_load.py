@@ -28,9 +28,9 @@ RATE = 2.2  # requests/s
 POINTS = 120  # in time
 POLICIES = {
     "slos_serve": "slos_serve",
-    "prefill_first": "prefill_first:whole=true",
-    "sarathi": "sarathi:whole=true",
-    "vllm": "vllm:whole=true",
+    "prefill_first": "prefill_first:reserve_kv=true",
+    "sarathi": "sarathi:reserve_kv=true",
+    "vllm": "vllm:reserve_kv=true",
 }
 
 

@@ -25,8 +25,8 @@ SECONDS = 8.0
 RATES = (1.5, 3.0)  # requests/s
 POLICIES = {
     "slos-serve": "slos_serve",
-    "vllm": "prefill_first:whole=true",  # the paper's
-    "sarathi": "sarathi:whole=true",
+    "vllm": "prefill_first:reserve_kv=true",  # the paper's
+    "sarathi": "sarathi:reserve_kv=true",
 }
 MEASURES = ("ttft", "tpot")
 

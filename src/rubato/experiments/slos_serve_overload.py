@@ -3,8 +3,8 @@
 A chat in three tiers on one replica (Llama-3.1-8B, H200, ChatBot's lengths): gold, low, and batch without an SLO. For a
 minute gold and low are offered at twice their capacity under SLOs-Serve, gold alone at less than 70 % of its own, then
 a tenth of that; capacity is the rate at which 90 % attain. Uncontended is the same gold without the others. SLOs-Serve
-has `values` by tier, a `reserve` for the worthiest tier and a bound on its `backlog`; beside it run the same without a
-reserve, and the baselines. Attainment is over all requests offered with an SLO.
+has `tier_values`, a `tier_reserve` for the worthiest tier and a bound on `max_waiting`; beside it run the same without
+a reserve, and the baselines. Attainment is over all requests offered with an SLO.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
 HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
 BACKLOG = 64
 LOGGED = "rubato.experiments._recording_slos_serve"  # writes down whom it promised, also those given up later
-KEEPS = {"values": {"gold": 4.0}, "reserve": 0.6, "backlog": BACKLOG}
+KEEPS = {"tier_values": {"gold": 4.0}, "tier_reserve": 0.6, "max_waiting": BACKLOG}
 POLICIES = {
     "slos_serve": PolicyChoice("slos_serve", KEEPS),
-    "slos_serve, no reserve": PolicyChoice("slos_serve", {**KEEPS, "reserve": 0.0}),
+    "slos_serve, no reserve": PolicyChoice("slos_serve", {**KEEPS, "tier_reserve": 0.0}),
     "sarathi": PolicyChoice("sarathi"),
     "sarathi, 2048": PolicyChoice("sarathi", {"budget": 2048}),
     "vllm": PolicyChoice("vllm"),

@@ -89,14 +89,15 @@ def _decode(view: View) -> Plan:
 @dataclass
 class Router:
     """prefill, decode: the ratio of the two pools, at least one replica each. watermark: share of a decode replica's KV
-    kept free when it takes a request beside others. whole: it takes one only when KV for all of it is left beside what
-    those that run there take to their ends (the longest it may be)."""
+    kept free when it takes a request beside others. reserve_kv: it takes one only when KV for all of it is left beside
+    what those that run there take to their ends (the longest it may be)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     prefill: int = 1
     decode: int = 1
     watermark: float = 0.01
-    whole: bool = False
+    reserve_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1 or not 0.0 <= self.watermark < 1.0:
@@ -135,7 +136,7 @@ class Router:
                 place[seq.id] = to
                 load[to] += seq.pending
             elif not full:  # first come, first served: who is small does not pass who waits for memory
-                tokens = _longest(request) if self.whole else seq.cached
+                tokens = _longest(request) if self.reserve_kv else seq.cached
                 taker = self._taker(decodes, free, request, tokens)
                 if taker is None:
                     full = True
@@ -146,7 +147,7 @@ class Router:
 
     def _free(self, view: View) -> int:
         """KV blocks for those that come."""
-        if not self.whole:
+        if not self.reserve_kv:
             return view.kv_free
         return view.kv_total - sum(memory(s, view.limits.block) for s in [*view.running, *view.waiting, *view.moving])
 

@@ -36,26 +36,35 @@ RECENT = 64  # requests that the tightest TTFT is remembered over
 
 @dataclass
 class Scheduler:
-    """safety: predicted times count this much more. reserve: seconds kept before each deadline, for delivery.
-    longest: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival is in time, but
-    may always take twice as long as its decodes: a TTFT shorter than they are cannot be kept by leaving prefill out.
-    every, least: one step in `every` gives the oldest request set aside at least `least` tokens.
-    share: decodes together may take this share of the tightest TPOT; the rest is prefill's, and what builds a lead.
-    cushion: tokens that a decode stays ahead of its deadlines, if it can, whatever prefill would like.
-    fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all before its requests are
-    protected from being set aside; 1 = never.
+    """safety_margin: predicted times count this much more. deadline_reserve: seconds kept before each deadline, for
+    delivery. max_ttft_share: a step takes at most this share of the tightest TTFT seen lately, so that the next arrival
+    is in time, but may always take twice as long as its decodes: a TTFT shorter than they are cannot be kept by leaving
+    prefill out. turn_every, turn_tokens: one step in `turn_every` gives the oldest request set aside at least
+    `turn_tokens` tokens. decode_share: decodes together may take this share of the tightest TPOT; the rest is
+    prefill's, and what builds a lead. decode_lead: tokens that a decode stays ahead of its deadlines, if it can,
+    whatever prefill would like. fairness: how far (in attainment, 0 to 1) a tier may fall behind the average of all
+    before its requests are protected from being set aside; 1 = never.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {"stale": ""}  # latency models forget a slow spell by themselves
-    safety: float = 0.1
-    reserve: float = 0.01
-    longest: float = 0.3
-    every: int = 16
-    least: int = 16
+    former: ClassVar[Mapping[str, str]] = {
+        "stale": "",  # latency models forget a slow spell by themselves
+        "longest": "max_ttft_share",
+        "every": "turn_every",
+        "least": "turn_tokens",
+        "share": "decode_share",
+        "reserve": "deadline_reserve",
+        "safety": "safety_margin",
+        "cushion": "decode_lead",
+    }
+    safety_margin: float = 0.1
+    deadline_reserve: float = 0.01
+    max_ttft_share: float = 0.3
+    turn_every: int = 16
+    turn_tokens: int = 16
     fairness: float = 0.03
-    cushion: float = 3.0
-    share: float = 0.9
+    decode_lead: float = 3.0
+    decode_share: float = 0.9
     _turn: int = field(default=0, init=False)
     _tiers: dict[str, str] = field(default_factory=dict, init=False)
     _offered: dict[str, float] = field(default_factory=dict, init=False)  # by tier, fading
@@ -64,13 +73,16 @@ class Scheduler:
     _ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
 
     def __post_init__(self) -> None:
-        if self.safety < 0 or self.reserve < 0 or self.fairness < 0 or self.longest <= 0:
+        if self.safety_margin < 0 or self.deadline_reserve < 0 or self.fairness < 0 or self.max_ttft_share <= 0:
             raise ValueError(
-                f"safety {self.safety}, reserve {self.reserve}, fairness {self.fairness} must be 0 or more, "
-                f"longest {self.longest} above 0"
+                f"safety_margin {self.safety_margin}, deadline_reserve {self.deadline_reserve}, fairness "
+                f"{self.fairness} must be 0 or more, "
+                f"max_ttft_share {self.max_ttft_share} above 0"
             )
-        if self.every < 2 or self.least < 1:
-            raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
+        if self.turn_every < 2 or self.turn_tokens < 1:
+            raise ValueError(
+                f"turn_every {self.turn_every} must be at least 2, turn_tokens {self.turn_tokens} at least 1"
+            )
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -153,11 +165,11 @@ class Scheduler:
                 aside.add(seq.id)
             elif seq.pending == 1:
                 decodes = decodes.plus(1, seq.cached)
-                spare = min(spare, self._lendable(seq, view.now, self.cushion))
+                spare = min(spare, self._lendable(seq, view.now, self.decode_lead))
                 tpot = min(tpot, _tpot(seq))
             else:
                 jobs.append(seq)
-        rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety)
+        rate = _Rate(view, decodes, spare, tpot, 1.0 + self.safety_margin)
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
         able = [s for s in fresh if not self._refusable(s) or self._pace(view, s, rate)]
         # A protected one may count on decodes that end meanwhile: others are not started at its expense.
@@ -189,7 +201,7 @@ class Scheduler:
         for seq in jobs:
             kept.append(seq)
             tokens += seq.pending
-            while kept and now + rate.seconds(tokens) > seq.due - self.reserve:
+            while kept and now + rate.seconds(tokens) > seq.due - self.deadline_reserve:
                 longest = max((s for s in kept if s.id not in safe), key=lambda s: s.pending, default=None)
                 if longest is None:
                     break
@@ -201,7 +213,7 @@ class Scheduler:
         tokens = 0
         for seq in jobs:
             tokens += seq.pending
-            if now + rate.seconds(tokens) > seq.due - self.reserve:
+            if now + rate.seconds(tokens) > seq.due - self.deadline_reserve:
                 return False
         return True
 
@@ -235,21 +247,21 @@ class Scheduler:
             if seq in builder.preempted or builder.room(seq) == 0:
                 continue
             builder.add(seq, 1)
-            bound = min(bound, self._lendable(seq, view.now, self.cushion))
-            deep = min(deep, self._lendable(seq, view.now, min(DIP, self.cushion)))
-        safe = 1.0 + self.safety
-        cap = self.longest * min(self._ttfts, default=inf) / safe
+            bound = min(bound, self._lendable(seq, view.now, self.decode_lead))
+            deep = min(deep, self._lendable(seq, view.now, min(DIP, self.decode_lead)))
+        safe = 1.0 + self.safety_margin
+        cap = self.max_ttft_share * min(self._ttfts, default=inf) / safe
         cap = max(cap, DECODES * view.latency.step_time(builder.shape.plus(1, 0)))  # plus 1: of no decodes too
         return min(bound / safe, cap), min(deep / safe, cap)
 
     def _lendable(self, seq: SeqView, now: float, cushion: float) -> float:
         """Seconds that a step with this decode may take: what it is ahead of its deadline, less a cushion of some
         tokens that absorbs a slow step; with less than that ahead, a pace at which the cushion grows again."""
-        ahead = seq.due - now - self.reserve
+        ahead = seq.due - now - self.deadline_reserve
         tpot = _tpot(seq)
         if tpot == inf:
             return ahead
-        return max(min(ahead, self.share * tpot), ahead - cushion * tpot)
+        return max(min(ahead, self.decode_share * tpot), ahead - cushion * tpot)
 
     def _prefills(
         self, builder: BatchBuilder, strict: Sequence[SeqView], rest: Sequence[SeqView], bound: float, deep: float
@@ -282,12 +294,12 @@ class Scheduler:
                 self._chunk(builder, seq, bound)
 
     def _give_turn(self, builder: BatchBuilder, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:
-        """One step in `every`: the oldest set aside gets some tokens first, and the KV for them from whomever."""
+        """One step in `turn_every`: the oldest set aside gets some tokens first, and the KV for them from whomever."""
         self._turn += 1
-        if rest and self._turn >= self.every:
+        if rest and self._turn >= self.turn_every:
             self._turn = 0
             victims = [*_younger(rest), *sorted(strict, key=_due, reverse=True)]
-            self._force(builder, rest[0], victims, self.least)
+            self._force(builder, rest[0], victims, self.turn_tokens)
 
     def _force(self, builder: BatchBuilder, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
         tokens = min(seq.pending, most)
@@ -322,7 +334,7 @@ class Scheduler:
         together = [*active, more]
         tpot = min(map(_tpot, together))
         shape = Shape(len(together), len(together), sum(s.length for s in together))
-        return not active or view.latency.step_time(shape) * (1.0 + self.safety) <= self.share * tpot
+        return not active or view.latency.step_time(shape) * (1.0 + self.safety_margin) <= self.decode_share * tpot
 
 
 class _Rate:

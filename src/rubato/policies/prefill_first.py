@@ -5,7 +5,7 @@ A prompt longer than the engine's batch is run alone, in chunks as long as a bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,12 +20,13 @@ SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baselin
 @dataclass
 class Scheduler:
     """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
-    whole: start a request only when KV for all of it is left (`batch_builder.starting`)."""
+    reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
+    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
     watermark: float = 0.01
-    whole: bool = False
+    reserve_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1 or not 0.0 <= self.watermark < 1.0:
@@ -51,7 +52,7 @@ class Scheduler:
             if tokens:
                 builder.add(seq, tokens)
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
-        for seq in starting(view, self.whole):
+        for seq in starting(view, self.reserve_kv):
             whole = self._whole(builder, seq)
             if begun or whole == 0 or builder.room(seq) < whole:
                 return

@@ -8,13 +8,13 @@ that finds no tokens or no place in the batch pauses with its KV. KV that a tigh
 As in vLLM's `--scheduling-policy priority`: the order, the victims, and a running request that lacks KV and finds
 nobody looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting*
 request takes KV from running ones of looser priority too (vLLM's waits for free KV). Added: strict priority starves
-the loosest, so the oldest request of a priority behind the tightest, once it has been here for `patience`, goes first
-in one step of `every` and keeps its KV.
+the loosest, so the oldest request of a priority behind the tightest, once it has been here for `max_wait`, goes first
+in one step of `turn_every` and keeps its KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
@@ -31,22 +31,26 @@ SOURCE = (
 
 @dataclass
 class Scheduler:
-    """budget: tokens per step. patience: seconds after which the oldest of the looser priorities gets turns.
-    every, least: its turn is one step in `every`, with at least `least` tokens if it has as many pending.
+    """budget: tokens per step. max_wait: seconds after which the oldest of the looser priorities gets turns.
+    turn_every, turn_tokens: its turn is one step in `turn_every`, with at least `turn_tokens` tokens if it has as many
+    pending.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    former: ClassVar[Mapping[str, str]] = {"patience": "max_wait", "every": "turn_every", "least": "turn_tokens"}
     budget: int = 2048
-    patience: float = 5.0
-    every: int = 16
-    least: int = 16
+    max_wait: float = 5.0
+    turn_every: int = 16
+    turn_tokens: int = 16
     _turn: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.budget < 1 or self.patience < 0:
-            raise ValueError(f"budget {self.budget}, patience {self.patience}: give >= 1 token and >= 0 seconds")
-        if self.every < 2 or self.least < 1:
-            raise ValueError(f"every {self.every} must be at least 2, least {self.least} at least 1")
+        if self.budget < 1 or self.max_wait < 0:
+            raise ValueError(f"budget {self.budget}, max_wait {self.max_wait}: give >= 1 token and >= 0 seconds")
+        if self.turn_every < 2 or self.turn_tokens < 1:
+            raise ValueError(
+                f"turn_every {self.turn_every} must be at least 2, turn_tokens {self.turn_tokens} at least 1"
+            )
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
@@ -89,16 +93,16 @@ class Scheduler:
         """The oldest request behind the tightest priority here, if it has been here for long."""
         behind = [s for s in order if tightness(s) > tightness(order[0])]
         oldest = min(behind, key=lambda s: (s.request.arrival, s.id), default=None)
-        if oldest is None or view.now - oldest.request.arrival < self.patience:
+        if oldest is None or view.now - oldest.request.arrival < self.max_wait:
             return None
         return oldest
 
     def _give_turn(self, builder: BatchBuilder, seq: SeqView, loosest_first: Sequence[SeqView]) -> None:
         self._turn += 1
-        if self._turn < self.every:
+        if self._turn < self.turn_every:
             return
         self._turn = 0
-        tokens = min(seq.pending, self.least, builder.tokens_left)
+        tokens = min(seq.pending, self.turn_tokens, builder.tokens_left)
         if make_room(builder, seq, tokens, loosest_first):
             builder.add(seq, tokens)
 

@@ -7,7 +7,7 @@ never allows less where a static one would keep the TPOT, so this baseline is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,23 +21,24 @@ SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it
 
 @dataclass
 class Scheduler:
-    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `least` of prefill. whole: start
-    a request only when KV for all of it is left (`batch_builder.starting`)."""
+    """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `min_chunk` of prefill.
+    reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    former: ClassVar[Mapping[str, str]] = {"least": "min_chunk", "whole": "reserve_kv"}
     budget: int = 0
-    least: int = 32
-    whole: bool = False
+    min_chunk: int = 32
+    reserve_kv: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget < 0 or self.least < 1:
-            raise ValueError(f"budget {self.budget}, least {self.least}: give >= 0 (0 = tuned) and >= 1 tokens")
+        if self.budget < 0 or self.min_chunk < 1:
+            raise ValueError(f"budget {self.budget}, min_chunk {self.min_chunk}: give >= 0 (0 = tuned) and >= 1 tokens")
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def plan(self, view: View) -> Plan:
-        builder = decode_first(view, self.budget or self._tuned(view), self.whole)
+        builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
         fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
         return builder.plan(steady=builder.steady() if fixed else 0)
 
@@ -50,4 +51,4 @@ class Scheduler:
         first = next((s for s in here if s.pending > 1), None)
         cached = first.cached if first else 0
         chunk = view.latency.largest_chunk(min(tpots), decodes, cached, view.limits.max_tokens)
-        return decodes.tokens + max(self.least, chunk)
+        return decodes.tokens + max(self.min_chunk, chunk)

@@ -7,7 +7,7 @@ Not reproduced: prefix caching, and the reservation of a whole prompt's KV befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,12 +21,13 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. whole: start a request only when KV for all of it is left
+    """budget: max_num_batched_tokens. reserve_kv: start a request only when KV for all of it is left
     (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
+    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
-    whole: bool = False
+    reserve_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -37,11 +38,11 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         if self._prefills_last(view):
-            builder = decode_first(view, self.budget, self.whole)
+            builder = decode_first(view, self.budget, self.reserve_kv)
         else:
             builder = BatchBuilder(view, self.budget)
             run_in_order(builder, view.running)
-            admit_in_order(builder, starting(view, self.whole))
+            admit_in_order(builder, starting(view, self.reserve_kv))
         return builder.plan(steady=builder.steady())
 
     def _prefills_last(self, view: View) -> bool:

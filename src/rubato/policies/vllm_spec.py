@@ -7,7 +7,7 @@ do. Not reproduced: what `vllm` does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,13 +22,14 @@ SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaS
 
 @dataclass
 class Scheduler:
-    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8). whole: as
+    """budget: max_num_batched_tokens. n: num_speculative_tokens (AdaServe's artifact has 4, 6 and 8). reserve_kv: as
     `vllm`."""
 
     needs: ClassVar[frozenset[str]] = vllm.Scheduler.needs | {"draft"}
+    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
     n: int = 4
-    whole: bool = False
+    reserve_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.n < 1:
@@ -40,7 +41,7 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
         run_in_order(builder, view.running, drafted=_drafted)
-        admit_in_order(builder, starting(view, self.whole))
+        admit_in_order(builder, starting(view, self.reserve_kv))
         plan = builder.plan()
         seqs = {s.id: s for s in [*view.running, *view.waiting]}
         return plan._replace(work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))

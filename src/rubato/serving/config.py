@@ -2,7 +2,7 @@
 
     model: bundled
     engine: {kind: torch, dtype: bfloat16, kv_gib: 1.0}
-    policy: {name: edf, safety: 0.1}
+    policy: {name: edf, safety_margin: 0.1}
     tiers:
       interactive: {ttft_ms: 1000, tpot_ms: 80}
       batch: {e2e_ms: 60000, on_decline: refuse}
@@ -54,7 +54,7 @@ class Named(StrictSettings):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        """`edf`, `{name: edf, safety: 0.1}` and `{kind: ...}` -> name and settings."""
+        """`edf`, `{name: edf, safety_margin: 0.1}` and `{kind: ...}` -> name and settings."""
         if isinstance(value, str):
             return {"name": value, "settings": {}}
         if not isinstance(value, Mapping) or set(value) == {"name", "settings"}:
@@ -245,7 +245,7 @@ FORMER = {"trace": "event_log", "trace_content": "event_log_content"}  # setting
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file (or a mapping), changed by overrides such as `policy.safety=0.2`.
+    """The configuration in a YAML file (or a mapping), changed by overrides such as `policy.safety_margin=0.2`.
 
     Raises ConfigError.
     """
@@ -253,7 +253,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for override in overrides:
         path, found, text = override.partition("=")
         if not found or not path:
-            raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety=0.2")
+            raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         _set(tree, path.split("."), _yaml(text, f"override of {path}"))
     for old, new in FORMER.items():
         if old in tree and new not in tree:

@@ -142,8 +142,8 @@ def planned(one: Seq, **changes: int) -> tuple[Work, ...]:
 def test_nothing_is_drafted_where_the_engine_cannot_or_nobody_wants_it() -> None:
     one = decode("a", tpot=0.05, due=0.05)
     plain = shown([], [one], frozenset({"chunked", "preempt", "mixed"}))
-    assert Scheduler().plan(plain) == Scheduler(draft=0).plan(shown([], [one]))
-    assert not Scheduler(draft=0).uses
+    assert Scheduler().plan(plain) == Scheduler(max_draft=0).plan(shown([], [one]))
+    assert not Scheduler(max_draft=0).uses
     assert Scheduler().uses == {"draft"}
     [entry] = planned(one)
     assert entry.draft is not None
@@ -168,7 +168,9 @@ def test_verification_takes_no_memory_from_anyone() -> None:
     assert entry.tokens + len(entry.verify) <= one.blocks * LIMITS.block - one.cached
 
 
-@pytest.mark.parametrize("wrong", [{"draft": 10}, {"draft": -1}, {"caution": -0.1}, {"prior": 1.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_draft": 10}, {"max_draft": -1}, {"pessimism": -0.1}, {"prior_acceptance": 1.1}]
+)
 def test_impossible_settings(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError, match="draft"):
         load("slos_serve", wrong)
@@ -183,7 +185,7 @@ class Recording:
     needs = Scheduler.needs
 
     def __init__(self, prior: float, even: bool) -> None:
-        self.inner = Scheduler(prior=prior, even=even)
+        self.inner = Scheduler(prior_acceptance=prior, steady_tokens=even)
         self.promised: set[str] = set()
         self.verified = self.beyond = 0
 

@@ -121,8 +121,8 @@ def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
 def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for_long(
     case: tuple[Load, Model], longest: float, even: bool, patience: float
 ) -> None:
-    """`longest`: where a batch does not hold all who decode they take turns."""
-    admitted, met = played(*case, longest=longest, even=even, patience=patience)
+    """`max_batch_seconds`: where a batch does not hold all who decode they take turns."""
+    admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even, best_effort_patience=patience)
     assert admitted <= met
 
 
@@ -137,7 +137,7 @@ LARGE = Limits(max_seqs=64, max_tokens=40, max_length=400, kv_blocks=2000, block
 def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:
     """Four prompts in three batches of 40, each: the first ones have tokens long before they are due."""
     load = alike(4, Stage(150, SLO(0.15, 0.02)), 8, LARGE)
-    admitted, met = played(load, MODELS["fixed"], even=True)
+    admitted, met = played(load, MODELS["fixed"], steady_tokens=True)
     assert len(admitted) == 4
     assert admitted == met
 
@@ -152,7 +152,7 @@ def test_nor_where_the_first_tokens_of_a_prompt_cost_more_than_the_others() -> N
         requests.append(Request(f"p{i}", (stage,), 8.0 + 0.23 * i, sampling=Sampling(max_tokens=200)))
     truth = {r.id: (r.sampling.max_tokens,) for r in requests}
     load = Load(tuple(requests), truth, Limits(256, 8192, 32768, 69_973, 16))
-    admitted, met = played(load, profile.model(), longest=0.018)
+    admitted, met = played(load, profile.model(), max_batch_seconds=0.018)
     assert len(admitted) > 140
     assert admitted <= met
 

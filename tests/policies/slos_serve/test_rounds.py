@@ -93,7 +93,7 @@ def ends(load: Load, **settings: object) -> tuple[list[Event], dict[str, Finishe
 def test_whatever_is_undecided_every_request_ends_once_and_no_step_fails(
     load: Load, threshold: int, timeout: float
 ) -> None:
-    ends(load, threshold=threshold, timeout=timeout)
+    ends(load, decision_threshold=threshold, decision_interval=timeout)
 
 
 def test_nobody_is_promised_memory_that_is_held_by_who_is_not_decided_yet() -> None:

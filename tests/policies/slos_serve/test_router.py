@@ -108,12 +108,12 @@ def test_one_replica_decides_itself() -> None:
 
 
 def test_it_decides_as_the_replicas_scheduler_does() -> None:
-    """margin, reserve and values count in the controller as they do on the replica."""
+    """Margin, reserve and values count in the controller as they do on the replica."""
     new = request("a", 70, ttft=0.1)
     assert place([new], fleet([], []), backup="refuse").place
-    assert place([new], fleet([], []), backup="refuse", margin=0.5).reject
+    assert place([new], fleet([], []), backup="refuse", safety_margin=0.5).reject
     low = request("low", 250, ttft=2.0)
-    settings = {"values": {"gold": 2.0}, "reserve": 0.5, "backup": "refuse"}
+    settings = {"tier_values": {"gold": 2.0}, "tier_reserve": 0.5, "backup": "refuse"}
     assert place([low], fleet([], []), **settings).reject
     assert place([replace(low, tier="gold")], fleet([], []), **settings).place
 
@@ -169,11 +169,11 @@ def test_a_decode_in_flight_takes_no_promise_away() -> None:
     [
         ({"max_hops": -1}, "max_hops -1"),
         ({"backup": "drop"}, "give 0 or more, and one of best_effort, refuse"),
-        ({"margin": -0.1}, "0 or more"),
-        ({"longest": 0.0}, "seconds, more than 0"),
-        ({"reserve": 1.0}, "give a share"),
-        ({"values": {"gold": 0}}, "a number above 0"),
-        ({"threshold": 2}, "no setting 'threshold'"),
+        ({"safety_margin": -0.1}, "0 or more"),
+        ({"max_batch_seconds": 0.0}, "seconds, more than 0"),
+        ({"tier_reserve": 1.0}, "give a share"),
+        ({"tier_values": {"gold": 0}}, "a number above 0"),
+        ({"decision_threshold": 2}, "no setting 'decision_threshold'"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
@@ -182,12 +182,14 @@ def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
 
 
 def test_it_goes_by_its_schedulers_settings_unless_told_otherwise() -> None:
-    own = {"margin": 0.2, "values": {"gold": 2.0}, "threshold": 3, "even": True}
+    own = {"safety_margin": 0.2, "tier_values": {"gold": 2.0}, "decision_threshold": 3, "steady_tokens": True}
     for router in ("auto", "slos_serve"):
-        made = policies.router_for("slos_serve", router, {"reserve": 0.1, "max_hops": 1}, own)
-        assert made == Router(margin=0.2, values={"gold": 2.0}, reserve=0.1, max_hops=1, even=True)
-    made = policies.router_for("slos_serve", "auto", {"margin": 0.3}, own)
-    assert made == Router(margin=0.3, values={"gold": 2.0}, even=True)
+        made = policies.router_for("slos_serve", router, {"tier_reserve": 0.1, "max_hops": 1}, own)
+        assert made == Router(
+            safety_margin=0.2, tier_values={"gold": 2.0}, tier_reserve=0.1, max_hops=1, steady_tokens=True
+        )
+    made = policies.router_for("slos_serve", "auto", {"safety_margin": 0.3}, own)
+    assert made == Router(safety_margin=0.3, tier_values={"gold": 2.0}, steady_tokens=True)
     assert policies.router_for("slos_serve", "round_robin", {}, own) == policies.load_router("round_robin")
     assert policies.router_for("sarathi", "slos_serve", {}, {"budget": 64}) == Router()
 
@@ -196,7 +198,7 @@ def test_even_decodes_are_no_room_there_either() -> None:
     """The prompt takes 105 ms; the decode of r0, far ahead, is to have a token every 50 all the same."""
     views = fleet([], [], running=[replace(decode("d", tpot=0.05, due=1.0), output=11)])
     assert place([request("a", 95, ttft=0.12)], views).place == {"a": "r0"}
-    assert place([request("a", 95, ttft=0.12)], views, even=True).place == {"a": "r1"}
+    assert place([request("a", 95, ttft=0.12)], views, steady_tokens=True).place == {"a": "r1"}
 
 
 # ----------------------------------------------------------------- a fleet

@@ -71,7 +71,7 @@ def test_batches_are_shorter_by_as_much_as_the_model_was_off() -> None:
     running = [decode("loose", tpot=0.1, due=0.1), decode("tight", tpot=0.04, due=0.04)]
     shown = replace(seen([prompt("a", 200, ttft=2.0)], running), latency=Off())
     assert sum(work(plan(shown)).values()) == 16
-    assert sum(work(plan(shown, margin=0.0)).values()) == 30
+    assert sum(work(plan(shown, safety_margin=0.0)).values()) == 30
 
 
 def test_batches_are_long_until_a_tighter_request_decodes() -> None:
@@ -103,17 +103,17 @@ def test_values_decide_whom_to_admit() -> None:
     long = prompt("c", 80, ttft=0.1)
     long = replace(long, request=replace(long.request, tier="gold"))
     assert plan(seen([*short, long], [])).demote == ("c",)
-    assert plan(seen([*short, long], []), values={"gold": 3.0}).demote == ("a", "b")
+    assert plan(seen([*short, long], []), tier_values={"gold": 3.0}).demote == ("a", "b")
 
 
 def test_a_reserve_is_kept_for_those_worth_most() -> None:
     """40 blocks: 250 + 16 tokens take 27, more than half of them."""
     low = prompt("low", 250, ttft=2.0)
     gold = replace(low, request=replace(low.request, tier="gold"))
-    settings = {"values": {"gold": 2.0}, "reserve": 0.5}
+    settings = {"tier_values": {"gold": 2.0}, "tier_reserve": 0.5}
     assert plan(seen([low], []), **settings).demote == ("low",)
     assert not plan(seen([gold], []), **settings).demote
-    assert not plan(seen([low], []), reserve=0.5).demote  # nobody is worth more
+    assert not plan(seen([low], []), tier_reserve=0.5).demote  # nobody is worth more
 
 
 def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refused() -> None:
@@ -121,15 +121,15 @@ def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refuse
             for i in range(3)]  # fmt: skip
     patient = prompt("patient", 95)
     begun = replace(prompt("begun", 95), length=99, output=4)  # preempted: it has had tokens
-    made = plan(seen([*late, patient, begun], []), backlog=2)
+    made = plan(seen([*late, patient, begun], []), max_waiting=2)
     assert made.demote == ("late0", "late1")
     assert made.drop == {"late2": "rejected-saturated"}
     assert "late0" in work(made)  # and does not wait
-    assert not plan(seen([*late, patient, begun], []), backlog=3).drop
+    assert not plan(seen([*late, patient, begun], []), max_waiting=3).drop
 
 
 def test_who_starts_at_once_needs_no_backlog() -> None:
-    made = plan(seen([prompt("a", 30), prompt("b", 30), prompt("c", 60)], []), backlog=0)
+    made = plan(seen([prompt("a", 30), prompt("b", 30), prompt("c", 60)], []), max_waiting=0)
     assert work(made) == {"a": 30, "b": 30, "c": 40}
     assert not made.drop
 
@@ -154,7 +154,7 @@ def test_who_is_declined_does_not_shorten_batches() -> None:
 
 
 def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
-    scheduler = Scheduler(threshold=2, timeout=0.5)
+    scheduler = Scheduler(decision_threshold=2, decision_interval=0.5)
     running = [decode("r", tpot=0.1, due=2.0)]
     scheduler.plan(seen([], running, now=0.9))
     new = replace(prompt("a", 20, ttft=2.0), due=2.9)
@@ -162,7 +162,7 @@ def test_decisions_wait_for_the_threshold_or_the_timeout() -> None:
     assert set(scheduler.promised) == {"r"}
     other = replace(prompt("b", 20, ttft=2.0), due=2.9)
     assert {"a", "b"} <= work(scheduler.plan(seen([new, other], running, now=0.92))).keys()
-    late = Scheduler(threshold=2, timeout=0.5)
+    late = Scheduler(decision_threshold=2, decision_interval=0.5)
     late.plan(seen([], running, now=0.1))
     assert "a" in work(late.plan(seen([new], running, now=0.7)))
 
@@ -172,7 +172,7 @@ def test_a_round_that_is_not_decided_yet_waits_with_its_kv() -> None:
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8))
     first = Seq(asked, length=22, cached=21, blocks=3, output=2, due=1.2)
     second = replace(first, length=42, cached=21, stage=1, stage_start=0.5, output=0, due=1.5)
-    scheduler = Scheduler(threshold=2, timeout=9.0)
+    scheduler = Scheduler(decision_threshold=2, decision_interval=9.0)
     scheduler.plan(seen([], [first, decode("r", tpot=0.1, due=2.0)], now=0.4))
     for now in (0.5, 0.51, 0.52):
         made = scheduler.plan(seen([], [second, decode("r", tpot=0.1, due=2.0)], now=now))
@@ -255,21 +255,21 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"threshold": 0}, "at least 1 request"),
-        ({"timeout": inf}, "timeout inf"),
-        ({"margin": -0.1}, "0 or more"),
-        ({"longest": 0.0}, "seconds, more than 0"),
-        ({"reserve": 1.0}, "give a share"),
-        ({"backlog": -1}, "requests, 0 or more"),
-        ({"values": {"gold": 0}}, "a number above 0"),
-        ({"values": {"gold": True}}, "a number above 0"),
-        ({"values": None}, "numbers by tier"),
-        ({"values": ["gold"]}, "numbers by tier"),
-        ({"margin": "10%"}, "margin is '10%'"),
-        ({"margin": inf}, "margin is inf"),
-        ({"backlog": "x"}, "backlog is 'x'"),
-        ({"backlog": 1.5}, "a whole number of requests"),
-        ({"caution": inf}, "caution inf"),
+        ({"decision_threshold": 0}, "at least 1 request"),
+        ({"decision_interval": inf}, "decision_interval inf"),
+        ({"safety_margin": -0.1}, "0 or more"),
+        ({"max_batch_seconds": 0.0}, "seconds, more than 0"),
+        ({"tier_reserve": 1.0}, "give a share"),
+        ({"max_waiting": -1}, "requests, 0 or more"),
+        ({"tier_values": {"gold": 0}}, "a number above 0"),
+        ({"tier_values": {"gold": True}}, "a number above 0"),
+        ({"tier_values": None}, "numbers by tier"),
+        ({"tier_values": ["gold"]}, "numbers by tier"),
+        ({"safety_margin": "10%"}, "safety_margin is '10%'"),
+        ({"safety_margin": inf}, "safety_margin is inf"),
+        ({"max_waiting": "x"}, "max_waiting is 'x'"),
+        ({"max_waiting": 1.5}, "a whole number of requests"),
+        ({"pessimism": inf}, "pessimism inf"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
@@ -400,7 +400,7 @@ class Launching(Linear):
 def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_or_were_passed_over() -> None:
     """Batches of 22 ms hold twelve decodes, so three are passed over in the first. The second holds eight tokens, for
     the prompt's six are among them: it is due after 30 ms, one decode after 40, all others after 50 s."""
-    served = SpelledOut("slos_serve", {"longest": 0.01})
+    served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     ahead = [decode(id, tpot=1.0, due=50.0) for id in "abcdefghijklmno"]
     more = {"limits": replace(seen([], []).limits, max_seqs=20), "kv_total": 400, "latency": Launching()}
     assert len(work(served.plan(replace(seen([], ahead), **more)))) == 12
@@ -413,13 +413,13 @@ def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
     """10 ms and 1 ms a token: the prompt's 95 would hold up for 106 ms a decode that is to have a token every 50."""
     running = [replace(decode("d", tpot=0.05, due=1.0), output=11)]
     assert sum(work(plan(seen([prompt("a", 95, ttft=1.0)], running))).values()) > 40
-    assert work(plan(seen([prompt("a", 95, ttft=1.0)], running), even=True)) == {"d": 1, "a": 39}
+    assert work(plan(seen([prompt("a", 95, ttft=1.0)], running), steady_tokens=True)) == {"d": 1, "a": 39}
 
 
 @pytest.mark.parametrize(("tpot", "taken"), [(1.0, "mnoabcdefghi"), (0.025, "abcdefghijkl")])
 def test_decodes_that_are_ahead_take_turns_where_a_batch_does_not_hold_all(tpot: float, taken: str) -> None:
     """Batches of 22 ms hold 12. Whoever is further ahead goes without, but not twice: unless the others need them."""
-    served = SpelledOut("slos_serve", {"longest": 0.01})
+    served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     dues = dict.fromkeys("abcdefghijkl", tpot) | dict.fromkeys("mno", 50.0)
     for now, expected in ((0.0, "abcdefghijkl"), (0.022, taken)):
         shown = seen([], [decode(id, tpot=tpot, due=due) for id, due in dues.items()], now=now)
@@ -430,7 +430,7 @@ def test_decodes_that_are_ahead_take_turns_where_a_batch_does_not_hold_all(tpot:
 
 def test_nobody_is_passed_over_twice_while_a_batch_holds_half() -> None:
     """Twelve of 15, as many times: those due first always, the six furthest ahead every other time."""
-    served = SpelledOut("slos_serve", {"longest": 0.01})
+    served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     dues = {id: 10.0 * i for i, id in enumerate("abcdefghijklmno", start=1)}
     batches = []
     for step in range(10):

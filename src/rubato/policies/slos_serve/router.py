@@ -25,17 +25,28 @@ class Router:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    former: ClassVar[Mapping[str, str]] = {
+        "margin": "safety_margin",
+        "longest": "max_batch_seconds",
+        "patience": "best_effort_patience",
+        "even": "steady_tokens",
+        "values": "tier_values",
+        "reserve": "tier_reserve",
+        "draft": "max_draft",
+        "caution": "pessimism",
+        "prior": "prior_acceptance",
+    }
     max_hops: int = 3
     backup: str = "best_effort"
-    margin: float | None = Scheduler.margin
-    longest: float = Scheduler.longest
-    patience: float = Scheduler.patience
-    values: Mapping[str, float] = field(default_factory=dict)
-    reserve: float = Scheduler.reserve
-    even: bool = Scheduler.even
-    draft: int = Scheduler.draft
-    caution: float = Scheduler.caution
-    prior: float = Scheduler.prior
+    safety_margin: float | None = Scheduler.safety_margin
+    max_batch_seconds: float = Scheduler.max_batch_seconds
+    best_effort_patience: float = Scheduler.best_effort_patience
+    tier_values: Mapping[str, float] = field(default_factory=dict)
+    tier_reserve: float = Scheduler.tier_reserve
+    steady_tokens: bool = Scheduler.steady_tokens
+    max_draft: int = Scheduler.max_draft
+    pessimism: float = Scheduler.pessimism
+    prior_acceptance: float = Scheduler.prior_acceptance
     _virtual: Scheduler = field(init=False)  # for all replicas: it goes by what each shows
     _landed: int = field(default=0, init=False)
     _declined: set[str] = field(default_factory=set, init=False)  # placed without asking, or by the backup
@@ -46,9 +57,16 @@ class Router:
                 f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, and one of {', '.join(BACKUPS)}"
             )
         self._virtual = Scheduler(
-            margin=self.margin, longest=self.longest, patience=self.patience, values=self.values, reserve=self.reserve,
-            even=self.even, draft=self.draft, caution=self.caution, prior=self.prior,
-        )  # fmt: skip
+            safety_margin=self.safety_margin,
+            max_batch_seconds=self.max_batch_seconds,
+            best_effort_patience=self.best_effort_patience,
+            tier_values=self.tier_values,
+            tier_reserve=self.tier_reserve,
+            steady_tokens=self.steady_tokens,
+            max_draft=self.max_draft,
+            pessimism=self.pessimism,
+            prior_acceptance=self.prior_acceptance,
+        )
 
     @property
     def tiers(self) -> Collection[str]:

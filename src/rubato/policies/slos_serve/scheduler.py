@@ -33,7 +33,9 @@ from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
-BEST_EFFORT_TOKENS = 16  # a request without a promise is behind when it had fewer than so many tokens per `patience`
+BEST_EFFORT_TOKENS = (
+    16  # a request without a promise is behind when it had fewer than so many tokens per `best_effort_patience`
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +101,48 @@ class _PlanState:
 
 @dataclass
 class Scheduler:
-    """threshold: decide when so many requests are new, or have finished since the last decision. timeout: or after so
-    many seconds. margin: predicted times count this much more; None: as much as the latency model has been off of late
-    (root mean square; none where it is exact, or does not learn). longest: seconds of a batch that no TPOT bounds.
-    patience: seconds that a prompt without a TTFT, or best effort, may wait before it is counted as promised.
-    even: decodes that are ahead of their deadlines get a token every TPOT all the same, for readers (and judges) who
-    see a pause where a deadline is still kept, as far as all promises allow; batches are shorter for it, also where
-    drafts would allow longer ones, and fewer requests are admitted.
-    values: what attaining a request of a tier is worth, 1 if not named. reserve: share of memory, places and batches
-    that is kept for requests worth most. backlog: requests without a promise that may wait for their first batch, any
-    number if None; more are refused, so that they do not fill the queue that those who could be promised must pass. Who
-    is in the next batch does not wait.
-    draft: tokens drafted for an entry at most, where the engine drafts (0: none). caution: standard deviations of luck,
-    over 20 tries, that plans allow for. prior: chance that a drafted token is right, as long as few were tried.
+    """decision_threshold: decide when so many requests are new, or have finished since the last decision.
+    decision_interval: or after so many seconds. safety_margin: predicted times count this much more; None: as much as
+    the latency model has been off of late (root mean square; none where it is exact, or does not learn).
+    max_batch_seconds: seconds of a batch that no TPOT bounds. best_effort_patience: seconds that a prompt without a
+    TTFT, or best effort, may wait before it is counted as promised. steady_tokens: decodes that are ahead of their
+    deadlines get a token every TPOT all the same, for readers (and judges) who see a pause where a deadline is still
+    kept, as far as all promises allow; batches are shorter for it, also where drafts would allow longer ones, and fewer
+    requests are admitted. tier_values: what attaining a request of a tier is worth, 1 if not named. tier_reserve: share
+    of memory, places and batches that is kept for requests worth most. max_waiting: requests without a promise that may
+    wait for their first batch, any number if None; more are refused, so that they do not fill the queue that those who
+    could be promised must pass. Who is in the next batch does not wait. max_draft: tokens drafted for an entry at most,
+    where the engine drafts (0: none). pessimism: standard deviations of luck, over 20 tries, that plans allow for.
+    prior_acceptance: chance that a drafted token is right, as long as few were tried.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    threshold: int = 1
-    timeout: float = 0.1
-    margin: float | None = None
-    longest: float = 0.2
-    patience: float = 4.0
-    even: bool = False
-    values: Mapping[str, float] = field(default_factory=dict)
-    reserve: float = 0.0
-    backlog: int | None = None
-    draft: int = LONGEST - 1
-    caution: float = 0.0
-    prior: float = PRIOR
+    former: ClassVar[Mapping[str, str]] = {
+        "threshold": "decision_threshold",
+        "timeout": "decision_interval",
+        "margin": "safety_margin",
+        "longest": "max_batch_seconds",
+        "patience": "best_effort_patience",
+        "even": "steady_tokens",
+        "values": "tier_values",
+        "reserve": "tier_reserve",
+        "backlog": "max_waiting",
+        "draft": "max_draft",
+        "caution": "pessimism",
+        "prior": "prior_acceptance",
+    }
+    decision_threshold: int = 1
+    decision_interval: float = 0.1
+    safety_margin: float | None = None
+    max_batch_seconds: float = 0.2
+    best_effort_patience: float = 4.0
+    steady_tokens: bool = False
+    tier_values: Mapping[str, float] = field(default_factory=dict)
+    tier_reserve: float = 0.0
+    max_waiting: int | None = None
+    max_draft: int = LONGEST - 1
+    pessimism: float = 0.0
+    prior_acceptance: float = PRIOR
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
@@ -139,38 +155,49 @@ class Scheduler:
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.threshold < 1 or not 0.0 <= self.timeout < inf:
+        if self.decision_threshold < 1 or not 0.0 <= self.decision_interval < inf:
             raise ValueError(
-                f"threshold {self.threshold}, timeout {self.timeout}: give at least 1 request, and seconds, 0 or more"
+                f"decision_threshold {self.decision_threshold}, decision_interval {self.decision_interval}: "
+                f"give at least 1 request, and seconds, 0 or more"
             )
-        if self.margin is not None and not (_is_number(self.margin) and 0.0 <= self.margin < inf):
-            raise ValueError(f"margin is {self.margin!r}: give a share like 0.1, 0 or more, or none")
-        if not 0.0 < self.longest < inf or not 0.0 < self.patience < inf:
-            raise ValueError(f"longest {self.longest}, patience {self.patience}: give seconds, more than 0")
-        if not 0.0 <= self.reserve < 1.0:
-            raise ValueError(f"reserve is {self.reserve}: give a share, in [0, 1)")
-        if self.backlog is not None and (type(self.backlog) is not int or self.backlog < 0):
-            raise ValueError(f"backlog is {self.backlog!r}: give a whole number of requests, 0 or more, or none")
-        if not isinstance(self.values, Mapping):
-            raise ValueError(f"values is {self.values!r}: give numbers by tier, like {{gold: 4}}")
-        if wrong := [v for v in self.values.values() if not (_is_number(v) and 0.0 < v < inf)]:
-            raise ValueError(f"values has {wrong[0]!r}: give each tier a number above 0")
-        if not 0 <= self.draft < LONGEST or not 0.0 <= self.caution < inf or not 0.0 <= self.prior <= 1.0:
+        if self.safety_margin is not None and not (_is_number(self.safety_margin) and 0.0 <= self.safety_margin < inf):
+            raise ValueError(f"safety_margin is {self.safety_margin!r}: give a share like 0.1, 0 or more, or none")
+        if not 0.0 < self.max_batch_seconds < inf or not 0.0 < self.best_effort_patience < inf:
             raise ValueError(
-                f"draft {self.draft}, caution {self.caution}, prior {self.prior}: give 0 to {LONGEST - 1} tokens, 0 or "
+                f"max_batch_seconds {self.max_batch_seconds}, best_effort_patience "
+                f"{self.best_effort_patience}: give seconds, more than 0"
+            )
+        if not 0.0 <= self.tier_reserve < 1.0:
+            raise ValueError(f"tier_reserve is {self.tier_reserve}: give a share, in [0, 1)")
+        if self.max_waiting is not None and (type(self.max_waiting) is not int or self.max_waiting < 0):
+            raise ValueError(
+                f"max_waiting is {self.max_waiting!r}: give a whole number of requests, 0 or more, or none"
+            )
+        if not isinstance(self.tier_values, Mapping):
+            raise ValueError(f"tier_values is {self.tier_values!r}: give numbers by tier, like {{gold: 4}}")
+        if wrong := [v for v in self.tier_values.values() if not (_is_number(v) and 0.0 < v < inf)]:
+            raise ValueError(f"tier_values has {wrong[0]!r}: give each tier a number above 0")
+        if (
+            not 0 <= self.max_draft < LONGEST
+            or not 0.0 <= self.pessimism < inf
+            or not 0.0 <= self.prior_acceptance <= 1.0
+        ):
+            raise ValueError(
+                f"max_draft {self.max_draft}, pessimism {self.pessimism}, prior_acceptance "
+                f"{self.prior_acceptance}: give 0 to {LONGEST - 1} tokens, 0 or "
                 "more, and a probability"
             )
-        self._drafts = Drafts(self.draft, self.caution, self.prior)
+        self._drafts = Drafts(self.max_draft, self.pessimism, self.prior_acceptance)
 
     @property
     def uses(self) -> frozenset[str]:
         """What it makes use of, and can do without."""
-        return frozenset({"draft"}) if self.draft else frozenset()
+        return frozenset({"draft"}) if self.max_draft else frozenset()
 
     @property
     def tiers(self) -> Collection[str]:
         """That its settings speak of; a server checks that it has them."""
-        return self.values.keys()
+        return self.tier_values.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -185,7 +212,7 @@ class Scheduler:
             self._drafts.observe(event)
 
     def plan(self, view: View) -> Plan:
-        if self.even:
+        if self.steady_tokens:
             self._look(view)
         state = self._parted(view)
         if state.promises.light != self._light:  # the grid counts tokens as they were
@@ -198,7 +225,7 @@ class Scheduler:
             self._decide(state, jobs)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
-        if self.even and room(grid, [state.jobs[s.id] for s in state.admitted]).min(initial=inf) < -EPS:
+        if self.steady_tokens and room(grid, [state.jobs[s.id] for s in state.admitted]).min(initial=inf) < -EPS:
             self._fall_back_to_deadlines(state)
         self._undecided = frozenset(s.id for s in state.undecided)
         self._give_up(state)
@@ -226,7 +253,7 @@ class Scheduler:
         may ask."""
         promises = self._promises(view)
         running = [s for s in view.running if not s.best_effort]
-        if self.even:  # nobody here knows since when each has had its last token: as if just now
+        if self.steady_tokens:  # nobody here knows since when each has had its last token: as if just now
             promises = replace(promises, since={s.id: view.now for s in running if s.output})
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
@@ -244,11 +271,17 @@ class Scheduler:
         since = {id: at for id, (_, at) in self._came.items()}
         self._drafts.look(view)
         return DemandReader(
-            now, view.limits.block, self.patience, self.values, since, prefill_token_weight(view), self._drafts.chance
+            now,
+            view.limits.block,
+            self.best_effort_patience,
+            self.tier_values,
+            since,
+            prefill_token_weight(view),
+            self._drafts.chance,
         )
 
     def _margin(self, view: View) -> float:
-        return view.latency.spread if self.margin is None else self.margin
+        return view.latency.spread if self.safety_margin is None else self.safety_margin
 
     def _kept_up(self, view: View, jobs: list[Demand]) -> list[Demand]:
         """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
@@ -287,12 +320,12 @@ class Scheduler:
         return state
 
     def _find_oldest_best_effort(self, state: _PlanState) -> None:
-        """The oldest without a promise that is behind what `patience` says, until it ends."""
-        trickle = self.patience / BEST_EFFORT_TOKENS
+        """The oldest without a promise that is behind what `best_effort_patience` says, until it ends."""
+        trickle = self.best_effort_patience / BEST_EFFORT_TOKENS
         able = [*state.best_effort, *(s for s in state.admitted if s.due == inf and tightest_tpot(s) == inf)]
         oldest = next((s for s in able if s.id == self._oldest_best_effort.id), None)
         if oldest is None:
-            behind = [s for s in able if state.now > s.stage_start + self.patience + s.output * trickle]
+            behind = [s for s in able if state.now > s.stage_start + self.best_effort_patience + s.output * trickle]
             oldest = min(behind, key=_arrival, default=None)
             self._oldest_best_effort = (
                 OldestBestEffort(oldest.id, oldest.length) if oldest is not None else NO_BEST_EFFORT
@@ -305,8 +338,8 @@ class Scheduler:
     def _is_time(self, state: _PlanState) -> bool:
         """Whether to decide now: enough is new or has finished, the last time is long ago, or there is nothing else."""
         return (
-            max(len(state.undecided), self._finished) >= self.threshold
-            or state.now - self._decided >= self.timeout
+            max(len(state.undecided), self._finished) >= self.decision_threshold
+            or state.now - self._decided >= self.decision_interval
             or not (state.admitted or state.best_effort)
         )
 
@@ -334,7 +367,7 @@ class Scheduler:
                 self._oldest_best_effort, due=inf
             )  # it has to wait until others end; nobody is added meanwhile
             chosen = self._choose(state.view, machine, jobs, [])
-        if chosen.admitted is None and self.even:
+        if chosen.admitted is None and self.steady_tokens:
             chosen = self._choose(state.view, machine, self._fall_back_to_deadlines(state), [])
         found, terms, stride = chosen
         if found is not None:
@@ -349,7 +382,9 @@ class Scheduler:
         """Whom of the new to admit beside the forced, and how."""
         entries = self._drafts.entries
         best: _Decision | None = None
-        for stride in [PLAIN] if self.even else self._drafts.strides([*forced, *new], machine, self._unbound(machine)):
+        for stride in (
+            [PLAIN] if self.steady_tokens else self._drafts.strides([*forced, *new], machine, self._unbound(machine))
+        ):
             found = self._admit(view, machine, entries(forced, stride), entries(new, stride), stride)
             if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
                 best = found
@@ -367,8 +402,8 @@ class Scheduler:
         stride: SpeculationPlan,
     ) -> _Decision:
         terms = self._terms(view, machine, forced, 1.0, stride)
-        if self.reserve and any(j.value < self._most for j in new):
-            others = self._terms(view, machine, forced, 1.0 - self.reserve, stride)
+        if self.tier_reserve and any(j.value < self._most for j in new):
+            others = self._terms(view, machine, forced, 1.0 - self.tier_reserve, stride)
             return _Decision(admit_first(forced, new, terms, others, self._most), terms, stride)
         return _Decision(admit(forced, new, terms), terms, stride)
 
@@ -393,12 +428,12 @@ class Scheduler:
 
     def _unbound(self, machine: BatchCapacity) -> float:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
-        return max(self.longest, 2.0 * machine.seconds(1))
+        return max(self.max_batch_seconds, 2.0 * machine.seconds(1))
 
     @property
     def _most(self) -> float:
         """What a request can be worth."""
-        return max([1.0, *self.values.values()])
+        return max([1.0, *self.tier_values.values()])
 
     def _with_oldest_best_effort(self, state: _PlanState, jobs: Sequence[Demand]) -> list[Demand]:
         """The forced, and the oldest as if it were."""
@@ -406,13 +441,15 @@ class Scheduler:
         if oldest is None:
             return list(jobs)
         if self._oldest_best_effort.due == inf:
-            self._oldest_best_effort = replace(self._oldest_best_effort, due=state.now + 0.5 * self.patience)
+            self._oldest_best_effort = replace(
+                self._oldest_best_effort, due=state.now + 0.5 * self.best_effort_patience
+            )
         job = self._oldest_best_effort_demand(state, oldest)
         return [*(j for j in jobs if j.id != oldest.id), job]
 
     def _oldest_best_effort_demand(self, state: _PlanState, oldest: SeqView) -> Demand:
         due = max(self._oldest_best_effort.due - state.now, 0.0)
-        return state.promises.job(oldest)._replace(due=due, tpot=self.patience / BEST_EFFORT_TOKENS)
+        return state.promises.job(oldest)._replace(due=due, tpot=self.best_effort_patience / BEST_EFFORT_TOKENS)
 
     def _declined_before(self, state: _PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
@@ -453,11 +490,11 @@ class Scheduler:
 
     def _shed(self, state: _PlanState, work: Collection[str]) -> None:
         """Refuse the youngest without a promise that neither have begun nor are in the batch, beyond the backlog."""
-        if self.backlog is None:
+        if self.max_waiting is None:
             return
         begun = {*state.view.running_ids, *work}
         fresh = [s for s in state.best_effort if nothing_sent(s) and s.id not in begun]
-        for seq in heapq.nlargest(len(fresh) - self.backlog, fresh, key=_arrival):
+        for seq in heapq.nlargest(len(fresh) - self.max_waiting, fresh, key=_arrival):
             state.drop[seq.id] = SATURATED
         state.demoted = [id for id in state.demoted if id not in state.drop]
 
