@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from rubato.core.kv_blocks import blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
 Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
@@ -49,7 +50,7 @@ class Limits:
 
     def blocks(self, tokens: int) -> int:
         """KV blocks that so many tokens of one sequence take."""
-        return -(-tokens // self.block)
+        return blocks_for(tokens, self.block)
 
 
 class Shape(NamedTuple):

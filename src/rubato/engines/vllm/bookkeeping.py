@@ -15,7 +15,6 @@ from typing import Any
 from rubato.core.clock import WallClock, unix_time
 from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Promoted, Started, Stepped, Tokens
 from rubato.core.interfaces import LengthPredictor, Scheduler, View
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.plan_check import check, spelled_out
@@ -116,7 +115,7 @@ class Control:
         seq = Seq(request, own, kv, self._order, self._lengths)
         self.seqs[request.id] = seq
         most = min(own.num_prompt_tokens + own.max_tokens, self.limits.max_length)
-        if blocks_for(most, self.limits.block) > self.limits.kv_blocks:
+        if self.limits.blocks(most) > self.limits.kv_blocks:
             reason = f"rejected-exceeds-kv: {most} tokens, there is memory for {self.limits.kv_blocks} blocks"
             self.end(request.id, "refused", reason)
             return reason
