@@ -93,8 +93,6 @@ def shown(*requests: Request) -> list[sequence.Seq]:
     """Requests that are held, as a cluster shows them to a router."""
     seqs = [sequence.Seq.queued(r, i, r.arrival) for i, r in enumerate(requests)]
     for one in seqs:
-        if one.request.progress is not None:
-            one.resume(one.request.progress)
         if one.request.handoff is not None:
             one.cached = one.request.handoff.cached
     return seqs

@@ -29,7 +29,7 @@ from rubato.core.events import (
     Transferred,
 )
 from rubato.core.interfaces import LatencyModel, LengthPredictor, View
-from rubato.core.kv_blocks import KVBlocks, blocks_for, first_key, next_key
+from rubato.core.kv_blocks import KVBlocks, first_key, next_key
 from rubato.core.miss_cause import delays_by_cause
 from rubato.core.plan import ANY, NO_BATCH, Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, Work
 from rubato.core.plan_check import check, spelled_out
@@ -43,7 +43,7 @@ def refusal_reason(request: Request, limits: Limits) -> str | None:
     most = request.prompt + request.sampling.max_tokens
     if most > limits.max_length:
         return "rejected-too-long"
-    return "rejected-exceeds-kv" if blocks_for(most, limits.block) > limits.kv_blocks else None
+    return "rejected-exceeds-kv" if limits.blocks(most) > limits.kv_blocks else None
 
 
 def _order(seq: Seq) -> int:
@@ -119,7 +119,7 @@ class Replica:
         most = self.limits.max_running
         if most is not None and len(self.running) + len(self.leaving) + len(self.arriving) >= most:
             return None
-        if blocks_for(handoff.cached, self.limits.block) > self.kv.free:
+        if self.limits.blocks(handoff.cached) > self.kv.free:
             return None
         self.kv.grow(seq.block_ids, handoff.cached)
         seq.cached = handoff.cached
@@ -303,12 +303,11 @@ class Replica:
         if request.id in self._seqs or request.id in self.leaving:
             raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
         self._order += 1
-        seq = Seq.queued(request, self._order, now, lengths=self._lengths, kv=self.kv, token_ids=[])
+        ids, keys = None, []
         if request.stages[0].token_ids and (self._prefix_cache or request.group):
-            seq.ids = list(request.stages[0].token_ids)
-            seq.keys.append(first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}"))
-        if request.progress is not None:
-            seq.resume(request.progress)
+            ids = list(request.stages[0].token_ids)
+            keys = [first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}")]
+        seq = Seq.queued(request, self._order, now, lengths=self._lengths, kv=self.kv, token_ids=[], ids=ids, keys=keys)
         seq.learn_keys(self.limits.block)
         return seq
 
@@ -485,5 +484,5 @@ class Replica:
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         for seq in self._seqs.values():
             here = len(seq.block_ids) if seq.id in self.running or seq.id in self.arriving else seq.cached
-            assert blocks_for(seq.cached, self.limits.block) <= here or seq.ended, "KV cached beyond its blocks"
+            assert self.limits.blocks(seq.cached) <= here or seq.ended, "KV cached beyond its blocks"
             assert seq.cached <= seq.length, "more cached than there is"

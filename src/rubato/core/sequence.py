@@ -63,10 +63,12 @@ class Seq:
 
     @classmethod
     def queued(cls, request: Request, order: int, now: float, **parts: Any) -> Self:
-        """One that waits from now on and has received nothing (`resume` puts it where it was). parts: other fields."""
+        """One that waits from now on, with what it has received elsewhere if it moved. parts: other fields."""
         seq = cls(request, order, request.arrival, now, request.stages[0].prompt, **parts)
         seq.starts.append(request.arrival)
         seq.renew_due()
+        if request.progress is not None:
+            seq.resume(request.progress)
         return seq
 
     @property

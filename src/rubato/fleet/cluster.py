@@ -206,8 +206,6 @@ class Cluster:
         """It waits here, as a router sees it: with what it has received, and the KV that it would bring along."""
         self._order += 1
         seq = Seq.queued(request, self._order, self.clock.now(), lengths=self._lengths)
-        if request.progress is not None:
-            seq.resume(request.progress)
         if request.handoff is not None:
             seq.cached = request.handoff.cached
         self._held[request.id] = seq

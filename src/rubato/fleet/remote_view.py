@@ -98,8 +98,6 @@ class Mirror:
     def submit(self, request: Request, now: float) -> None:
         self._submitted += 1
         seq = RemoteSeq.queued(request, self._submitted, now, lengths=self._lengths, token_ids=[])
-        if request.progress is not None:
-            seq.resume(request.progress)
         coming = request.handoff is not None and request.handoff.cached > 0
         (self._arriving if coming else self._waiting)[request.id] = seq
 
