@@ -482,3 +482,6 @@ def test_settings_by_their_former_names_work_for_one_release() -> None:
     with pytest.warns(FutureWarning, match="setting margin is now safety_margin"):
         router: Any = policies.router_for("slos_serve", "auto", None, {"margin": 0.3})
     assert router.safety_margin == 0.3
+    with pytest.warns(FutureWarning, match="setting margin is now safety_margin"):  # its own beside the policy's
+        router = policies.router_for("slos_serve", "auto", {"margin": 0.4}, {"safety_margin": 0.2, "threshold": 3})
+    assert router.safety_margin == 0.4

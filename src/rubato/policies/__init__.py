@@ -12,12 +12,12 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rubato.core.former_names import by_present_names
 from rubato.core.interfaces import Router, Scheduler
 from rubato.core.suggest import nearest
 
@@ -54,8 +54,9 @@ def router_for(
     if router == "auto":
         router = policy if paired else "least_loaded"
     if paired and router == policy:
-        shared = {**_settings(paired), **getattr(paired, "former", {})}
-        settings = {key: value for key, value in (own or {}).items() if key in shared} | dict(settings or {})
+        shared, former = _settings(paired), getattr(paired, "former", {})
+        given = {name: value for name, value in (own or {}).items() if former.get(name, name) in shared}
+        settings = _renamed(router, paired, given) | _renamed(router, paired, settings or {})
     return load_router(router, settings)
 
 
@@ -118,7 +119,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
     known = _settings(cls)
-    settings = _by_present_names(name, settings, getattr(cls, "former", {}))
+    settings = _renamed(name, cls, settings)
     for key, value in settings.items():
         if key not in known:
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
@@ -132,20 +133,12 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         raise PolicyError(f"policy {name!r}: {error}") from error
 
 
-def _by_present_names(policy: str, settings: Mapping[str, object], former: Mapping[str, str]) -> dict[str, object]:
-    """Settings spelled as in the last release, by their names now; former: old name -> new, "" of one without effect.
-    Raises PolicyError for one that is given by both."""
-    now: dict[str, object] = {}
-    for key, value in settings.items():
-        name = former.get(key, key)
-        if name != key:
-            says = f"is now {name}; the old name" if name else "has no effect any more; it"
-            warnings.warn(f"policy {policy!r}: setting {key} {says} goes with the next release", FutureWarning, 4)
-        if name in now:
-            raise PolicyError(f"policy {policy!r}: setting {name} is given twice, by its old and its new name")
-        if name:
-            now[name] = value
-    return now
+def _renamed(policy: str, cls: Any, settings: Mapping[str, object]) -> dict[str, object]:
+    """`by_present_names` of a policy's settings, some of which may be spelled as in the last release (`cls.former`)."""
+    try:
+        return by_present_names(settings, getattr(cls, "former", {}), f"policy {policy!r}: ")
+    except ValueError as error:
+        raise PolicyError(str(error)) from error
 
 
 def _settings(cls: Any) -> dict[str, object]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +32,7 @@ from pydantic import (
     model_validator,
 )
 
+from rubato.core.former_names import by_present_names
 from rubato.core.slo import RULES
 from rubato.core.suggest import nearest
 from rubato.core.tier_settings import StrictSettings, TierSettings
@@ -255,10 +255,10 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
         if not found or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         _set(tree, path.split("."), _yaml(text, f"override of {path}"))
-    for old, new in FORMER.items():
-        if old in tree and new not in tree:
-            warnings.warn(f"setting {old} is now {new}; the old name goes with the next release", FutureWarning, 2)
-            tree[new] = tree.pop(old)
+    try:
+        tree = by_present_names(tree, FORMER)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -7,7 +7,7 @@ request that it admits is placed; after `max_hops` replicas more the backup deci
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from rubato.core.events import Event, Finished
@@ -25,17 +25,7 @@ class Router:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    former: ClassVar[Mapping[str, str]] = {
-        "margin": "safety_margin",
-        "longest": "max_batch_seconds",
-        "patience": "best_effort_patience",
-        "even": "steady_tokens",
-        "values": "tier_values",
-        "reserve": "tier_reserve",
-        "draft": "max_draft",
-        "caution": "pessimism",
-        "prior": "prior_acceptance",
-    }
+    former: ClassVar[Mapping[str, str]] = Scheduler.former
     max_hops: int = 3
     backup: str = "best_effort"
     safety_margin: float | None = Scheduler.safety_margin
@@ -56,16 +46,9 @@ class Router:
             raise ValueError(
                 f"max_hops {self.max_hops}, backup {self.backup!r}: give 0 or more, and one of {', '.join(BACKUPS)}"
             )
+        own = {f.name for f in fields(self)}
         self._virtual = Scheduler(
-            safety_margin=self.safety_margin,
-            max_batch_seconds=self.max_batch_seconds,
-            best_effort_patience=self.best_effort_patience,
-            tier_values=self.tier_values,
-            tier_reserve=self.tier_reserve,
-            steady_tokens=self.steady_tokens,
-            max_draft=self.max_draft,
-            pessimism=self.pessimism,
-            prior_acceptance=self.prior_acceptance,
+            **{f.name: getattr(self, f.name) for f in fields(Scheduler) if f.init and f.name in own}
         )
 
     @property
