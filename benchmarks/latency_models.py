@@ -2,7 +2,7 @@
 
     python benchmarks/latency_models.py TABLE.csv --of llama-3.1-8b-h200
 
-TABLE.csv holds steps tagged GPU|lengths|token budget|requests per second (`rubato.latency.step_table`). Splits: every
+TABLE.csv holds steps tagged GPU|lengths|token budget|requests per second (`rubato.latency.step_samples`). Splits: every
 fifth step held out; fitted on one workload's lengths, tested on the others'; on the lower rate, tested on the higher;
 on the small token budget, tested on the large one. `components` is not fitted: it is the packaged profile without
 factors and host; the host's time per sequence, which decides how far its decode table is evened out, is added to both
@@ -23,7 +23,7 @@ from typing import Any
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
-from rubato.latency import profiles, step_table
+from rubato.latency import profiles, step_samples
 from rubato.latency.fit import blank, fit_groups
 from rubato.latency.fit_error import Report, error_report
 from rubato.latency.models import MODELS
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # a table outside its range is what is measured here
-    groups = step_table.read(args.table)
+    groups = step_samples.read(args.table)
     found, fast = compared(groups, args.of), speeds(groups, args.of)
     print(f"p50 / p95 relative error (R²), {args.of}\n")
     print(text(found))

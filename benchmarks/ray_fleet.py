@@ -26,7 +26,8 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.ray_host import RayHost, ray_cluster
 from rubato.latency.affine import Model
 

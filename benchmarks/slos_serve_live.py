@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rubato.cli import demo
+from rubato.cli import demo_runs as demo
+from rubato.cli.demo_progress import Progress
 from rubato.core.request import SLO
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, demo.Progress("each policy"))
+        stage = Stage(Path(folder), str(bundled_model.ensure()), 0, Progress("each policy"))
         warm = stage.warm_up()
         slos = warm.slos
         budget = stage.tuned_budget(warm, stage.load(demo.OVERLOAD * warm.rate, args.seconds, slos, warm.scale))

@@ -30,7 +30,7 @@ from typing import Any
 
 from vllm_env import ROOT, ensure_env
 
-from rubato.cli.demo import HOLDS, PROMPT, Unloaded, held, kinds
+from rubato.cli.demo_runs import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.core.request import SLO
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run, summarise

@@ -16,7 +16,8 @@ from rubato.core.plan import Limits, Plan
 from rubato.core.replica import Replica
 from rubato.core.sequence import Seq
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.policies import load
 from rubato.simulation.fast_host import FastHost
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -117,7 +118,7 @@ class Fails:
 
 
 def test_a_failed_step_is_seen_in_every_property(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rubato.fleet.cluster.load", lambda name, settings: Fails())
+    monkeypatch.setattr("rubato.fleet.build.load", lambda name, settings: Fails())
     with pytest.raises(AssertionError, match="a policy's own error"):
         test_properties.run(LOAD, "vllm")
 

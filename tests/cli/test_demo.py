@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from rubato.cli import demo
-from rubato.cli.demo import (
+from rubato.cli import demo, demo_progress, demo_runs
+from rubato.cli.demo_progress import SECONDS, Progress
+from rubato.cli.demo_runs import (
     LEAST,
     OVERLOAD,
     SCALES,
-    SECONDS,
     TIERS,
-    Progress,
     Stage,
     Unloaded,
     burst_of,
@@ -90,7 +89,7 @@ def test_every_class_is_in_the_load_and_the_rate_is_exact(tmp_path: Path, seed: 
     load = stage(tmp_path, seed).load(LEAST / SECONDS, SECONDS, dict.fromkeys(TIERS, SLO(1.0, 0.1)), 1.0, texts=False)
     tiers = Counter(a.tier for a in load.arrivals)
     assert len(load.arrivals) == LEAST
-    assert min(tiers[tier] / (share * LEAST) for tier, share in demo.SHARES.items()) >= 0.5
+    assert min(tiers[tier] / (share * LEAST) for tier, share in demo_runs.SHARES.items()) >= 0.5
     assert load.arrivals[-1].at == pytest.approx(SECONDS * LEAST / (LEAST + 1))
 
 
@@ -183,14 +182,14 @@ def test_the_sentence_and_the_intervals() -> None:
 
 
 def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert demo.poor_fit(Report(0.99, 0.05, 0.3, 100)) == ""
-    assert "half of them by over 20%" in demo.poor_fit(Report(0.5, 0.2, 0.4, 100))
-    assert demo.poor_fit(Report(0.5, 0.05, 0.7, 100))
+    assert demo_runs.poor_fit(Report(0.99, 0.05, 0.3, 100)) == ""
+    assert "half of them by over 20%" in demo_runs.poor_fit(Report(0.5, 0.2, 0.4, 100))
+    assert demo_runs.poor_fit(Report(0.5, 0.05, 0.7, 100))
     progress = Progress("edf")
     assert progress.disturbance() == ""
     busy = iter([10.0, 10.0, 20.0, 21e9])
     monkeypatch.setattr("rubato.core.cpu_usage.busy_seconds", lambda cores: next(busy))
-    monkeypatch.setattr(demo, "cpu_seconds_of", lambda pid: 5.0)
+    monkeypatch.setattr(demo_progress, "cpu_seconds_of", lambda pid: 5.0)
     with progress.watched("vllm served", 1):
         pass
     assert progress.disturbance() == ""

@@ -7,13 +7,13 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rubato.cli import profile
 from rubato.cli.main import main
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
-from rubato.latency import affine, profiles, step_table
+from rubato.latency import affine, profiles, step_samples
 from rubato.latency.fit_error import error_report
-from rubato.measure import profile_engine
 from rubato.measure.profile_engine import points, profile_of
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
@@ -37,8 +37,8 @@ def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
     model = profiles.load(str(path)).model()
     probe = [Shape().plus(1, 300).plus(1, 700), Shape().plus(400, 100), Shape().plus(1, 900).plus(200, 0)]
     assert error_report(model, [Sample(s, TRUTH.step_time(s)) for s in probe]).p95 < 0.03
-    step_table.write(tmp_path / "steps.csv", {"mine": samples})
-    assert step_table.read(tmp_path / "steps.csv") == {"mine": samples}
+    step_samples.write(tmp_path / "steps.csv", {"mine": samples})
+    assert step_samples.read(tmp_path / "steps.csv") == {"mine": samples}
 
 
 def test_points_keep_to_what_the_engine_takes() -> None:
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured for a file that cannot be written")
 
-    monkeypatch.setattr(profile_engine, "_measured", measured)
+    monkeypatch.setattr(profile, "_measured", measured)
     assert main(["profile", "bundled", option, "/nonexistent/x.json"]) == 2
     assert f"{option} /nonexistent/x.json cannot be written: there is no folder" in capsys.readouterr().err
 

@@ -195,7 +195,7 @@ def run(policy: object, requests: Sequence[Request], truth: dict[str, tuple[int,
 
     with pytest.MonkeyPatch.context() as patch:
         if not isinstance(policy, str):
-            patch.setattr("rubato.fleet.cluster.load", lambda name, settings: policy)
+            patch.setattr("rubato.fleet.build.load", lambda name, settings: policy)
         else:
             setup = replace(setup, policy=policy)
         return simulate(requests, truth, setup, watch=watch)

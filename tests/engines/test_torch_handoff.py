@@ -15,7 +15,7 @@ from rubato.core.clock import WallClock, run_strict  # noqa: E402
 from rubato.core.events import Event, Finished, Stepped, Tokens, Transferred  # noqa: E402
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
-from rubato.fleet.cluster import local_cluster  # noqa: E402
+from rubato.fleet.build import local_cluster  # noqa: E402
 from rubato.latency import affine  # noqa: E402
 
 PROMPTS = {"a": 45, "b": 7, "c": 33}

@@ -34,7 +34,9 @@ def test_the_engine_computes_the_same() -> None:
 @pytest.mark.parametrize("mask", llvm_jit.SHOWN_AS)
 def test_the_engine_computes_the_same_in_full(mask: str) -> None:
     """Greedy tokens as transformers', logits as the plain path's, attention of every shape."""
-    _passes(mask, *(f"tests/engines/test_torch_{name}.py" for name in ("greedy", "native", "twins", "products")))
+    _passes(
+        mask, *(f"tests/engines/test_torch_{name}.py" for name in ("greedy", "cpu_ops", "twins", "matmul_backends"))
+    )
 
 
 def _passes(mask: str, *tests: str) -> None:

@@ -15,7 +15,8 @@ from rubato.core.events import Event, Finished, Offered, Placed, Stepped, Tokens
 from rubato.core.plan import Batch, Limits, Plan, StepResult
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import Cluster, cluster_of, local_cluster
+from rubato.fleet.build import cluster_of, local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
 from tests.doubles import Linear, request
@@ -112,8 +113,8 @@ def test_a_bad_plan_is_an_error_that_names_the_policy(monkeypatch: pytest.Monkey
         def plan(self, view: object) -> Plan:
             return Plan(preempt=("nobody",))
 
-    monkeypatch.setattr("rubato.fleet.cluster.load", lambda name, settings: Wrong())
-    monkeypatch.setattr("rubato.fleet.cluster.router_for", lambda *_: load_router("least_loaded"))
+    monkeypatch.setattr("rubato.fleet.build.load", lambda name, settings: Wrong())
+    monkeypatch.setattr("rubato.fleet.build.router_for", lambda *_: load_router("least_loaded"))
     _, events, _ = scenario([(0.0, offer(request("a")))], policy="mine")
     assert "policy 'mine'" in ends(events)["a"].reason
     assert "'nobody'" in ends(events)["a"].reason

@@ -19,7 +19,8 @@ from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine, Link
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
@@ -437,7 +438,7 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
             return Router().roles(replicas)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.cluster.router_for", lambda *_: Back())
+        patch.setattr("rubato.fleet.build.router_for", lambda *_: Back())
         events = scenario([(0.0, offer(request("a", 20)))], (1, 1))
     assert "place puts 'a' on 'r0', which had handed it off with its KV of 20 tokens" in end(events, "a").reason
 

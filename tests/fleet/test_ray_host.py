@@ -184,7 +184,7 @@ def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.Monke
         return Engine(Linear(0.004, 0.00001), replace(LIMITS, max_running=1), clock), Linear(0.004, 0.00001)
 
     lengths = RunningMean()
-    monkeypatch.setattr("rubato.fleet.cluster.router_for", lambda *_: Recalls())
+    monkeypatch.setattr("rubato.fleet.build.router_for", lambda *_: Recalls())
     fleet = Fleet(one_at_a_time, one_at_a_time, policy="vllm", lengths=lengths)
     requests = [request(f"q{i}", 20, most=10 if i else 150) for i in range(4)]
 

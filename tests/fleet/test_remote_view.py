@@ -13,7 +13,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import local_cluster
+from rubato.fleet.build import local_cluster
 from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, setup_for

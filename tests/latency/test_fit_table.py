@@ -10,7 +10,7 @@ import pytest
 
 from rubato.cli.main import main
 from rubato.core.plan import Sample
-from rubato.latency import affine, profiles, step_table
+from rubato.latency import affine, profiles, step_samples
 from rubato.latency.fit import fit_file, fit_groups
 from rubato.latency.fit_error import error_report
 from rubato.latency.models import MODELS
@@ -29,7 +29,7 @@ BOUNDS = {
 
 
 def test_iterations_become_shapes() -> None:
-    groups = step_table.read(TABLE)
+    groups = step_samples.read(TABLE)
     assert {tag: len(steps) for tag, steps in groups.items()} == dict.fromkeys(
         ("a100|uniform|512|0.6", "a100|uniform|2048|1.1", "a100|azconv|512|1.1", "a100|azcode|2048|0.6"), 100
     )
@@ -47,7 +47,7 @@ def test_the_packaged_profile_agrees_with_steps_composed_elsewhere() -> None:
     profile = profiles.load("llama-3.1-8b-a100", host=0.0, **plain)
     assert profile.host_term is not None
     per = profile.host_term.host_per_seq
-    groups = step_table.read(TABLE).values()
+    groups = step_samples.read(TABLE).values()
     samples = [Sample(s.shape, s.seconds + per * s.shape.seqs) for steps in groups for s in steps]
     # beyond 32 sequences of 4096 tokens aiconfigurator estimates more for 62 of them than for 64: nothing to agree with
     usual = [s for s in samples if s.shape.seqs <= 32 or s.shape.kv <= 4096 * s.shape.seqs]

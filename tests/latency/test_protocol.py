@@ -12,8 +12,8 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, profiles, roofline, table
 from rubato.latency.defaults import MEMBERS, MOST, completed
+from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
-from rubato.latency.wrapped import Wrapped
 from rubato.planning.fleet_size_model import Faster
 from rubato.serving.build import latency_of
 from rubato.serving.config import ConfigError, load
@@ -31,7 +31,7 @@ def features(shape: Shape) -> tuple[int, int, int, int, int, int, int]:
 
 
 def around(model: LatencyModel) -> list[LatencyModel]:
-    return [Wrapped(model), Fixed(model), Faster(model, 2.0), Drafted(model, Linear())]
+    return [ModelWrapper(model), Fixed(model), Faster(model, 2.0), Drafted(model, Linear())]
 
 
 @given(models, entries, st.integers(1, 64), st.integers(0, 40_000))
@@ -51,7 +51,7 @@ def test_seconds_of_and_lines_are_step_times_to_the_last_bit(
 
 def test_a_wrapper_has_all_that_is_asked_of_a_model() -> None:
     public = {name for name in vars(LatencyModel) if not name.startswith("_")}
-    assert public == set(MEMBERS) == {name for name in vars(Wrapped) if not name.startswith("_")}
+    assert public == set(MEMBERS) == {name for name in vars(ModelWrapper) if not name.startswith("_")}
 
 
 def test_a_model_that_is_fixed_neither_learns_nor_forgets() -> None:

@@ -180,7 +180,7 @@ def test_a_policy_does_not_change_what_it_sees(policy: str, load: Load) -> None:
 def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
     """A policy replaced by a new one of its kind, now and again, still serves everybody."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: Amnesiac(name, every))
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: Amnesiac(name, every))
         events = run(load, policy)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
     assert {e.outcome for e in events if isinstance(e, Finished)} <= {"completed", "refused"}
@@ -246,7 +246,7 @@ class Watching:
 def check_untouched(scheduler: Watching, load: Load, policy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # one for all replicas: it only watches
-        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
         run(load, policy)
     assert scheduler.plans > 0
     assert not scheduler.changed

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rubato.serving.stall_guard import SEND_BUFFER
+from rubato.serving.stalled_clients import SEND_BUFFER
 from tests.processes.conftest import Server, Start, servers
 from tests.processes.test_serving import all_free, outcomes, raw_request
 

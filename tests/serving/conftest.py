@@ -15,11 +15,12 @@ from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.events import Event
 from rubato.core.plan import Limits
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
-from rubato.serving.slo_tiers import Tiers
+from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Quota, Tenant, Tenants
 
 STEP = 0.1  # seconds, whatever the batch

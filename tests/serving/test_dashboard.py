@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.core.request import SLO
-from rubato.serving.slo_tiers import Tier, Tiers
+from rubato.serving.request_slo import Tier, Tiers
 from tests.serving.conftest import Edge
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"

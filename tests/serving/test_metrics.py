@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rubato.core.events import Finished, Offered, Stepped, Verdict
 from rubato.core.request import SLO, Request, Stage
 from rubato.serving.metrics import MOST_REASONS, Metrics
-from rubato.serving.slo_tiers import Tier, Tiers
+from rubato.serving.request_slo import Tier, Tiers
 from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]

@@ -28,11 +28,11 @@ from rubato.core.clock import WallClock
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import local_cluster
+from rubato.fleet.build import local_cluster
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
-from rubato.serving.slo_tiers import Tier, Tiers
-from rubato.serving.stall_guard import stall_guard
+from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving.stalled_clients import stall_guard
 from rubato.serving.tenants import Tenants
 from tests.serving.conftest import key, tenant
 

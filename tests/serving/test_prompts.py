@@ -15,9 +15,9 @@ from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
 from rubato.serving.app import LONG_TEXT
 from tests.serving.conftest import STEP, Edge, key, tenant
-from tests.serving.test_choices import Uneven, by_choice, ended, offered
 from tests.serving.test_request_history import page
 from tests.serving.test_response import Client, events
+from tests.serving.test_response_choices import Uneven, by_choice, ended, offered
 
 Runs = Callable[..., None]
 WORDS = ["a", "bb", "ccc"]

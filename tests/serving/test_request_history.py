@@ -16,7 +16,7 @@ from rubato.core.request import SLO, Request, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.serving import logs, request_history
 from rubato.serving.request_history import MOST_STEPS, RequestHistory
-from rubato.serving.slo_tiers import Tier, Tiers
+from rubato.serving.request_slo import Tier, Tiers
 from tests.serving.conftest import STEP, Edge, key, tenant
 
 Runs = Callable[..., None]

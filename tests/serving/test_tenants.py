@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.events import Finished, Offered
 from rubato.core.request import SLO
-from rubato.serving.slo_tiers import Bounds, Tier, Tiers
+from rubato.serving.request_slo import Bounds, Tier, Tiers
 from rubato.serving.tenants import Tenants
 from tests.serving.conftest import Edge, key, tenant
 

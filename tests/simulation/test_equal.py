@@ -23,8 +23,8 @@ from rubato.policies import describe, load, load_router
 from rubato.simulation.driver import drive
 from rubato.simulation.fast_host import FastHost
 from rubato.simulation.fast_view import SUPPORTS
+from rubato.simulation.repeated_steps import RepeatedSteps
 from rubato.simulation.simulate import SimulationSetup, simulate
-from rubato.simulation.step_run import StepRun
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, loads
@@ -63,7 +63,7 @@ def run_fast(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], se
     def make(number: int, **given: Any) -> FastHost:
         id = given["id"]
 
-        def ran(run: StepRun) -> None:
+        def ran(run: RepeatedSteps) -> None:
             story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
             hosts[id].check_integrity()
 
@@ -167,7 +167,7 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.cluster.router_for", router)
+        patch.setattr("rubato.fleet.build.router_for", router)
         same(alone(load), load.truth, SimulationSetup(Linear, load.limits, policy, replicas=2, learns=False))
     assert made[0].seen == made[1].seen
 

@@ -19,13 +19,12 @@ from typing import Any
 import yaml
 
 from rubato import policies
-from rubato.cli import capacity, common_options, figure, plan, simulation_options, sweep
+from rubato.cli import capacity, common_options, figure, fit, plan, profile, simulation_options, sweep
 from rubato.cli import workload as offered
 from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
-from rubato.latency import fit
-from rubato.measure import compare, goodput, load_generator, profile_engine, results
+from rubato.measure import compare, goodput, load_generator, results
 from rubato.measure import plot as plotting
 from rubato.planning.spec import PolicyChoice
 from rubato.serving.config import Config, load
@@ -105,11 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     against.add_argument("b")
     against.add_argument("--json", metavar="FILE", help="write the comparison as JSON; - for standard output")
 
-    fitted = command(
-        "fit", _fit, "fit a latency model to a server's event log or a table; prints `latency:` for its configuration"
-    )
-    fit.arguments(fitted)
-    fitted.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
+    fit.add(commands)
 
     make = command("workload", _workload, "write a workload file, or list the papers' workloads")
     make.add_argument("output", nargs="?", help="file to write")
@@ -126,9 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seconds", type=float, help="seconds of load per policy (default: by the machine's speed)")
     demo.add_argument("--seed", type=int, default=0)
 
-    profile_engine.arguments(
-        command("profile", profile_engine.run, "make a hardware profile: measure a model, or ask kernel tables")
-    )
+    profile.add(commands)
     command("policies", _policies, "list policies, their settings and sources")
     return parser
 
@@ -351,12 +344,6 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
 def _compare(args: argparse.Namespace) -> int:
     report = compare.compare(compare.read(args.a), compare.read(args.b))
     common_options.write(args.json, report.text(), results.as_json(report.to_json()))
-    return 0
-
-
-def _fit(args: argparse.Namespace) -> int:
-    fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
-    common_options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0
 
 

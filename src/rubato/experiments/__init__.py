@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, cast
 
 import yaml
 
-from rubato.core.suggest import nearest
+from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
 from rubato.planning import jobs

@@ -20,7 +20,8 @@ from rubato.core.events import Event
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, View
 from rubato.core.plan import Limits, Recall, Role
 from rubato.core.request import Request
-from rubato.fleet.cluster import Cluster, HostLost, cluster_of
+from rubato.fleet.build import cluster_of
+from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
@@ -281,7 +282,7 @@ def ray_cluster(
 ) -> Cluster:
     """A cluster of Ray actors, one for each of `make`; `ray.init` has been called.
 
-    given: as `cluster.cluster_of` takes and raises.
+    given: as `build.cluster_of` takes and raises.
     """
     makers = [functools.partial(RayHost, make=each, clock=clock, resources=resources) for each in make]
     return cluster_of(makers, clock, **given)

@@ -20,7 +20,7 @@ from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Array, Coefficients, crossing, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Array, Coefficients, crossing, fit_planes, largest, numbers
 
 MIN_SAMPLES = 12  # for eight coefficients
 FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")

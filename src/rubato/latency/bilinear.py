@@ -28,7 +28,7 @@ from scipy.optimize import nnls
 
 from rubato.core.plan import Sample, Shape
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Array, largest, numbers
+from rubato.latency.roofline_fit import Array, largest, numbers
 
 Four = tuple[float, float, float, float]
 MIN_SAMPLES = 12

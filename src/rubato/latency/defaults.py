@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.core.interfaces import LatencyModel, Line
 from rubato.core.plan import Sample, Shape
-from rubato.latency.plane_fit import largest
+from rubato.latency.roofline_fit import largest
 
 CORNER = 0.5  # a step this much longer than its memory-bound time is at the knee
 MOST = 16384  # tokens that a knee is looked for up to: more than any batch holds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from rubato.core import event_log
 from rubato.core.plan import Sample
 from rubato.core.timeline import steps
-from rubato.latency import operation_count, profiles, step_table
+from rubato.latency import operation_count, profiles, step_samples
 from rubato.latency.fit_error import Report, error_report
 from rubato.latency.models import MODELS, Model
 from rubato.latency.profiles.aiconfigurator import GPUS
@@ -58,15 +57,6 @@ class Fitted:
         }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
-    parser.add_argument("log", help="event log (JSON lines) of `serve --trace`, stopped after a bench; or a CSV table")
-    parser.add_argument("--model", choices=MODELS, default="affine")
-    parser.add_argument("--of", metavar="PROFILE", help="opcount: the profile that names the model and the GPU")
-    parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
-    parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")
-
-
 def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | None = None) -> Fitted:
     """Held out: the last fifth. of: the profile whose model and GPU `opcount` counts for. Raises ValueError when the
     steps cannot determine the model, saying what is lacking."""
@@ -109,11 +99,11 @@ def fit_groups(
 def fit_file(
     path: str | Path, kind: str = "affine", train: Sequence[str] = (), test: Sequence[str] = (), of: str | None = None
 ) -> Fitted:
-    """The steps of an event log, or of a CSV table (its name ends in .csv; `rubato.latency.step_table`). Raises
+    """The steps of an event log, or of a CSV table (its name ends in .csv; `rubato.latency.step_samples`). Raises
     ValueError for a file without steps, or whose steps do not determine a model."""
     profile = None if of is None else profiles.load(of)
     if str(path).endswith(".csv"):
-        return fit_groups(step_table.read(path), kind, train, test, profile)
+        return fit_groups(step_samples.read(path), kind, train, test, profile)
     if train or test:
         raise ValueError(f"{path} is an event log, whose steps have no tags: --train and --test are for a .csv table")
     samples = steps(event_log.read(path))

@@ -30,7 +30,7 @@ from scipy.optimize import isotonic_regression, nnls
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import Defaults
-from rubato.latency.plane_fit import Array, largest
+from rubato.latency.roofline_fit import Array, largest
 
 FEW = 16  # tokens up to which `decode_gemm` holds
 MANY = 1024  # and from which `prefill_gemm` does

@@ -24,7 +24,7 @@ import numpy as np
 
 from rubato.core.plan import Shape
 from rubato.latency.defaults import Defaults
-from rubato.latency.plane_fit import Array, Coefficients, fit_planes
+from rubato.latency.roofline_fit import Array, Coefficients, fit_planes
 
 EVERY = 128  # steps between refits
 FIRST = 16  # the first refit comes this early, then at doubled distances up to EVERY

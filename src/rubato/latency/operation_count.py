@@ -23,7 +23,7 @@ import numpy as np
 from rubato.core.plan import Sample, Shape
 from rubato.latency.model_dims import Dims
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Coefficients, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Coefficients, fit_planes, largest, numbers
 
 MIN_SAMPLES = 8
 NUMBERS = ("c2", "c3", "c4", "c5")

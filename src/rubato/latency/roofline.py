@@ -18,7 +18,7 @@ import numpy as np
 from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Coefficients, crossing, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Coefficients, crossing, fit_planes, largest, numbers
 
 MIN_SAMPLES = 8
 MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points

@@ -23,7 +23,7 @@ from scipy.sparse import coo_array, csr_array, vstack
 from rubato.core.plan import Sample, Shape
 from rubato.latency.defaults import knee_of
 from rubato.latency.online import Learns, Online
-from rubato.latency.plane_fit import Array, largest, numbers
+from rubato.latency.roofline_fit import Array, largest, numbers
 
 KNOTS = 20  # on each axis, at most
 MIN_SAMPLES = 16

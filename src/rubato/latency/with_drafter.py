@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
-from rubato.latency.plane_fit import largest
-from rubato.latency.wrapped import Wrapped
+from rubato.latency.model_wrapper import ModelWrapper
+from rubato.latency.roofline_fit import largest
 
 LEAST = 1e-6  # seconds: what a step without its drafts took at least
 
 
 @dataclass(frozen=True)
-class Drafted(Wrapped):
+class Drafted(ModelWrapper):
     """model: of the target alone; drafter: of one of its steps, which never learns. What is asked without draft steps
     is the target's."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rubato.core.suggest import nearest
+from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import ALL, Difference, PairedOutcome, RequestOutcome, default_block, paired, unpaired
 from rubato.measure.results import FORMAT
 

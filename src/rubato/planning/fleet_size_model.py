@@ -9,7 +9,7 @@ from typing import Any
 
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
-from rubato.latency.wrapped import Wrapped
+from rubato.latency.model_wrapper import ModelWrapper
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
 from rubato.planning import feasibility
@@ -110,7 +110,7 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Faster(Wrapped):
+class Faster(ModelWrapper):
     """A latency model whose steps take 1/by of the time."""
 
     by: float

@@ -25,7 +25,7 @@ import orjson
 from tqdm import tqdm
 
 from rubato.core.clock import measured
-from rubato.workloads.workload_file import json_object
+from rubato.core.json_lines import json_object
 
 FORMAT = "rubato-cells/2"
 PATIENCE = 10.0  # seconds for a pool to end in, once the command is told to

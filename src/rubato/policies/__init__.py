@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rubato.core.did_you_mean import nearest
 from rubato.core.former_names import by_present_names
 from rubato.core.interfaces import Router, Scheduler
-from rubato.core.suggest import nearest
 
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
 

@@ -17,11 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.serving import intake, logs, openapi, request_history, schemas, slo_tiers
+from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
 from rubato.serving.errors import ApiError
 from rubato.serving.metrics import Metrics
 from rubato.serving.rate_limits import OfferedEvents, TenantGate, TenantUsage
-from rubato.serving.slo_tiers import Tiers
+from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Tenant, Tenants
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
@@ -250,7 +250,7 @@ def _offer(
     door = service.cluster if meter is None else TenantGate(edge.books, meter, requests)
     created = int(service.created_offset + arrival)
     reply = intake.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
-    less = slo_tiers.clamped(http.headers, body.slo, tier)
+    less = request_slo.clamped(http.headers, body.slo, tier)
     if body.service_tier not in (None, "auto") and service.tiers.resolve(body.service_tier).name != tier.name:
         less.insert(0, "service_tier")
     granted = [(b"x-rubato-clamped", ", ".join(less).encode())] if less else []

@@ -13,10 +13,10 @@ from dataclasses import fields
 from typing import Any, cast
 
 from rubato.core.clock import Clock
+from rubato.core.did_you_mean import nearest
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
-from rubato.core.suggest import nearest
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.defaults import completed

@@ -32,9 +32,9 @@ from pydantic import (
     model_validator,
 )
 
+from rubato.core.did_you_mean import nearest
 from rubato.core.former_names import by_present_names
 from rubato.core.slo import RULES
-from rubato.core.suggest import nearest
 from rubato.core.tier_settings import StrictSettings, TierSettings
 
 

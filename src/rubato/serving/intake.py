@@ -7,10 +7,10 @@ from typing import Literal
 from uuid import uuid4
 
 from rubato.core.request import Request
-from rubato.serving import choices, schemas, slo_tiers, sse
+from rubato.serving import request_slo, response_choices, schemas, sse
 from rubato.serving.errors import ApiError
+from rubato.serving.request_slo import Tier
 from rubato.serving.response import CompletionResponse, RequestIntake
-from rubato.serving.slo_tiers import Tier
 
 
 def requests(
@@ -33,7 +33,7 @@ def requests(
     offers = [
         Request(
             id=id,
-            stages=slo_tiers.stages(prompt, headers, body.slo, tier),
+            stages=request_slo.stages(prompt, headers, body.slo, tier),
             arrival=arrival,
             tier=tier.name,
             tenant=tenant,
@@ -42,7 +42,7 @@ def requests(
         )
         for at, prompt in enumerate(prompts)
     ]
-    return choices.spread(offers, body.choices)
+    return response_choices.spread(offers, body.choices)
 
 
 def answer(
@@ -57,7 +57,7 @@ def answer(
 
     spell: a token id's bytes. created: Unix seconds.
     """
-    id = choices.answer_of(requests[0].id)
+    id = response_choices.answer_of(requests[0].id)
     kind: Literal["chat", "text"] = "chat" if isinstance(body, schemas.ChatCompletion) else "text"
     form = sse.Format(id, kind, requests, body.model, created, spell)
     chunks = None

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from rubato.serving import schemas
-from rubato.serving.slo_tiers import HEADERS
+from rubato.serving.request_slo import HEADERS
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERROR: Mapping[str, Any] = {

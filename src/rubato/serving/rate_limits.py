@@ -16,7 +16,7 @@ from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.event_bus import EventBus, Listener
-from rubato.serving.choices import firsts, prompt_of
+from rubato.serving.response_choices import firsts, prompt_of
 from rubato.serving.tenants import Quota
 
 RATE = "rejected-rate-limit"

@@ -29,7 +29,7 @@ from rubato.core.events import (
 from rubato.core.interfaces import View
 from rubato.core.request import Request
 from rubato.core.slo import deadlines
-from rubato.serving.choices import answer_of, firsts
+from rubato.serving.response_choices import answer_of, firsts
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one

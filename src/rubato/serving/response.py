@@ -13,8 +13,8 @@ from rubato.core.events import Event, Finished, Started, Tokens
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
 from rubato.serving import sse
-from rubato.serving.choices import firsts
 from rubato.serving.errors import ApiError, from_finished
+from rubato.serving.response_choices import firsts
 from rubato.serving.slo_report import served_tier
 
 

@@ -22,19 +22,20 @@ import uvicorn
 from fastapi import FastAPI
 
 from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
 from rubato.core.interfaces import Engine, LatencyModel
-from rubato.core.suggest import nearest
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.serving.config import Config, ConfigError
-from rubato.serving.slo_tiers import Tier, Tiers
-from rubato.serving.stall_guard import SEND_BUFFER, stall_guard
+from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
 from rubato.serving.tenants import Quota, Tenant, Tenants
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients

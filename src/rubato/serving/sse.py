@@ -16,7 +16,7 @@ from rubato.core.events import Finished
 from rubato.core.plan import Logprob
 from rubato.core.request import Request
 from rubato.serving import logprobs
-from rubato.serving.choices import firsts
+from rubato.serving.response_choices import firsts
 from rubato.serving.slo_report import report, served_tier, usage
 
 DONE = b"data: [DONE]\n\n"

@@ -12,7 +12,7 @@ from hashlib import sha256
 from hmac import compare_digest
 
 from rubato.serving.errors import ApiError
-from rubato.serving.slo_tiers import TenantTiers, Tiers
+from rubato.serving.request_slo import TenantTiers, Tiers
 
 
 @dataclass(frozen=True, slots=True)

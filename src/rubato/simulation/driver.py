@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock
 from rubato.core.request import Request
-from rubato.fleet.cluster import Cluster, HostLost, HostMaker, cluster_of
+from rubato.fleet.build import cluster_of
+from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load
 from rubato.simulation.fast_host import EventQueue, FastHost

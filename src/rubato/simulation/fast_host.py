@@ -1,7 +1,7 @@
 """A host that counts: one replica with its scheduler and the time its engine would take (`Host`), on a hand-set clock.
 
 It does what `Replica`, `local_host.LocalHost` and `engines.simulated` do with the same plans, in the same order.
-A plan is carried out as a `StepRun` of one or more equal steps; a run ends where the next plan may differ: at the first
+A plan is carried out as `RepeatedSteps`, one or more equal steps; they end where the next plan may differ: at the first
 token or the end of a sequence, at the end of a prefill, when KV runs short, and when something arrives.
 """
 
@@ -28,8 +28,8 @@ from rubato.simulation.due_times import DueTimes
 from rubato.simulation.fast_miss_cause import delays_by_cause
 from rubato.simulation.fast_sequence import DECODING, PREFILLING, WAITING, FastSeq
 from rubato.simulation.fast_view import FastView
+from rubato.simulation.repeated_steps import ChunkShare, RepeatedSteps, StepTimes
 from rubato.simulation.step_log import StepLog
-from rubato.simulation.step_run import ChunkShare, StepRun, StepTimes
 
 NO_HANDOFF = "the fast host hands nothing off and receives nothing: use local_host.LocalHost"
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
@@ -67,7 +67,7 @@ class FastHost:
         rule: str = "deadline",
         noise: float = 0.0,
         seed: int = 0,
-        ran: Callable[[StepRun], None] | None = None,
+        ran: Callable[[RepeatedSteps], None] | None = None,
         ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
         causes: bool = True,
     ) -> None:
@@ -85,7 +85,7 @@ class FastHost:
         self.prefilling: dict[str, FastSeq] = {}  # running, more than one token pending
         self.kv_free = limits.kv_blocks  # before the run, while one is under way
         self.pool = DecodePool(limits.block)
-        self.run: StepRun | None = None
+        self.run: RepeatedSteps | None = None
         self.dues: DueTimes | None = None  # once somebody has asked for them
         self.log = StepLog(latency, causes)
         self._resting: list[FastSeq] = []  # decoding, but not in the step that runs
@@ -178,7 +178,7 @@ class FastHost:
             self._advance(run, bisect_right(run.ends, self.clock.time))
         return self._view
 
-    def under_way(self) -> StepRun | None:
+    def under_way(self) -> RepeatedSteps | None:
         """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
         self.sync()
         run = self.run
@@ -333,7 +333,7 @@ class FastHost:
             for part in chunks:
                 most = min(most, -(-part.total // part.tokens))
                 spare -= part.total
-        self.run = run = StepRun(now, tick, pool.count, pool.kv, chunks, order, [])
+        self.run = run = RepeatedSteps(now, tick, pool.count, pool.kv, chunks, order, [])
         if pool.count * most > spare:  # else there is KV enough, were it a block for every token
             while most > 1 and self._blocks(run, most) > self.kv_free:
                 most -= 1
@@ -345,14 +345,14 @@ class FastHost:
         self._version += 1
         heappush(self._heap, (run.ends[-1], COMPLETION, next(self._count), self, self._version))
 
-    def _blocks(self, run: StepRun, steps: int) -> int:
+    def _blocks(self, run: RepeatedSteps, steps: int) -> int:
         """KV blocks that so many steps of the run take."""
         need = self.pool.blocks_until(run.tick, steps)
         for part in run.chunks:
             need += part.blocks(steps, self.block)
         return need
 
-    def _advance(self, run: StepRun, done: int) -> None:
+    def _advance(self, run: RepeatedSteps, done: int) -> None:
         steps = done - run.done
         self.tick += steps
         self.pool.kv += steps * run.seqs
@@ -362,7 +362,7 @@ class FastHost:
             self._view.pending -= tokens
         run.done = done
 
-    def _book(self, run: StepRun) -> list[FastSeq]:
+    def _book(self, run: RepeatedSteps) -> list[FastSeq]:
         """Who has a token that somebody must look at: the first or the last of a stage; in the batch's order."""
         came = self.pool.came(self.tick)
         for part in run.chunks:

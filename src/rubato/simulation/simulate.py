@@ -16,10 +16,11 @@ from rubato.core.request import Request
 from rubato.core.slo import StageTimes
 from rubato.core.timeline import Timeline, timelines
 from rubato.engines.simulated import FREE, Drafter, Engine, Link
-from rubato.fleet.cluster import Cluster, local_cluster
+from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
+from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
-from rubato.latency.wrapped import Wrapped
 from rubato.measure.records import Record, Run
 from rubato.policies import load, optional, router_for
 from rubato.simulation.driver import drive
@@ -77,7 +78,7 @@ class SimulationSetup:
 
 
 @dataclass(frozen=True)
-class Fixed(Wrapped):
+class Fixed(ModelWrapper):
     """A latency model that does not learn, nor forget."""
 
     def fit(self, samples: Sequence[Sample]) -> None:

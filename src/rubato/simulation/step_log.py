@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.miss_cause import Shares, of_decode
-from rubato.simulation.step_run import StepRun
+from rubato.simulation.repeated_steps import RepeatedSteps
 
 LEAST = 1024  # runs kept before anybody asks which are still wanted
 
@@ -23,12 +23,12 @@ class StepLog:
         self.causes = causes
         self._latency = latency
         self._ends = array("d")  # of every step so far, and of those of the last run that may not come to be
-        self._runs: list[StepRun] = []
+        self._runs: list[RepeatedSteps] = []
         self._most = LEAST
         self._shares: NDArray[np.float64] = np.zeros((2, 1024))
         self._until = 0  # the step from which on no shares are worked out yet
 
-    def keep(self, run: StepRun) -> None:
+    def keep(self, run: RepeatedSteps) -> None:
         """A run that begins; it may still be cut."""
         if len(self._ends) > run.tick:
             del self._ends[run.tick :]
@@ -56,11 +56,11 @@ class StepLog:
         parts = [np.frombuffer(self._ends[a:b]) for a, b in spans]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def at(self, tick: int) -> StepRun:
+    def at(self, tick: int) -> RepeatedSteps:
         """The run with this step."""
         return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
 
-    def seconds(self, run: StepRun, i: int) -> float:
+    def seconds(self, run: RepeatedSteps, i: int) -> float:
         """That the i-th step of a run took."""
         at = run.tick + i
         return self._ends[at] - (self._ends[at - 1] if i else run.begin)
@@ -80,7 +80,7 @@ class StepLog:
             at += 1
         return self._shares[:, first:end]
 
-    def _step(self, run: StepRun, i: int) -> Shares:
+    def _step(self, run: RepeatedSteps, i: int) -> Shares:
         decodes = run.all_decodes(i)
         if not decodes.seqs:
             return 0.0, 0.0
@@ -90,5 +90,5 @@ class StepLog:
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
 
 
-def _tick(run: StepRun) -> int:
+def _tick(run: RepeatedSteps) -> int:
     return run.tick

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
-from rubato.core.suggest import nearest
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn

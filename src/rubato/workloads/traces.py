@@ -31,14 +31,14 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rubato.core.did_you_mean import nearest
+from rubato.core.json_lines import json_object
 from rubato.core.request import SLO
-from rubato.core.suggest import nearest
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
 from rubato.workloads.request_kinds import Kind, tiers_of
 from rubato.workloads.workload import HASH_BLOCK, Arrival, Workload
-from rubato.workloads.workload_file import json_object
 
 _KINDS, _ARRIVALS = 10, 12  # random streams, none of `generate.make`'s
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from rubato.core.json_lines import json_object
 from rubato.core.request import SLO
 from rubato.workloads.workload import HASH_BLOCK, Arrival, OfferedStage, Workload
 
@@ -215,17 +216,6 @@ def _read_messages(row: _Line) -> tuple[tuple[str, str], ...]:
             raise row.error(f"messages[{index}]", "should have a role and a content, both text")
         read.append((pair[0], pair[1]))
     return tuple(read)
-
-
-def json_object(path: str | Path, line: int, text: bytes, error: type[ValueError]) -> dict[str, Any]:
-    """The object of one line of a file. Raises `error`, saying where and what is wrong, for anything else."""
-    try:
-        values = orjson.loads(text)
-    except orjson.JSONDecodeError as problem:
-        raise error(f"{path}, line {line}: not JSON ({problem})") from problem
-    if not isinstance(values, dict):
-        raise error(f"{path}, line {line}: should be a JSON object, is {type(values).__name__}")
-    return values
 
 
 class _Line:

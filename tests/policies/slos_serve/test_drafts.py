@@ -211,7 +211,7 @@ def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[
     )
     scheduler = Recording(alpha, even)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
         ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
     return scheduler, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}

@@ -98,7 +98,7 @@ def played(
     )
     scheduler = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.cluster.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
         ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
     return scheduler.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}

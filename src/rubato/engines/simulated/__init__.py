@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.clock import COMPLETION, Clock
+from rubato.core.did_you_mean import nearest
 from rubato.core.interfaces import KV, LatencyModel
 from rubato.core.plan import Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
-from rubato.core.suggest import nearest
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
 from rubato.latency import profiles
 

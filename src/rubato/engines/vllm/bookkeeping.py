@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from rubato.core.clock import WallClock, unix_time
+from rubato.core.did_you_mean import nearest
 from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Promoted, Started, Stepped, Tokens
 from rubato.core.interfaces import LengthPredictor, Scheduler, View
 from rubato.core.length_prediction import PREDICTORS
@@ -20,7 +21,6 @@ from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.plan_check import check, spelled_out
 from rubato.core.request import Outcome
 from rubato.core.slo import RULES, StageTimes, judge
-from rubato.core.suggest import nearest
 from rubato.engines.vllm.sequence import Seq, request_of
 from rubato.latency import affine
 from rubato.policies import PolicyError, load

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from rubato.core.suggest import nearest
+from rubato.core.did_you_mean import nearest
 from rubato.latency.profiles.profile import Factor, Host, Profile, parsed, positive, read
 
 __all__ = ["POLYSERVE_HOST", "Factor", "Host", "Profile", "load", "names"]

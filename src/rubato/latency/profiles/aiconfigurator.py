@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rubato.core.suggest import nearest
+from rubato.core.did_you_mean import nearest
 from rubato.latency.model_dims import Dims
 
 TOKENS = (

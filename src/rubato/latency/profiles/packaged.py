@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rubato.core.suggest import nearest
+from rubato.core.did_you_mean import nearest
 from rubato.latency import bilinear
 from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator

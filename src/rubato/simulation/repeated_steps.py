@@ -44,7 +44,7 @@ class ChunkShare(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepRun:
+class RepeatedSteps:
     """Steps tick, tick + 1, ..., the first of which begins at `begin`: one token of each of `seqs` sequences that
     together have `kv` tokens in KV before the first, and chunks. order: whom the plan named, in its order.
     ends: when each step ends, while the run is under way (then the log has it). steps: how many; done: booked."""
@@ -107,7 +107,7 @@ class StepTimes:
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
-    def take(self, run: StepRun, steps: int) -> None:
+    def take(self, run: RepeatedSteps, steps: int) -> None:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
@@ -127,7 +127,7 @@ class StepTimes:
         took[0] += run.begin
         run.ends = list(accumulate(took))
 
-    def _with_chunks(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
+    def _with_chunks(self, run: RepeatedSteps, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
@@ -144,7 +144,7 @@ class StepTimes:
         took.append(seconds(*run.features(steps - 1)))
         return took
 
-    def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
+    def _with_one(self, run: RepeatedSteps, steps: int, seconds: Seconds) -> list[float]:
         """`Run.features` of each step, for the chunk that most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []

@@ -8,8 +8,8 @@ import pytest
 
 from rubato.core.request import SLO
 from rubato.serving.errors import ApiError
+from rubato.serving.request_slo import Tier, Tiers, stages
 from rubato.serving.schemas import SLOBody
-from rubato.serving.slo_tiers import Tier, Tiers, stages
 
 GOLD = Tier("gold", SLO(0.2, 0.05, 5.0), "refuse")
 TIERS = Tiers([GOLD, Tier("basic", SLO(ttft=2.0))], default="basic")

@@ -10,7 +10,7 @@ from rubato.core.plan import Sample, Shape
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class ModelWrapper:
     """All of `interfaces.LatencyModel`, as `model` has it."""
 
     model: LatencyModel

@@ -1,0 +1,31 @@
+"""`rubato fit`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rubato.cli import common_options
+from rubato.latency import fit
+from rubato.latency.models import MODELS
+from rubato.measure import results
+
+
+def add(commands: Any) -> None:
+    about = "fit a latency model to a server's event log or a table; prints `latency:` for its configuration"
+    parser = commands.add_parser("fit", help=about, description=about)
+    parser.set_defaults(run=_run)
+    parser.add_argument(
+        "log", help="event log (JSON lines) of `serve --event-log`, stopped after a bench; or a CSV table"
+    )
+    parser.add_argument("--model", choices=MODELS, default="affine")
+    parser.add_argument("--of", metavar="PROFILE", help="opcount: the profile that names the model and the GPU")
+    parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
+    parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")
+    parser.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
+
+
+def _run(args: argparse.Namespace) -> int:
+    fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
+    common_options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    return 0
