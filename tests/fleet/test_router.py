@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from unittest.mock import ANY
 
 import pytest
 
-from rubato.core.events import Demoted, Event, Finished, Placed, Stepped
+from rubato.core.clock import WallClock
+from rubato.core.events import Demoted, Event, Finished, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Plan, Shape, Work
@@ -30,6 +33,13 @@ class Toy:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def observe(self, events: Sequence[Event]) -> None: ...
+
+
+class Places(Toy):
+    """Places what comes."""
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        return Dispatch({s.id: "r0" for s in held})
 
 
 # --------------------------------------------------------------------------- when it is asked
@@ -373,8 +383,9 @@ def test_what_runs_goes_on_while_a_router_fails_until_it_is_given_up() -> None:
     events = serve("simulated", Fails(), [first, *rest], setup=found.append)
     assert ends(events)["first"].outcome == "completed"
     reasons = [ends(events)[r.id].reason for r in rest]
-    assert reasons[:3] == ['KeyError: "a router\'s own"'] * 3
-    assert all("3 dispatches in a row failed; the last: KeyError" in reason for reason in reasons[3:])
+    assert all("router 'tests.fleet.test_router', t=0.0" in reason for reason in reasons[:3])
+    assert all('KeyError: "a router\'s own"' in reason for reason in reasons[:3])
+    assert all("3 dispatches in a row failed; the last: router 'tests" in reason for reason in reasons[3:])
     assert found[0].dead.is_set()
     assert "3 dispatches in a row" in str(found[0].error)
 
@@ -406,3 +417,60 @@ def test_what_a_router_asks_for_must_be_there() -> None:
         serve("simulated", Odd(), [request("a")])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"needs recall, which replica 'r0' lacks \(it supports chunked, handoff, "):
         serve("simulated", TightFirst(), [request("a")], host=Plain)
+
+
+@pytest.mark.parametrize("kind", [Offered, Placed, Tokens, Finished])
+def test_a_router_that_fails_to_observe_costs_no_request_its_end(
+    kind: type[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reported as a listener's failure is, by name; on a virtual clock the run ends with it."""
+    failed: list[Cluster] = []
+
+    class Fails(Places):
+        def observe(self, events: Sequence[Event]) -> None:
+            if isinstance(events[0], kind):
+                raise KeyError(events[0].id)
+
+    offered = [request(f"q{i}") for i in range(3)]
+    monkeypatch.setitem(CLOCKS, "live", (WallClock, asyncio.run))  # whose loop logs what fails, as a server's does
+    events = serve("live", Fails(), offered, setup=failed.append)  # which checks the books
+    assert {end.outcome for end in ends(events).values()} == {"completed"}
+    assert failed[0].listener_errors == {"observe of router 'tests.fleet.test_router'": ANY}
+    with pytest.raises(KeyError):
+        serve("simulated", Fails(), offered)
+
+
+def test_a_scheduler_that_fails_to_observe_is_named() -> None:
+    class Fails:
+        needs: ClassVar[frozenset[str]] = frozenset()
+
+        def observe(self, events: Sequence[Event]) -> None:
+            raise KeyError("mine")
+
+        def plan(self, view: View) -> Plan:
+            return load("vllm").plan(view)
+
+    [end] = ends(serve("simulated", Places(), [request("q0")], scheduler=Fails)).values()
+    assert (end.outcome, end.reason) == ("failed", "RuntimeError: policy 'toy' failed to observe: KeyError: 'mine'")
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "said"),
+    [
+        (None, "place returned NoneType: return a Dispatch"),
+        ({"q0": "r0"}, "place returned dict: return a Dispatch"),
+        (Dispatch(place=["q0"]), "place is list: give a mapping"),  # type: ignore[arg-type]
+        (Dispatch(reject={"q0": ""}), "reject is {'q0': ''}: give a text for each"),
+        (Dispatch(demote="q0"), "demote is 'q0': give a collection of request ids"),
+        (Dispatch(wake_at="soon"), "wake_at is 'soon': give seconds, or None"),  # type: ignore[arg-type]
+        (Dispatch(wake_at=1e-9), "wake_at 1e-09 is not 1e-06 s or more in the future: it would spin"),
+    ],
+)
+def test_a_dispatch_of_another_kind_is_named(dispatch: Any, said: str) -> None:
+    class Says(Toy):
+        def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+            return cast(Dispatch, dispatch)
+
+    [end] = ends(serve("simulated", Says(), [request("q0")])).values()
+    assert end.reason.startswith("PlanError: policy 'tests.fleet.test_router', router, t=0.000000: ")
+    assert said in end.reason

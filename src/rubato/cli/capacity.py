@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("capacity", help=about, description=about)
     parser.set_defaults(run=_run)
     simulation_options.add(parser)
-    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
     parser.add_argument(
         "--targets",
         type=common_options.numbers,

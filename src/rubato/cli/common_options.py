@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rubato.core.request import SLO
 from rubato.workloads import kinds_file
@@ -14,6 +15,21 @@ from rubato.workloads.request_kinds import Kind, chat, code, summary
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
 UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "output": "", "model": ""}  # what is no `--NAME`
+
+
+class Once(argparse.Action):
+    """An option that says something else the second time is an error: argparse keeps the last, and says nothing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice: this command takes one (`rubato sweep` takes several)")
+        setattr(namespace, self.dest, values)
 
 
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

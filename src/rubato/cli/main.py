@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 def _server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file")
     parser.add_argument(
-        "--policy", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
+        "--policy", action=common_options.Once, metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
         help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",
     )  # fmt: skip
     parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
-    settings = simulation_options.settings(args, machine)
+    settings = simulation_options.settings(args, machine, replicas=1)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
     question = FleetQuestion(

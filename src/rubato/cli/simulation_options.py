@@ -42,18 +42,17 @@ def replica(parser: argparse.ArgumentParser) -> None:
 
 def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     replica(parser)
-    parser.add_argument("--config", help="YAML file whose latency and engine say what a replica is")
+    parser.add_argument("--config", help="YAML file: the replica (latency, engine), policy, router, replicas")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block=16`)"
     )
     policies = parser.add_argument_group("policies")
     policies.add_argument(
         "--policy", action="append", metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
-        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several",
+        help="policy with settings and router, such as co_chunk:budget=256@random; repeat it for several (default: "
+        "the configuration's, or edf)",
     )  # fmt: skip
-    policies.add_argument(
-        "--router", default="auto", help="router of policies that name none (default: their own, or least_loaded)"
-    )
+    policies.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
     policies.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
     requests = parser.add_argument_group("requests")
     requests.add_argument("--scenario", help="packaged scenario")
@@ -126,16 +125,22 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
     return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
 
 
-def settings(args: argparse.Namespace, machine: Hardware, replicas: int = 1) -> tuple[RunSpec, ...]:
-    """One for each --policy."""
+def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
+    """One for each --policy. replicas: as many as the configuration says where it is None."""
     config = load(args.config or {}, args.set)
+    replicas = config.replicas if replicas is None else replicas
     lengths = unknown_lengths if config.lengths is None else partial(lengths_of, config)
     link, drafter = link_of(config), drafter_of(config)
     if not 0.0 <= args.noise < 1.0:
         raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give 1 or more")
-    chosen = [PolicyChoice.parse(text, args.router) for text in args.policy or ["sarathi"]]
+    if args.policy:
+        chosen = [PolicyChoice.parse(text, args.router or "auto") for text in args.policy]
+    else:  # the configuration's, its router unless another is given
+        router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
+        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router)]
+        PolicyChoice.parse(chosen[0].policy, chosen[0].router)  # unknown names are errors before anything runs
     rule = args.judge or config.judge
     return tuple(
         RunSpec(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen

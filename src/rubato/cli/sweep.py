@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--rates", type=common_options.numbers, required=True, metavar="1,2,4", help="requests/s of the fleet"
     )
-    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG")
 
 

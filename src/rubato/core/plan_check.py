@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from math import inf
 from typing import get_args
 
@@ -10,6 +11,8 @@ from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Plan, Recall, Work
 from rubato.core.request import SATURATED
+
+SOONEST = 1e-6  # seconds from now that a router may be asked again
 
 
 class PlanError(RuntimeError):
@@ -149,8 +152,25 @@ def check_dispatch(
 
     held, fleet, now: what the router was shown. placed: requests that are at replicas, and will end or come back.
     """
-    for problem in _dispatch_problems(dispatch, held, fleet, now, placed):
+    for problem in chain(_malformed(dispatch), _dispatch_problems(dispatch, held, fleet, now, placed)):
         raise PlanError(f"policy {policy!r}, router, t={now:.6f}: {problem}")
+
+
+def _malformed(dispatch: object) -> Iterable[str]:
+    """What is of another kind than a `Dispatch` says, before anything is looked up in it."""
+    if not isinstance(dispatch, Dispatch):
+        yield f"place returned {type(dispatch).__name__}: return a Dispatch"
+        return
+    for name in ("place", "reject", "recall"):
+        value = getattr(dispatch, name)
+        if not isinstance(value, Mapping):
+            yield f"{name} is {type(value).__name__}: give a mapping"
+        elif not all(isinstance(v, str) and v for v in value.values()):
+            yield f"{name} is {dict(value)!r}: give a text for each"
+    if isinstance(dispatch.demote, str) or not isinstance(dispatch.demote, Collection):
+        yield f"demote is {dispatch.demote!r}: give a collection of request ids"
+    if dispatch.wake_at is not None and not isinstance(dispatch.wake_at, int | float):
+        yield f"wake_at is {dispatch.wake_at!r}: give seconds, or None"
 
 
 def _dispatch_problems(
@@ -192,8 +212,8 @@ def _dispatch_problems(
             yield f"recall asks {replica!r} for {kind!r}: give {' or '.join(get_args(Recall))}"
         if "recall" not in fleet[replicas.index(replica)].supports:
             yield f"recall names {replica!r}, which hands nothing back: let the router's `needs` say recall"
-    if wake_at is not None and not now < wake_at < inf:
-        yield f"wake_at {wake_at:.6f} is no time in the future: it would spin, or never wake"
+    if wake_at is not None and not now + SOONEST <= wake_at < inf:
+        yield f"wake_at {wake_at!r} is not {SOONEST} s or more in the future: it would spin, or never wake"
     quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)
     if quiet and wake_at is None:
         yield (

@@ -20,7 +20,7 @@ from rubato.core.interfaces import (
     TransferError,
     View,
 )
-from rubato.core.plan_check import check_dispatch
+from rubato.core.plan_check import PlanError, check_dispatch
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
@@ -62,7 +62,9 @@ class Cluster:
         lengths: LengthPredictor | None = None,
     ) -> None:
         self._policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
-        wants: frozenset[str] = getattr(router, "wants", frozenset())
+        wants: object = getattr(router, "wants", frozenset())
+        if not isinstance(wants, frozenset):
+            raise ValueError(f"router {self._policy!r}: `wants` is {wants!r}: give a frozenset")
         if unknown := wants - WANTS:
             raise ValueError(
                 f"router {self._policy!r} wants {', '.join(sorted(unknown))}; known is {', '.join(sorted(WANTS))}"
@@ -94,6 +96,8 @@ class Cluster:
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = EventBus()
+        self._observed: Listener = lambda event: router.observe((event,))
+        self._observed.__qualname__ = f"observe of router {self._policy!r}"  # what an error of it is reported as
         self._own: dict[str, Listener] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._draining = False
@@ -279,6 +283,8 @@ class Cluster:
         except Exception as error:  # whatever a policy may raise: told to every client, never hidden
             log.error("router %s failed; %d requests end", self._policy, len(held), exc_info=error)
             why = f"{type(error).__name__}: {error}"
+            if not isinstance(error, PlanError):
+                why = f"router {self._policy!r}, t={now:.6f}: {why}"
             for seq in held:
                 if seq.id in self._held:
                     self._end(seq, "failed", why)
@@ -417,7 +423,7 @@ class Cluster:
             if own is not None:
                 self._listeners.tell_one(own, event)
         self._listeners.tell(event)
-        self._router.observe((event,))
+        self._listeners.tell_one(self._observed, event)
         if not self._held:
             if last and not self._placed:
                 self._empty.set()

@@ -271,7 +271,11 @@ class LocalHost:
         for event in events:
             self._emit(event)
         if events:
-            self.scheduler.observe(events)
+            try:
+                self.scheduler.observe(events)
+            except Exception as error:
+                why = f"policy {self.policy!r} failed to observe: {type(error).__name__}: {error}"
+                raise RuntimeError(why) from error
 
     def _started(self) -> Replica:
         if self.replica is None:

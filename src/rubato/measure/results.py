@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -216,6 +217,11 @@ def table(runs: Sequence[Run]) -> str:
                 f"{total.goodput_rps_high:.2f}] within {own[0].goodput}: {total.good} of {total.offered}; per tier "
                 + ", ".join(f"{row.tier} {row.good}/{row.offered}" for row in summarise(own)[:-1])
             )
+        refused = Counter(
+            r.reason.partition(":")[0] if r.outcome == "refused" else r.reason
+            for run in own for r in run.records if r.outcome in ("refused", "failed")
+        )  # fmt: skip
+        foot += [f"{label}: {count} requests were not served: {why}" for why, count in refused.most_common(5)]
     foot += [f"{run.label}: {note}" for run in runs for note in run.notes]
     foot += [f"INVALID {run.label}: {problem}" for run in runs for problem in run.problems]
     return "\n".join(line.rstrip() for line in [*text, "", *foot])

@@ -12,10 +12,13 @@ from rubato.core.slo import TOLERANCE, WINDOW, deadlines
 from rubato.planning.spec import Hardware, prefill_time
 from rubato.workloads import Arrival, OfferedStage, Workload
 
+TOO_LONG = "tokens long"
+
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Infeasible requests of a workload. hopeless: number by tier; example: one of them, with what it lacks."""
+    """Infeasible requests of a workload. hopeless: number by tier; example: one of them, with what it lacks; of those
+    that are too long, the longest."""
 
     offered: int
     hopeless: Mapping[str, int]
@@ -46,10 +49,12 @@ class Feasibility:
 def assess(load: Workload, hardware: Hardware, rule: str = "deadline") -> Feasibility:
     """Judge each request of a workload as if it had an idle replica to itself."""
     hopeless: Counter[str] = Counter()
-    example = ""
+    example, longest = "", 0
     for one, why in _judged(load, hardware, rule):
         hopeless[one.tier] += bool(why)
-        example = example or (f"{one.id} (tier {one.tier}) {why}" if why else "")
+        length = sum(part.prompt + part.output for part in load.parts(one))
+        if why and (not example or (TOO_LONG in example and TOO_LONG in why and length > longest)):
+            example, longest = f"{one.id} (tier {one.tier}) {why}", length
     return Feasibility(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
 
 
@@ -79,10 +84,13 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     the deadline rule is convex over tokens and greatest at the first or the last.
     """
     limits, model = hardware.limits, hardware.model
-    fits = min(limits.max_length, limits.kv_blocks * limits.block)
+    kv = limits.kv_blocks * limits.block
+    fits = min(limits.max_length, kv)
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
-        return f"is {length} tokens long and {fits} fit (--set engine.max_length={length}, and --kv-tokens, lift that)"
+        lifts = [f"--set engine.max_length={length}"] if length > limits.max_length else []
+        lifts += [f"--kv-tokens {limits.blocks(length) * limits.block}"] if length > kv else []
+        return f"is {length} {TOO_LONG} and {fits} fit (lifted by {' and '.join(lifts)})"
     cached, start = 0, 0.0
     continues: float | None = None
     for part in parts:

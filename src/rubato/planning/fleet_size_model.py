@@ -40,7 +40,8 @@ class FleetQuestion:
         if not 0.0 < self.target < 1.0:
             raise ValueError(f"target is {self.target}: give a share in (0, 1), such as 0.9")
         if not 2 <= self.seeds[0] <= self.seeds[1]:
-            raise ValueError(f"seeds are {self.seeds}: give at least 2 to begin with, and at most as many or more")
+            least, most = self.seeds
+            raise ValueError(f"--least-seeds {least}, --most-seeds {most}: give 2 or more, and no fewer at most")
         if not 0.0 < self.seconds < inf:
             raise ValueError(f"the busiest stretch is {self.seconds} s long: give a positive, finite number of seconds")
         if self.price is not None and not 0.0 < self.price < inf:
