@@ -27,19 +27,19 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_sweep_writes_everything_and_goes_on(tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, cells, report = (str(tmp_path / name) for name in ("out.json", "cells.jsonl", "report.md"))
+    out, jobs, report = (str(tmp_path / name) for name in ("out.json", "jobs.jsonl", "report.md"))
     words = ["sweep", "--trace", trace, "--rates", "2,8", "--seeds", "0,1", *REPLICA, *QUIET]
     words += ["--policy", "sarathi", "--policy", "co_chunk:budget=64@minimal"]
-    words += ["--json", out, "--resume", cells, "--report", report]
+    words += ["--json", out, "--resume", jobs, "--report", report]
     assert main(words) == 0
     data = json.loads(Path(out).read_text())
-    assert len(data["cells"]) == 8
-    assert len(Path(cells).read_text().splitlines()) == 9  # and the head
-    with open(cells, "rb+") as file:
-        file.truncate(Path(cells).stat().st_size - 5)
+    assert len(data["jobs"]) == 8
+    assert len(Path(jobs).read_text().splitlines()) == 9  # and the head
+    with open(jobs, "rb+") as file:
+        file.truncate(Path(jobs).stat().st_size - 5)
     assert main(words) == 0
     again = json.loads(Path(out).read_text())
-    assert [c["tiers"] for c in again["cells"]] == [c["tiers"] for c in data["cells"]]
+    assert [c["tiers"] for c in again["jobs"]] == [c["tiers"] for c in data["jobs"]]
     assert "7 of 8 jobs were in the file already" in again["notes"][0]
     assert "1 half-written line dropped" in again["notes"][1]
     assert "co_chunk:budget=64@minimal" in Path(report).read_text()
@@ -110,17 +110,17 @@ def test_plan_on_a_trace(tmp_path: Path, trace: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, cells = tmp_path / "out.json", tmp_path / "cells.jsonl"
+    out, jobs = tmp_path / "out.json", tmp_path / "jobs.jsonl"
     words = ["sweep", "--scenario", "slos-serve-chatbot", "--rates", "2", "--seeds", "4", "--count", "30", *QUIET]
     words += ["--json", str(out)]
-    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(cells)]) == 0
+    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(jobs)]) == 0
     data = json.loads(out.read_text())
-    (cell,) = data["cells"]
-    assert (cell["workload"]["name"], cell["workload"]["requests"]) == ("slos-serve-chatbot", 30)
+    (job,) = data["jobs"]
+    assert (job["workload"]["name"], job["workload"]["requests"]) == ("slos-serve-chatbot", 30)
     hardware = data["settings"][0]["hardware"]
     assert (hardware["name"], hardware["gpus"]) == ("opt-13b-a100", 1)
     assert hardware["limits"]["kv_blocks"] == load("opt-13b-a100").kv_tokens // 16
-    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(cells)]) == 0  # step times have the same digest
+    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(jobs)]) == 0  # step times have the same digest
     assert "1 of 1 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     without = tmp_path / "without.json"
     without.write_text(json.dumps(load("opt-13b-a100").to_json() | {"kv_tokens": None}))

@@ -132,7 +132,7 @@ def test_what_relaxing_does_is_seen_under_a_second_seed_where_it_is_near_the_tar
 def test_the_whole_begins_early_only_if_the_seeds_agree() -> None:
     values = {"survey": {"promised": ["ttft"]}, **{f"n=3 seed={i}": counts(x=0.95)["x"] for i in range(3)}}
     search = fleet_size._Search(QUESTION, values)
-    early = [cell.key for cell in search.likely(3, 4)]
+    early = [job.key for job in search.likely(3, 4)]
     assert early == ["whole n=3", *(f"n=2 {thing} relaxed seed=0" for thing in ("compute", "kv", "ttft"))]
     assert fleet_size._Search(QUESTION, values | {"n=2 seed=0": counts(x=0.91)["x"]}).likely(3, 4) == []
     assert fleet_size._Search(QUESTION, values | {"n=3 seed=3": counts(x=0.6)["x"]}).likely(3, 4) == []

@@ -29,13 +29,13 @@ def squares(count: int, log: str = "") -> list[Job]:
 
 def test_parallel_equals_serial(tmp_path: Path) -> None:
     one = jobs.run(squares(5), workers=1)
-    several = jobs.run(squares(5), workers=2, file=tmp_path / "cells", head=HEAD)
+    several = jobs.run(squares(5), workers=2, file=tmp_path / "jobs", head=HEAD)
     assert one.values == several.values == [{"square": i * i} for i in range(5)]
     assert [result.key for result in several.results] == [f"n={i}" for i in range(5)]
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    file, log = tmp_path / "cells", tmp_path / "log"
+    file, log = tmp_path / "jobs", tmp_path / "log"
     with pytest.raises(ValueError, match="-1 is negative"):
         jobs.run([*squares(3, str(log)), Job("bad", square, (-1,))], file=file, head=HEAD, workers=1)
     done = jobs.run(squares(5, str(log)), file=file, head=HEAD, workers=1)
@@ -49,7 +49,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 9, 30])
 def test_a_half_written_last_line_is_dropped_and_counted(tmp_path: Path, cut: int) -> None:
-    file = tmp_path / "cells"
+    file = tmp_path / "jobs"
     jobs.run(squares(3), file=file, head=HEAD, workers=1)
     file.write_bytes(file.read_bytes()[:-cut])
     done = jobs.run(squares(3), file=file, head=HEAD, workers=1)
@@ -60,18 +60,18 @@ def test_a_half_written_last_line_is_dropped_and_counted(tmp_path: Path, cut: in
 
 
 def test_a_half_written_head_is_written_anew(tmp_path: Path) -> None:
-    file = tmp_path / "cells"
+    file = tmp_path / "jobs"
     file.write_bytes(b'{"format": "rub')
     assert jobs.run(squares(2), file=file, head=HEAD, workers=1).dropped == 1
     assert jobs.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2
 
 
 def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "cells"
+    file = tmp_path / "jobs"
     jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], lines[2][:10] + b"\n", lines[3]]))
-    with pytest.raises(ValueError, match="cells, line 3: not JSON"):
+    with pytest.raises(ValueError, match="jobs, line 3: not JSON"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
@@ -79,25 +79,32 @@ def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -
     ("was", "becomes"), [(b'"square":1', b'"square":7'), (b'{"square":1}', b"7"), (b'"n=1"', b'"n=7"')]
 )
 def test_a_damaged_value_is_an_error_that_names_the_line(tmp_path: Path, was: bytes, becomes: bytes) -> None:
-    file = tmp_path / "cells"
+    file = tmp_path / "jobs"
     jobs.run(squares(3), file=file, head=HEAD, workers=1)
     file.write_bytes(file.read_bytes().replace(was, becomes))
-    with pytest.raises(ValueError, match="cells, line 3: not as it was written: remove the line"):
+    with pytest.raises(ValueError, match="jobs, line 3: not as it was written: remove the line"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], b'{"key": "n=1"}\n', lines[3]]))
-    with pytest.raises(ValueError, match="cells, line 3: not a job"):
+    with pytest.raises(ValueError, match="jobs, line 3: not a job"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
-def test_a_file_of_other_cells_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "cells"
+def test_a_file_of_other_jobs_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "jobs"
     jobs.run(squares(1), file=file, head=HEAD, workers=1)
     with pytest.raises(ValueError, match=r"holds the jobs of another run \(what differs: of\): name"):
         jobs.run(squares(1), file=file, head={"of": "something else"}, workers=1)
     (tmp_path / "other").write_text('{"format": "rubato-workload/1"}\n')
-    with pytest.raises(ValueError, match=r"is not a file of jobs \(rubato-cells/2, but 'rubato-workload/1'"):
+    with pytest.raises(ValueError, match=r"is not a file of jobs \(rubato-jobs/2, but 'rubato-workload/1'"):
         jobs.run(squares(1), file=tmp_path / "other", head=HEAD, workers=1)
+
+
+def test_a_file_with_the_formats_former_name_is_gone_on_from(tmp_path: Path) -> None:
+    file = tmp_path / "jobs"
+    jobs.run(squares(2), file=file, head=HEAD, workers=1)
+    file.write_text(file.read_text().replace("rubato-jobs/2", "rubato-cells/2"))
+    assert jobs.run(squares(3), file=file, head=HEAD, workers=1).resumed == 2
 
 
 def test_keys_are_unique_and_workers_some() -> None:
@@ -107,7 +114,7 @@ def test_keys_are_unique_and_workers_some() -> None:
         jobs.run(squares(2), workers=0)
 
 
-# --------------------------------------------------------------------------- programs that choose their cells
+# --------------------------------------------------------------------------- programs that choose their jobs
 
 
 def squares_up_to(most: int, log: str = "", soon: int = 0) -> Any:
@@ -156,7 +163,7 @@ def test_idle_processes_begin_what_comes_soon(begun: set[str], idle: int, begins
 
 
 def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    file, log = tmp_path / "cells", tmp_path / "log"
+    file, log = tmp_path / "jobs", tmp_path / "log"
     first = jobs.follow(squares_up_to(10, str(log)), file=file, head=HEAD, workers=1)
     assert (first[0], first[1].resumed) == (2, 0)
     again = jobs.follow(squares_up_to(100, str(log)), file=file, head=HEAD, workers=1)
@@ -169,7 +176,7 @@ def test_what_a_program_raises_leaves_what_has_finished(tmp_path: Path) -> None:
         yield JobBatch(squares(2))
         raise ValueError(f"{len(values)} are enough")
 
-    file = tmp_path / "cells"
+    file = tmp_path / "jobs"
     with pytest.raises(ValueError, match="2 are enough"):
         jobs.follow(program, file=file, head=HEAD, workers=1)
     assert jobs.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2

@@ -26,10 +26,10 @@ def numbers(outcome: sweep.SweepResult) -> list[object]:
 
 
 def test_parallel_equals_serial(serial: sweep.SweepResult, tmp_path: Path) -> None:
-    assert numbers(sweep.run(ASKED, workers=2, file=tmp_path / "cells")) == numbers(serial)
+    assert numbers(sweep.run(ASKED, workers=2, file=tmp_path / "jobs")) == numbers(serial)
 
 
-def test_each_cell_stands_once_and_all_see_the_same_requests(serial: sweep.SweepResult) -> None:
+def test_each_job_stands_once_and_all_see_the_same_requests(serial: sweep.SweepResult) -> None:
     values = serial.done.values
     assert len({(v["policy"], v["rate"], v["seed"]) for v in values}) == len(values) == 8
     for seed in (0, 1):
@@ -40,7 +40,7 @@ def test_each_cell_stands_once_and_all_see_the_same_requests(serial: sweep.Sweep
     assert all("requests" not in v and v["judge"] == "deadline" for v in values)
 
 
-def test_points_say_what_the_cells_say(serial: sweep.SweepResult) -> None:
+def test_points_say_what_the_jobs_say(serial: sweep.SweepResult) -> None:
     points = {(p.policy, p.rate): p for p in serial.points()}
     assert points["sarathi", 2.0].attainment[ALL].value > points["sarathi", 60.0].attainment[ALL].value
     assert points["sarathi", 2.0].against.value == 0.0
@@ -54,10 +54,10 @@ def test_points_say_what_the_cells_say(serial: sweep.SweepResult) -> None:
 
 def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult, tmp_path: Path) -> None:
     data = serial.to_json()
-    assert data["format"] == "rubato-sweep/1"
+    assert data["format"] == "rubato-sweep/2"
     assert (data["seeds"], data["judge"]) == ((0, 1), "deadline")
     assert {"rubato-llm", "python", "numpy"} <= data["versions"].keys()
-    assert all(cell["wall"] > 0.0 and cell["cpu"] >= 0.0 for cell in data["cells"])
+    assert all(job["wall"] > 0.0 and job["cpu"] >= 0.0 for job in data["jobs"])
     assert [s["policy"] for s in data["settings"]] == ["sarathi", "vllm@random:seed=3"]
     text = serial.text().splitlines()
     assert len(text) == 2 + 4

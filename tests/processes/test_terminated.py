@@ -34,9 +34,9 @@ LONG = (
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are looked up in /proc")
-@pytest.mark.parametrize(("words", "starts"), [(FIGURE, 1), (LONG.split(), 2)], ids=["server", "cells"])
+@pytest.mark.parametrize(("words", "starts"), [(FIGURE, 1), (LONG.split(), 2)], ids=["server", "jobs"])
 def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], starts: int) -> None:
-    """Its server; cells that would take minutes yet."""
+    """Its server; jobs that would take minutes yet."""
     command = [sys.executable, "-m", "rubato.cli", *words, "--no-progress"]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as process:
         until = time.monotonic() + SECONDS

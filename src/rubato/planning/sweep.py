@@ -19,7 +19,7 @@ from rubato.planning.jobs import Job, JobResults
 from rubato.planning.spec import RequestSource, RunSpec
 from rubato.workloads.workload import check_rate
 
-FORMAT = "rubato-sweep/1"
+FORMAT = "rubato-sweep/2"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SweepResult:
             "judge": self.sweep.settings[0].rule,
             "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
             "points": [asdict(point) for point in self.points()],
-            "cells": self.done.costed(),
+            "jobs": self.done.costed(),
             "wall": self.done.wall,
             "cpu": self.done.cpu,
             "notes": self.notes,
@@ -121,12 +121,12 @@ class SweepResult:
         head = ["policy", "rate (req/s)", "attainment", *tiers, "attained/s", "TTFT p99", "TPOT p99"]
         rows = [[*head, f"against {self.sweep.settings[0].choice.label}"] if several else head]
         for point in self.points():
-            cells_ = [
+            row = [
                 point.policy, f"{point.rate:g}", percent(point.attainment[ALL]),
                 *(f"{100 * point.attainment[tier].value:.1f} %" for tier in tiers), f"{point.attained_rps.value:.3g}",
                 milliseconds(point.ttft_p99), milliseconds(point.tpot_p99),
             ]  # fmt: skip
-            rows.append([*cells_, points_of(point.against)] if several else cells_)
+            rows.append([*row, points_of(point.against)] if several else row)
         return markdown(rows)
 
 
