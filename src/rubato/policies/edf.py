@@ -98,8 +98,8 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         here = [*view.running, *view.waiting]
-        self._meet(here)
-        aside = self._aside(view, here)
+        self._count_offered(here)
+        aside = self._set_aside(view, here)
         strict = [s for s in here if s.id not in aside]
         declined = [s for s in here if s.id in aside and not s.best_effort]
         for seq in declined:
@@ -137,7 +137,7 @@ class Scheduler:
             if known:
                 self._lost[tier] = max(0.0, self._lost[tier] - 1.0)  # what was counted has faded since
 
-    def _meet(self, here: Iterable[SeqView]) -> None:
+    def _count_offered(self, here: Iterable[SeqView]) -> None:
         for seq in here:
             if seq.id not in self._tiers and not seq.request.best_effort:
                 tier = self._tiers[seq.id] = seq.request.tier
@@ -153,7 +153,7 @@ class Scheduler:
                 if ttft is not None:
                     self._ttfts.append(ttft)
 
-    def _aside(self, view: View, here: Sequence[SeqView]) -> set[str]:
+    def _set_aside(self, view: View, here: Sequence[SeqView]) -> set[str]:
         """Ids of those not to be tried now: best effort by wish, late already, or set aside for the others' sake."""
         aside = set()
         decodes = Shape()

@@ -40,7 +40,7 @@ class _StallGuard(HttpToolsProtocol):
         super().connection_made(transport)
         self._idle = 0  # looks without progress: not seconds, which may have passed while the loop was busy
         self._left = (0, 0)
-        self._check = self.loop.call_later(self.stall / CHECKS, self._look)
+        self._check = self.loop.call_later(self.stall / CHECKS, self._cut_off_if_stalled)
 
     def data_received(self, data: bytes) -> None:
         self._idle = 0
@@ -50,7 +50,7 @@ class _StallGuard(HttpToolsProtocol):
         self._check.cancel()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
+    def _cut_off_if_stalled(self) -> None:
         left = (self.transport.get_write_buffer_size(), self._acknowledged())
         stuck = left == self._left and (left[0] > 0 or self._clients_turn())
         self._idle = self._idle + 1 if stuck else 0
@@ -59,7 +59,7 @@ class _StallGuard(HttpToolsProtocol):
             log.info("a client stalled for %.1f s: cut off", self.stall)
             self.transport.abort()
             return
-        self._check = self.loop.call_later(self.stall / CHECKS, self._look)
+        self._check = self.loop.call_later(self.stall / CHECKS, self._cut_off_if_stalled)
 
     def _acknowledged(self) -> int:
         """Bytes that the client's kernel has taken, ever. Linux lets us write again only when a third of the buffer

@@ -25,7 +25,7 @@ request without a promise that is more than `patience` seconds behind is counted
 Where the engine drafts (`drafts`), decodes verify as deep as makes them fastest, wherever all can spare the time and
 half the memory is promised: who has ended sooner makes room. Longer batches, which decodes keep up with
 only by drafting, are tried where plain ones decline somebody and leave prefill less than two thirds of what these do,
-or cannot hold a TPOT at all. Such a promise is on what drafts bring on average (`caution`: less), and certain only
+or cannot hold a TPOT at all. Such a promise is on what drafts bring on average (`pessimism`: less), and certain only
 where all of them are right.
 
 Several replicas. `Router` lands requests in turn and hands one on while the replica could not promise it beside the

@@ -63,7 +63,7 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimit
 def _best(served: Floats, new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
     """As `admit`, on a grid that may be laid for some who are declined. served: rows of the forced."""
     asked = columns(new)
-    grids, sizes = laid(served, asked, terms)
+    grids, sizes = grids_to_try(served, asked, terms)
     most = ceiling(new, terms.memory, terms.seats)
     at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, terms.memory, terms.seats, most)
     return Admitted(tuple(sorted(accepted.tolist())), Grid.of(grids[at, : sizes[at]]), value) if at >= 0 else None
@@ -102,9 +102,9 @@ def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
     return value if len(new) <= seats else sum(sorted((j.value for j in new), reverse=True)[:seats])
 
 
-def plainly(forced: Sequence[Demand], terms: AdmissionLimits) -> Grid:
+def first_grid(forced: Sequence[Demand], terms: AdmissionLimits) -> Grid:
     """The first grid that is tried where nobody is new, whether they are in time there or not."""
-    grids, sizes = laid(rows(forced), columns(()), terms)
+    grids, sizes = grids_to_try(rows(forced), columns(()), terms)
     return Grid.of(grids[0, : sizes[0]])
 
 
@@ -117,11 +117,11 @@ def columns(new: Sequence[Demand]) -> Floats:
     return np.array(list(map(COLUMNS, new)), dtype=np.float64).reshape(len(new), 6)
 
 
-def laid(forced: Floats, new: Floats, terms: AdmissionLimits) -> tuple[Floats, Ints]:
-    """The grids to try, each once, and how many phases each has (`dynamic_program.lay_all`): of batches of the longest,
-    then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch would
-    have ended), then with a short batch first, in which those that are ahead are left out where all would last too
-    long."""
+def grids_to_try(forced: Floats, new: Floats, terms: AdmissionLimits) -> tuple[Floats, Ints]:
+    """The grids to try, each once, and how many phases each has (`dynamic_program.build_grids`): of batches of the
+    longest, then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch
+    would have ended), then with a short batch first, in which those that are ahead are left out where all would last
+    too long."""
     longest, capacity = terms.longest, terms.capacity
     starts = [(longest, float(capacity(longest)), 0.0, 0.0)]
     for fit in dynamic_program.fits(forced, new, longest).tolist():

@@ -58,7 +58,7 @@ class BatchOrder:
         once memory fills; where all others can spare what the batch then lacks, and all decodes are in it: not in a
         short one for a prompt, for which those wait who are ahead.
         """
-        first, planned = self.grid.phases[0], self.drafts.stride.steps
+        first, planned = self.grid.phases[0], self.drafts.in_force.steps
         if not self.drafts.able:
             return first.seconds, 0
         if self.grid.leads:

@@ -32,7 +32,7 @@ COUNT, SECONDS, TOKENS = 0, 1, 2  # columns of a grid
 DUE, PENDING, TPOT, VERIFIED, MEMORY, VALUE = 0, 1, 2, 3, 4, 5  # of the forced and the new
 COLUMN, TABLE, TABLES = "float64[::1]", "float64[:,::1]", "float64[:,:,::1]"
 OWED, RATE, BY, LEFT = 0, 1, 2, 3  # of those asked, `best_subset`
-KEY, MANY, WORTH, USED, LAST = 2, 3, 4, 5, 6  # of a state, `by_fronts`, beside OWED and RATE
+KEY, MANY, WORTH, USED, LAST = 2, 3, 4, 5, 6  # of a state, `accept_in_scarce_memory`, beside OWED and RATE
 
 
 # vLLM asks for `vars` of whatever any module holds; llvmlite's library has no `__dict__`, and answers with a function
@@ -439,7 +439,7 @@ def places(new: Floats, able: Ints) -> tuple[Ints, int]:
 
 
 @compiled()
-def by_counts(
+def accept_in_ample_memory(
     asked: Floats, between: Ints, room: Floats, ends: Floats, slope: float, new: Floats, able: Ints, step: Ints,
     states: int, seats: int,
 ) -> Ints:  # fmt: skip
@@ -493,7 +493,7 @@ def state_order(rows: Floats, one: int, others: Floats, other: int) -> bool:
 
 
 @compiled()
-def by_fronts(
+def accept_in_scarce_memory(
     asked: Floats, between: Ints, room: Floats, ends: Floats, slope: float, new: Floats, able: Ints, step: Ints,
     memory: int, seats: int,
 ) -> Ints:  # fmt: skip
@@ -592,9 +592,9 @@ def best_subset(
         return able
     step, states = places(new, able)
     if needed > memory:
-        taken = by_fronts(asked, between, room, ends, slope, new, able, step, memory, seats)
+        taken = accept_in_scarce_memory(asked, between, room, ends, slope, new, able, step, memory, seats)
     else:
-        taken = by_counts(asked, between, room, ends, slope, new, able, step, states, seats)
+        taken = accept_in_ample_memory(asked, between, room, ends, slope, new, able, step, states, seats)
     for n in range(len(taken)):
         taken[n] = able[taken[n]]
     return taken

@@ -14,7 +14,7 @@ from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
 from rubato.core.request import SATURATED
 from rubato.core.slo import TOLERANCE
-from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, admit, admit_first, plainly
+from rubato.policies.slos_serve.admission import AdmissionLimits, Admitted, admit, admit_first, first_grid
 from rubato.policies.slos_serve.batch import BatchFiller
 from rubato.policies.slos_serve.batch_order import BatchOrder
 from rubato.policies.slos_serve.demand import (
@@ -54,7 +54,7 @@ NO_BEST_EFFORT = OldestBestEffort("", 0)
 class _Decision(NamedTuple):
     admitted: Admitted | None
     terms: AdmissionLimits
-    stride: SpeculationPlan
+    speculation: SpeculationPlan
 
 
 def _worth(admitted: Admitted | None) -> float:
@@ -213,12 +213,12 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         if self.steady_tokens:
-            self._look(view)
-        state = self._parted(view)
+            self._note_last_tokens(view)
+        state = self._classify(view)
         if state.promises.light != self._light:  # the grid counts tokens as they were
             self._light, self._grid = state.promises.light, None
         self._find_oldest_best_effort(state)
-        jobs = self._kept_up(view, [state.promises.job(s) for s in state.admitted])
+        jobs = self._tighten_late_decodes(view, [state.promises.job(s) for s in state.admitted])
         state.jobs = {j.id: j for j in jobs}
         grid, entries = self._grid, self._drafts.entries(jobs)
         if grid is None or self._is_time(state) or any(0.0 < j.due < grid.phases[0].seconds for j in entries):
@@ -237,11 +237,11 @@ class Scheduler:
     def _fall_back_to_deadlines(self, state: _PlanState) -> list[Demand]:
         """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
         state.promises = replace(state.promises, since={})
-        jobs = self._kept_up(state.view, [state.promises.job(s) for s in state.admitted])
+        jobs = self._tighten_late_decodes(state.view, [state.promises.job(s) for s in state.admitted])
         state.jobs.update((j.id, j) for j in jobs)
         return jobs
 
-    def _look(self, view: View) -> None:
+    def _note_last_tokens(self, view: View) -> None:
         """Since when each decode has had as many tokens as it has."""
         before = self._came
         self._came = {s.id: (s.output, view.now) for s in view.running if s.output}
@@ -258,7 +258,7 @@ class Scheduler:
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
             jobs = demand_after_current_batch(view, running, jobs, promises.light)
-        forced = self._kept_up(view, [*jobs, *map(promises.job, placed)])
+        forced = self._tighten_late_decodes(view, [*jobs, *map(promises.job, placed)])
         new = [promises.job(seq)]
         machine = BatchCapacity(view, [*running, *placed, seq], [*forced, *new], self._margin(view), promises.light)
         found = self._choose(view, machine, forced, new).admitted
@@ -283,7 +283,7 @@ class Scheduler:
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
-    def _kept_up(self, view: View, jobs: list[Demand]) -> list[Demand]:
+    def _tighten_late_decodes(self, view: View, jobs: list[Demand]) -> list[Demand]:
         """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
         tighter."""
         decodes = view.decodes
@@ -296,7 +296,7 @@ class Scheduler:
         """Ids of those here whom it has admitted."""
         return self._promised.keys()
 
-    def _parted(self, view: View) -> _PlanState:
+    def _classify(self, view: View) -> _PlanState:
         """Who was promised to be in time, who is to be decided, and best effort."""
         state = _PlanState(view, self._promises(view))
         before, self._promised = self._promised, {}
@@ -369,11 +369,11 @@ class Scheduler:
             chosen = self._choose(state.view, machine, jobs, [])
         if chosen.admitted is None and self.steady_tokens:
             chosen = self._choose(state.view, machine, self._fall_back_to_deadlines(state), [])
-        found, terms, stride = chosen
+        found, terms, speculation = chosen
         if found is not None:
-            self._grid, self._drafts.stride = found.grid, stride
+            self._grid, self._drafts.in_force = found.grid, speculation
         elif self._grid is None:
-            self._grid, self._drafts.stride = plainly(jobs, terms), PLAIN
+            self._grid, self._drafts.in_force = first_grid(jobs, terms), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(state, asked, accepted)
         self._decided, self._finished = state.now, 0
@@ -382,10 +382,10 @@ class Scheduler:
         """Whom of the new to admit beside the forced, and how."""
         entries = self._drafts.entries
         best: _Decision | None = None
-        for stride in (
-            [PLAIN] if self.steady_tokens else self._drafts.strides([*forced, *new], machine, self._unbound(machine))
+        for speculation in (
+            [PLAIN] if self.steady_tokens else self._drafts.candidates([*forced, *new], machine, self._unbound(machine))
         ):
-            found = self._admit(view, machine, entries(forced, stride), entries(new, stride), stride)
+            found = self._admit(view, machine, entries(forced, speculation), entries(new, speculation), speculation)
             if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
                 best = found
             if _worth(best.admitted) >= sum(j.value for j in new) - EPS:
@@ -399,25 +399,25 @@ class Scheduler:
         machine: BatchCapacity,
         forced: Sequence[Demand],
         new: Sequence[Demand],
-        stride: SpeculationPlan,
+        speculation: SpeculationPlan,
     ) -> _Decision:
-        terms = self._terms(view, machine, forced, 1.0, stride)
+        terms = self._terms(view, machine, forced, 1.0, speculation)
         if self.tier_reserve and any(j.value < self._most for j in new):
-            others = self._terms(view, machine, forced, 1.0 - self.tier_reserve, stride)
-            return _Decision(admit_first(forced, new, terms, others, self._most), terms, stride)
-        return _Decision(admit(forced, new, terms), terms, stride)
+            others = self._terms(view, machine, forced, 1.0 - self.tier_reserve, speculation)
+            return _Decision(admit_first(forced, new, terms, others, self._most), terms, speculation)
+        return _Decision(admit(forced, new, terms), terms, speculation)
 
     def _terms(
-        self, view: View, machine: BatchCapacity, forced: Sequence[Demand], share: float, stride: SpeculationPlan
+        self, view: View, machine: BatchCapacity, forced: Sequence[Demand], share: float, speculation: SpeculationPlan
     ) -> AdmissionLimits:
         """What there is for new ones when a share of memory, places and batches is used in all."""
         limits = view.limits
         seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
         held = sum(j.memory for j in forced)
         return AdmissionLimits(
-            longest=min(self._unbound(machine), machine.full(stride.steps)),
-            capacity=lambda seconds: int(share * machine.capacity(seconds, stride.steps)),
-            beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, stride.steps),
+            longest=min(self._unbound(machine), machine.full(speculation.steps)),
+            capacity=lambda seconds: int(share * machine.capacity(seconds, speculation.steps)),
+            beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, speculation.steps),
             memory=self._memory(view, share) - held,
             seats=int(share * seats) - len(forced),
         )
@@ -480,7 +480,8 @@ class Scheduler:
     def _give_up(self, state: _PlanState) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
         prefills = [s for s in state.admitted if state.jobs[s.id].tokens > 1]
-        for seq in [s for s in prefills if all(s.due + TOLERANCE < state.now + t for t in alone(state.view, s))]:
+        now, view = state.now, state.view
+        for seq in [s for s in prefills if all(s.due + TOLERANCE < now + t for t in seconds_alone(view, s))]:
             state.admitted.remove(seq)
             self._promised.pop(seq.id, None)
             if seq.request.on_decline == "refuse" and nothing_sent(seq) and seq.id not in state.view.running_ids:
@@ -546,7 +547,7 @@ def _arrival(seq: SeqView) -> tuple[float, str]:
     return (seq.request.arrival, seq.id)
 
 
-def alone(view: View, seq: SeqView) -> Iterator[float]:
+def seconds_alone(view: View, seq: SeqView) -> Iterator[float]:
     """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
     last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
     knee costs more a token."""

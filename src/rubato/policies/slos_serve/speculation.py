@@ -107,13 +107,13 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 
 # Drafting for decodes: how long batches may be because of it, what entries cost then, how deep to draft for whom.
 #
-# A stride is the seconds of a batch that every decode keeps up with, by the smallest length of its own (`speculation`):
+# A `SpeculationPlan` has the seconds of a batch that every decode keeps up with, by the smallest length of its own:
 # an entry of `verified` tokens, `expected` of which come out, is wanted every TPOT · expected instead of a token every
 # TPOT. Nothing else changes for `token_budget` and `admission`. As the tokens of an entry come together, the first of
 # them is early by as much as the last is just in time: a prompt is wanted so much sooner.
 #
-# What comes out is random. Strides are planned on what drafts bring on average, as in the paper, or on less
-# (`caution`). Who was unlucky has the next batch cut short for it where others can spare that. And where they can and
+# What comes out is random. Plans are made on what drafts bring on average, as in the paper, or on less
+# (`pessimism`). Who was unlucky has the next batch cut short for it where others can spare that. And where they can and
 # memory fills, drafts are as deep as makes decodes fastest, whatever was planned: who has ended holds no memory, which
 # admits others.
 
@@ -199,14 +199,14 @@ PLAIN = SpeculationPlan()
 
 @dataclass
 class Drafts:
-    """most: tokens drafted for an entry at most. caution: standard deviations of luck that plans allow for. prior: as
+    """most: tokens drafted for an entry at most. pessimism: standard deviations of luck that plans allow for. prior: as
     `Accepted` has it. able: whether the engine drafts."""
 
     most: int
-    caution: float
+    pessimism: float
     prior: float = PRIOR
     able: bool = False
-    stride: SpeculationPlan = PLAIN
+    in_force: SpeculationPlan = PLAIN
     drafted: dict[str, int] = field(default_factory=dict)  # tokens there are to be verified now, by id
     accepted: Accepted = field(init=False)
     _seen: dict[str, int] = field(default_factory=dict, init=False)  # tokens that the drafter knows, by id
@@ -226,9 +226,9 @@ class Drafts:
             self.accepted.follow(view.running)
             self.drafted = {s.id: _verifiable(s) for s in view.running if s.draft is not None}
 
-    def entries(self, jobs: Sequence[Demand], stride: SpeculationPlan | None = None) -> list[Demand]:
-        """The jobs as entries of verified tokens, by a stride or the one in force."""
-        return (self.stride if stride is None else stride).entries(jobs, self.drafted)
+    def entries(self, jobs: Sequence[Demand], plan: SpeculationPlan | None = None) -> list[Demand]:
+        """The jobs as entries of verified tokens, by a plan or the one in force."""
+        return (self.in_force if plan is None else plan).entries(jobs, self.drafted)
 
     def chance(self, seq: SeqView) -> float:
         """What is planned on for it: less than the mean, but for certainty; nothing where deadlines run from the first
@@ -239,10 +239,10 @@ class Drafts:
         if slo.ttft is None and slo.e2e is None:
             return 0.0
         mean = self.accepted.mean(seq.request)
-        planned = mean - self.caution * sqrt(mean * (1.0 - mean) / HORIZON)
+        planned = mean - self.pessimism * sqrt(mean * (1.0 - mean) / HORIZON)
         return 1.0 if planned >= 1.0 else max(0.0, floor(planned / ACCEPTANCE_STEP) * ACCEPTANCE_STEP)
 
-    def strides(self, jobs: Sequence[Demand], machine: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
+    def candidates(self, jobs: Sequence[Demand], machine: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
         """What to try, in this order: none, and the one with the largest prefill throughput if all are there, whose
         batches take at most `most` seconds."""
         yield PLAIN
