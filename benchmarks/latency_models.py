@@ -26,7 +26,7 @@ from rubato.core.plan import Sample, Shape
 from rubato.latency import profiles, step_samples
 from rubato.latency.fit import blank, fit_groups
 from rubato.latency.fit_error import Report, error_report
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 
 Groups = Mapping[str, Sequence[Sample]]
 

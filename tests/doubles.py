@@ -11,11 +11,11 @@ from rubato.core import sequence
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Sample, Shape, Tree
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.latency.defaults import Defaults
+from rubato.latency.model_base import ModelBase
 
 
 @dataclass
-class Linear(Defaults):
+class Linear(ModelBase):
     """fixed + per_token * tokens + per_kv * kv seconds."""
 
     fixed: float = 0.01

@@ -13,7 +13,7 @@ from rubato.core.events import Stepped
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine
 from rubato.latency.fit import Fitted, fit, fit_file
-from rubato.latency.models import MODELS, Model
+from rubato.latency.model_kinds import MODELS, Model
 from rubato.serving.build import latency_of
 from rubato.serving.config import load
 

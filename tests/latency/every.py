@@ -8,7 +8,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
 from rubato.latency import affine, bilinear, kernel_sum, operation_count, profiles, roofline, table
 from rubato.latency.model_dims import Dims
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 
 Entries = list[tuple[int, int]]
 entries = st.lists(st.tuples(st.one_of(st.just(1), st.integers(1, 400)), st.integers(0, 3000)), max_size=8)

@@ -14,7 +14,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import kernel_sum
 from rubato.latency.fit_error import error_report
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 from tests.latency.every import COMPONENTS, DEFAULTS, Entries, batch, entries, fitted, models
 from tests.latency.steps import mixed, run
 

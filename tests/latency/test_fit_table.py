@@ -13,7 +13,7 @@ from rubato.core.plan import Sample
 from rubato.latency import affine, profiles, step_samples
 from rubato.latency.fit import fit_file, fit_groups
 from rubato.latency.fit_error import error_report
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 from tests.latency.steps import mixed, run
 
 TABLE = Path(__file__).with_name("serving_iterations.csv")

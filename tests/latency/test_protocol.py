@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, profiles, roofline, table
-from rubato.latency.defaults import MEMBERS, MOST, completed
+from rubato.latency.model_base import MEMBERS, MOST, completed
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.planning.fleet_size_model import Faster

@@ -10,7 +10,7 @@ import pytest
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
 from rubato.latency.fit_error import error_report
-from rubato.latency.models import MODELS, Model
+from rubato.latency.model_kinds import MODELS, Model
 from tests.latency.steps import decodes, mixed, run, with_chunk
 
 TRUTH = affine.Model(k=(1e-5, 1e-3), b=(0.04, 0.025), a=3e-7, d=1e-8, e=1e-8, host=0.001, host_per_seq=1e-4)

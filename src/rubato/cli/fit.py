@@ -7,7 +7,7 @@ from typing import Any
 
 from rubato.cli import common_options
 from rubato.latency import fit
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 from rubato.measure import results
 
 

@@ -158,8 +158,8 @@ Line = tuple[float, float, float, float, float]
 
 
 class LatencyModel(Protocol):
-    """Step time from batch shape (SYSTEMS: §0, latency models). `rubato.latency.defaults.Defaults` has all of it that
-    follows from `step_time`: a model that inherits it defines `step_time`, `largest_chunk`, `fit` and `update`."""
+    """Step time from batch shape. `rubato.latency.model_base.ModelBase` has all of it that follows from `step_time`: a
+    model that inherits it defines `step_time`, `largest_chunk`, `fit` and `update`."""
 
     @property
     def spread(self) -> float:

@@ -34,7 +34,7 @@ PROFILE = "llama-3.1-8b-h200"
 LONGEST_IN, LONGEST_OUT = 8192, 2048
 PROMISE = SLO(ttft=1.0, tpot=0.05)
 LOAD, ATTAINED = 0.8, 0.9
-SARATHI, LOOKING = "sarathi", "rubato.experiments._scan_policy"
+SARATHI, LOOKING = "sarathi", "rubato.experiments._due_reading_sarathi"
 BUDGET = {"budget": 2048}
 ROUNDS = 8  # clocks drift
 MANY = 300_000

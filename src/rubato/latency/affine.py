@@ -18,7 +18,7 @@ import numpy as np
 
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
-from rubato.latency.defaults import knee_of
+from rubato.latency.model_base import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.roofline_fit import Array, Coefficients, crossing, fit_planes, largest, numbers
 

@@ -14,7 +14,7 @@ from rubato.core.plan import Sample
 from rubato.core.timeline import steps
 from rubato.latency import operation_count, profiles, step_samples
 from rubato.latency.fit_error import Report, error_report
-from rubato.latency.models import MODELS, Model
+from rubato.latency.model_kinds import MODELS, Model
 from rubato.latency.profiles.aiconfigurator import GPUS
 
 HELD_OUT = 0.2  # the last share of a log's steps

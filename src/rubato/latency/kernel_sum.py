@@ -29,7 +29,7 @@ from scipy.optimize import isotonic_regression, nnls
 
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
-from rubato.latency.defaults import Defaults
+from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, largest
 
 FEW = 16  # tokens up to which `decode_gemm` holds
@@ -142,7 +142,7 @@ def knots() -> Array:
 
 
 @dataclass(slots=True)
-class Model(Defaults):
+class Model(ModelBase):
     """host, host_per_seq: seconds of every step, and of each sequence in it, spent outside the device."""
 
     tables: Tables

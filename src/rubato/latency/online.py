@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rubato.core.plan import Shape
-from rubato.latency.defaults import Defaults
+from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, Coefficients, fit_planes
 
 EVERY = 128  # steps between refits
@@ -156,7 +156,7 @@ class Online:
         return table[:, : self.columns], table[:, self.columns : -1], table[:, -1]
 
 
-class Learns(Defaults):
+class Learns(ModelBase):
     """A latency model that has an `Online`."""
 
     __slots__ = ()

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from rubato.core.plan import Sample, Shape
-from rubato.latency.defaults import knee_of
+from rubato.latency.model_base import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.roofline_fit import Coefficients, crossing, fit_planes, largest, numbers
 

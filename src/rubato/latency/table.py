@@ -21,7 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
 from rubato.core.plan import Sample, Shape
-from rubato.latency.defaults import knee_of
+from rubato.latency.model_base import knee_of
 from rubato.latency.online import Learns, Online
 from rubato.latency.roofline_fit import Array, largest, numbers
 

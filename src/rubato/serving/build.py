@@ -19,8 +19,8 @@ from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.fair_share import FairShare
-from rubato.latency.defaults import completed
-from rubato.latency.models import MODELS
+from rubato.latency.model_base import completed
+from rubato.latency.model_kinds import MODELS
 from rubato.latency.with_drafter import Drafted
 from rubato.serving.config import Config, ConfigError, Named
 
@@ -106,7 +106,7 @@ def believed_of(config: Config) -> LatencyModel:
 
 def latency_of(config: Config) -> LatencyModel:
     """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model` (what it lacks of a `LatencyModel`
-    beyond step_time, largest_chunk, fit and update is added by `latency.defaults`); by default `affine`, which begins
+    beyond step_time, largest_chunk, fit and update is added by `latency.model_base`); by default `affine`, which begins
     with a guess and learns from each step. Raises ConfigError."""
     named = config.latency or Named(name="affine")
     cls = _latency_class(named.name)

@@ -14,7 +14,7 @@ from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
 from rubato.latency import kernel_sum
 from rubato.latency.model_dims import Dims
-from rubato.latency.models import MODELS
+from rubato.latency.model_kinds import MODELS
 
 FORMAT = "rubato-profile/1"
 

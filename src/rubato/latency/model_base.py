@@ -14,7 +14,7 @@ CORNER = 0.5  # a step this much longer than its memory-bound time is at the kne
 MOST = 16384  # tokens that a knee is looked for up to: more than any batch holds
 
 
-class Defaults:
+class ModelBase:
     """To be inherited by latency models (`LatencyModel` of `core.interfaces`), which define `step_time`,
     `largest_chunk`, `fit` and `update` themselves."""
 
@@ -46,7 +46,7 @@ class Defaults:
         """What does not learn has nothing to forget."""
 
 
-def knee_of(model: Defaults, base: Shape, most: int = MOST) -> int:
+def knee_of(model: ModelBase, base: Shape, most: int = MOST) -> int:
     """The largest n in [0, most] such that `base` with n tokens more takes at most 1 + `CORNER` of what it takes with
     one token a sequence, when its time is that of reading weights and KV.
 
@@ -66,7 +66,7 @@ def completed(model: Any) -> LatencyModel:
     """A model of anyone's as it is, or with defaults for what it lacks. Raises TypeError, naming what is missing, for
     one without step_time, largest_chunk, fit or update."""
     lacking = [name for name in MEMBERS if not hasattr(model, name)]
-    if needed := [name for name in lacking if not hasattr(Defaults, name) or name == "step_time"]:
+    if needed := [name for name in lacking if not hasattr(ModelBase, name) or name == "step_time"]:
         raise TypeError(
             f"{type(model).__module__}.{type(model).__name__} has no {' and no '.join(needed)}: a latency model has "
             "step_time(shape), largest_chunk(seconds, base, cached, most), fit(samples) and update(sample)"
@@ -75,7 +75,7 @@ def completed(model: Any) -> LatencyModel:
 
 
 @dataclass(frozen=True)
-class Completed(Defaults):
+class Completed(ModelBase):
     """A model that has the four members without which there is none, and perhaps `spread`; the rest by default."""
 
     model: Any
