@@ -1,8 +1,8 @@
 """The page that sets papers' numbers beside ours, from the JSON of full runs.
 
-It opens with one table per paper: headline claim, ours, verdict, cause. The claims that miss or are inconclusive
-follow, a paper's apart from our own bars, and then every claim, figure by figure. Numbers come from the runs, words and
-bars from today's `claims.yaml`.
+It opens with one table per paper: headline claim, ours, verdict, cause; our own headline bars come last in it. The
+claims that miss or are inconclusive follow, a paper's apart from our own bars, and then every claim, figure by figure.
+Numbers come from the runs, words and bars from today's `claims.yaml`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
 from rubato.planning.sweep import markdown
 
-SECTION = re.compile(r"§([\d.]*\d)")  # named by every headline claim
+SECTION = re.compile(r"§([\d.]*\d)")  # named by every headline claim that is a paper's
 HEAD = """# Papers beside ours
 
 Written by `rubato figure --docs` from full runs (`docs/figures/*.json`); do not edit. A claim *holds* when all of our
@@ -98,7 +98,8 @@ class _Row:
 
     @property
     def cause(self) -> str:
-        spans = f"the interval of {self.seeds} seeds spans the paper's number"
+        whose = "our bar" if self.claim.kind == "ours" else "the paper's number"
+        spans = f"the interval of {self.seeds} seeds spans {whose}"
         return self.claim.cause or (spans if self.verdict == "inconclusive" else "")
 
     @property
@@ -150,12 +151,15 @@ def _estimate(claim: Mapping[str, Any]) -> Estimate:
 
 
 def _headlines(rows: Sequence[_Row]) -> str:
-    """In the order of the paper's sections."""
-    rows = sorted(rows, key=lambda row: [int(part) for part in SECTION.findall(row.claim.says)[0].split(".")])
+    """In the order of the paper's sections; our own bars last, of which the paper says nothing."""
+    own = [row for row in rows if row.claim.kind == "ours"]
+    rows = [row for row in rows if row.claim.kind != "ours"]
+    rows.sort(key=lambda row: [int(part) for part in SECTION.findall(row.claim.says)[0].split(".")])
     table = [["headline claim", "paper", "ours", "verdict", "cause of the difference", "figure"]]
-    for row in rows:
+    for row in [*rows, *own]:
         claim = row.claim
-        table.append([claim.says, row.paper, row.measured, row.verdict, row.cause, f"[{row.figure}](#{row.figure})"])
+        paper = f"- (our bar: {row.paper})" if claim.kind == "ours" else row.paper
+        table.append([claim.says, paper, row.measured, row.verdict, row.cause, f"[{row.figure}](#{row.figure})"])
     return markdown(table)
 
 

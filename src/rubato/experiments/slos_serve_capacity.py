@@ -356,6 +356,11 @@ def found(values: Sequence[Any], small: bool) -> Found:
         for target in TARGETS
         for scenario in SYSTEMS[EDF].scenarios
     }
+    estimates |= {
+        _name("mean", target, judge_, "-edf"): rates.mean_ratio((EDF,), judge_, target, drafting=False)
+        for judge_ in JUDGES
+        for target in TARGETS
+    }
     two = ("prefill_first", "sarathi")
     paper = {s: rates.ratio(s, two, "windowed", 0.9, _as_published(s)) for s in PRINTED}
     estimates |= {f"{scenario}-paper": ratio for scenario, ratio in paper.items()}
