@@ -53,7 +53,7 @@ class SeqView(Protocol):
     @property
     def missed(self) -> bool: ...  # some token was already late (deadline SLO, or e2e)
     @property
-    def due(self) -> float: ...  # when the next token must be out; inf = no promise
+    def due(self) -> float: ...  # when the next token must be out; inf = no SLO on it
     @property
     def away(self) -> float: ...  # seconds that its tools took so far, which are in no SLO
     @property

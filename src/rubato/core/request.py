@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What one stage of a request is promised, in seconds; None = not promised, all None = best effort.
+    """What one stage of a request asks for, in seconds; None = no bound, all None = best effort.
 
     ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
     e2e: last token within this of the request's arrival.

@@ -39,7 +39,7 @@ class Deadlines(NamedTuple):
     end: float = inf
 
     def token(self, i: int) -> float:
-        """Due time of output token i (from 0) of the stage; inf = no promise."""
+        """Due time of output token i (from 0) of the stage; inf = no SLO on it."""
         if i == 0:
             return min(self.first, self.end)
         return min(self.first + i * self.tpot, self.end)
@@ -133,7 +133,7 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
 
 
 def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float | None:
-    """Seconds to spare at the tightest point of all SLOs; None when nothing was promised or nothing came out."""
+    """Seconds to spare at the tightest point of all SLOs; None when there is no SLO or nothing came out."""
     spare: float = inf
     continues: float | None = None
     for at, (stage, times) in enumerate(zip(request.stages, stages, strict=False)):

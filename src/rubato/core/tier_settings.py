@@ -14,7 +14,7 @@ class StrictSettings(BaseModel):
 
 
 class TierSettings(StrictSettings):
-    """A promise in milliseconds, and what becomes of a request whose promise cannot be kept."""
+    """An SLO in milliseconds, and what becomes of a request whose SLO cannot be met."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     tpot_ms: float | None = Field(default=None, gt=0)

@@ -24,10 +24,10 @@ SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1
 
 
 def ideal_ratio(prompt: float, output: float, tpot: float, overhead: float) -> float:
-    """Prefill replicas to one decode replica: (1 - C/TPOT)·E[prompt]/E[output] (SYSTEMS §1, from SLOs-Serve).
+    """Prefill replicas to one decode replica: (1 - C/TPOT)·E[prompt]/E[output] (from SLOs-Serve).
 
-    prompt, output: mean tokens of a request; tpot: seconds promised; overhead: C, the fixed seconds of a batch. Raises
-    ValueError when no batch ends within the TPOT.
+    prompt, output: mean tokens of a request; tpot: their SLO in seconds; overhead: C, the fixed seconds of a batch.
+    Raises ValueError when no batch ends within the TPOT.
     """
     if not 0.0 <= overhead < tpot or prompt <= 0.0 or output <= 0.0:
         raise ValueError(

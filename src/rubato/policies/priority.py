@@ -1,6 +1,6 @@
 """Strict priority by tightness: whoever has the tighter SLO goes first, and takes KV from the loosest that runs.
 
-A request's priority is its tightest TTFT, then TPOT, then e2e over all stages; no promise comes last; within one
+A request's priority is its tightest TTFT, then TPOT, then e2e over all stages; no SLO comes last; within one
 priority the first to arrive goes first. Each step is filled in that order under one token budget, so a looser request
 that finds no tokens or no place in the batch pauses with its KV. KV that a tighter one lacks is taken from the loosest
 (its tokens are kept, it resumes by one prefill of them all). Nobody is refused or demoted.

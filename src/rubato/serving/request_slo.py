@@ -29,7 +29,7 @@ HEADERS: Mapping[str, tuple[str, ...]] = {
     "e2e": ("x-slo-e2e-ms",),
 }
 NOTHING = SLO()
-BEST_EFFORT = "flex"  # OpenAI's name of the tier that promises nothing
+BEST_EFFORT = "flex"  # OpenAI's name of the tier without an SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _clamp(seconds: float | None, least: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A named promise of the operator's. bounds: of what a request in this tier may state besides."""
+    """A named SLO of the operator's. bounds: of what a request in this tier may state besides."""
 
     name: str
     slo: SLO = NOTHING

@@ -27,7 +27,7 @@ def served_tier(request: Request, ends: Sequence[Finished]) -> str:
 
 
 def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
-    """The `rubato` field: what was promised (`targets`), what was measured, and whether the promise was kept.
+    """The `rubato` field: the SLO that counts (`targets`), what was measured, and whether it was met.
 
     Times in milliseconds. margin_ms: to spare at the tightest token, negative when late, null without an SLO. Of
     several choices, of one prompt or of several: the report of the one that fared worst, `met` when all met, and each

@@ -2,7 +2,7 @@
 
 For every output token of a request it is drawn how sure the drafter is of its first choice (c) and which of its choices
 is the target's: choice j (from 0) with probability c·(1-c)^j. A chain's tokens are right one by one with probability
-alpha, so that sl tokens verified bring Acc(sl) = (1-alpha^sl)/(1-alpha) (SYSTEMS §1, PB* speculative); a tree's path
+alpha, so that sl tokens verified bring Acc(sl) = (1-alpha^sl)/(1-alpha); a tree's path
 probabilities are what really happens. Draws depend on seed, request and position alone: no policy can shift them.
 """
 

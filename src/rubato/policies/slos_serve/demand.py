@@ -16,7 +16,7 @@ from rubato.core.plan import Shape
 from rubato.policies.slos_serve.token_budget import Demand
 
 PROBE = 512  # tokens of prefill whose time stands for all
-TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (SYSTEMS.md §1, ours)
+TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
 
 
 def prompt_stage(seq: SeqView) -> int:
