@@ -91,6 +91,8 @@ def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[by
         "0.2",
         "--replicas",
         "2",
+        "--policy",
+        "sarathi",
     ]
     assert main([*words, *REPLICA, *QUIET, "--json", "-"]) == 0
     captured = capsysbinary.readouterr()
