@@ -98,9 +98,9 @@ def dispatched(dispatch: Dispatch, placed: int = 2, fleet: Sequence[View] = FLEE
         (Dispatch(recall={"r7": "waiting"}), "recall names 'r7', which is no replica: there are r0, r1"),
         (Dispatch(recall={"r0": "all"}), "recall asks 'r0' for 'all': give waiting or best_effort"),  # type: ignore[dict-item]
         (Dispatch(recall={"r1": "waiting"}), "recall names 'r1', which hands nothing back"),
-        (Dispatch(wake_at=5.0), "wake_at 5.000000 is no time in the future"),
-        (Dispatch(wake_at=float("inf")), "wake_at inf is no time in the future: it would spin, or never wake"),
-        (Dispatch(wake_at=float("nan")), "wake_at nan is no time in the future"),
+        (Dispatch(wake_at=5.0), "wake_at 5.0 is not 1e-06 s or more in the future"),
+        (Dispatch(wake_at=float("inf")), "wake_at inf is not 1e-06 s or more in the future: it would spin, or never wake"),
+        (Dispatch(wake_at=float("nan")), "wake_at nan is not 1e-06 s or more in the future"),
     ],
 )
 def test_impossible_dispatches(dispatch: Dispatch, says: str) -> None:

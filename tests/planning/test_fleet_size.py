@@ -219,7 +219,7 @@ def test_a_faster_model_is_consistent() -> None:
     ("changes", "says"),
     [
         ({"target": 1.0}, "target is 1.0"),
-        ({"seeds": (1, 4)}, "give at least 2 to begin with"),
+        ({"seeds": (1, 4)}, "give 2 or more"),
         ({"seconds": 0.0}, "busiest stretch is 0.0 s long"),
         ({"price": -1.0}, "price is -1.0 a GPU-hour"),
     ],
