@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rubato.core.interfaces import SeqView, View
+from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Plan, Shape, Work
 from rubato.core.request import NOTHING, HandoffReason
@@ -170,14 +170,20 @@ class BatchBuilder:
 
 
 def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:
-    """Every decode, then running prefills in order of start, then who waits (`starting`). Who lacks KV takes it from
-    the one started last, in vLLM's way."""
+    """All that run (`run_all`), then who waits (`starting`)."""
+    builder = run_all(view, budget)
+    admit_in_order(builder, starting(view, whole))
+    return builder
+
+
+def run_all(view: View, budget: int | None = None) -> BatchBuilder:
+    """Every decode, then running prefills in order of start. Who lacks KV takes it from the one started last, in vLLM's
+    way."""
     builder = BatchBuilder(view, budget)
     if not builder.decode_all() or not run_chunks(builder):
         builder = BatchBuilder(view, budget)
         decodes = [s for s in view.running if s.pending == 1]
         run_in_order(builder, [*decodes, *view.prefilling])
-    admit_in_order(builder, starting(view, whole))
     return builder
 
 
@@ -235,7 +241,7 @@ def starting(view: View, whole: bool) -> Iterable[SeqView]:
 
 def _fitting(view: View) -> Iterator[SeqView]:
     block = view.limits.block
-    free = view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
+    free = unreserved(view)
     alone = not (view.running or view.moving)  # then it starts whatever is predicted
     for seq in view.waiting:
         free -= memory(seq, block)
@@ -243,6 +249,12 @@ def _fitting(view: View) -> Iterator[SeqView]:
             return
         yield seq
         alone = False
+
+
+def unreserved(view: View) -> int:
+    """KV blocks that are left when all that run have what they take to their ends; below 0 if that is too much."""
+    block = view.limits.block
+    return view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
 
 
 def memory(seq: SeqView, block: int, left: float | None = None) -> int:
@@ -261,3 +273,13 @@ def remaining(seq: SeqView) -> float:
         return predicted
     prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
     return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
+
+
+def prefill_time(latency: LatencyModel, tokens: int, cached: int, chunk: int) -> float:
+    """Seconds that a prompt's `tokens` take on an idle engine, in chunks of `chunk`, after `cached` tokens in KV."""
+    seconds, end = 0.0, cached + tokens
+    while cached < end:
+        now = min(chunk, end - cached)
+        seconds += latency.step_time(Shape().plus(now, cached))
+        cached += now
+    return seconds

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from rubato.core.batch_builder import prefill_time
 from rubato.core.plan import Shape
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
-from rubato.planning.spec import Hardware, prefill_time
+from rubato.planning.spec import Hardware
 from rubato.workloads import Arrival, OfferedStage, Workload
 
 TOO_LONG = "tokens long"
@@ -96,7 +97,7 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     for part in parts:
         slo, steps = part.slo, part.output - 1
         pending = part.prompt + (cached > 0)  # the token before it is not in KV yet
-        first = prefill_time(model, limits, pending, cached)
+        first = prefill_time(model, pending, cached, limits.max_tokens)
         cached += pending
         begin, end = (model.step_time(Shape().plus(1, cached + i)) for i in (0, max(0, steps - 1)))
         decode = steps * (begin + end) / 2

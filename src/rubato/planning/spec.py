@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import yaml
 
+from rubato.core.batch_builder import prefill_time
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
-from rubato.core.plan import Limits, Shape
+from rubato.core.plan import Limits
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run
@@ -75,7 +76,7 @@ class Hardware:
 
     def prefill(self, tokens: int) -> float:
         """TTFT in seconds of a prompt on an idle replica."""
-        return prefill_time(self.model, self.limits, tokens)
+        return prefill_time(self.model, tokens, 0, self.limits.max_tokens)
 
     def describe(self) -> dict[str, Any]:
         """model: a digest, so that a file of jobs is not resumed with other step times."""
@@ -84,16 +85,6 @@ class Hardware:
 
 def digest_of(model: LatencyModel | None) -> str:
     return hashlib.blake2b(pickle.dumps(model), digest_size=8).hexdigest()
-
-
-def prefill_time(model: LatencyModel, limits: Limits, tokens: int, cached: int = 0) -> float:
-    """Seconds to prefill `tokens` on an idle engine, in chunks of `max_tokens`, after `cached` tokens in KV."""
-    seconds, end = 0.0, cached + tokens
-    while cached < end:
-        chunk = min(limits.max_tokens, end - cached)
-        seconds += model.step_time(Shape().plus(chunk, cached))
-        cached += chunk
-    return seconds
 
 
 def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:

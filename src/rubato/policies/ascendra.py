@@ -1,0 +1,358 @@
+"""Ascendra: low-priority replicas fill their batches, high-priority ones take prompts that would be late there.
+
+Reproduced: replicas are low-priority (LP) or high-priority (HP) and form groups. An LP runs all decodes and fills the
+batch with whole prompts, the one of the highest value first (Algorithm 1), and hands on to its group's HP what has not
+begun and would be late after that batch (§5.3). An HP runs prompts before decodes, first come first served, and issues
+a ticket when none waits, which brings it the next request that comes (§6.1). Its batch grows with the free KV (§6.2).
+
+The paper leaves open, and ours is: when to offload (`_offloaded`); that a prompt longer than a batch goes in chunks,
+with no other prompt beside it; that where nothing runs the first prompt starts whatever it lacks; that of equal values
+the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and what the compute budget of
+Algorithm 1 is: COMPUTE
+Not reproduced: a latency model that learns while it serves is the host's (`opcount`), here it is asked only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, ClassVar, TypeVar, cast
+
+from rubato.core.batch_builder import BatchBuilder, memory, prefill_time, run_all, run_in_order, unreserved
+from rubato.core.did_you_mean import nearest
+from rubato.core.events import Event, Finished, HandedOff, Lost, Started
+from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
+from rubato.core.plan import Plan, Role, Shape
+from rubato.core.request import SATURATED, HandoffReason
+
+SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
+
+LP, HP = "lp", "hp"
+BATCH_SIZE = 128  # sequences that an LP runs at once, and an HP that is not elastic (§6.2); the engine may take fewer
+SPARE_KV = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
+
+Value = Callable[[SeqView, View], float]
+T = TypeVar("T")
+
+
+# --------------------------------------------------------------------------- values: the highest goes first
+
+
+def deadline(seq: SeqView) -> float:
+    """When the first token of its stage is due; inf = no TTFT."""
+    ttft = seq.request.stages[seq.stage].slo.ttft
+    return inf if ttft is None else seq.stage_start + ttft
+
+
+def edf(seq: SeqView, view: View) -> float:
+    """Who must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
+    due = deadline(seq)
+    return -inf if due == inf else prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_tokens) - due
+
+
+def edf_plain(seq: SeqView, view: View) -> float:
+    """Whose first token is due first."""
+    return -deadline(seq)
+
+
+def sjf(seq: SeqView, view: View) -> float:
+    """The shortest prompt."""
+    return -float(seq.pending)
+
+
+def ljf(seq: SeqView, view: View) -> float:
+    """The longest prompt."""
+    return float(seq.pending)
+
+
+def fcfs(seq: SeqView, view: View) -> float:
+    """Who came first; of those that came together, who is first in the queue."""
+    return -seq.request.arrival
+
+
+VALUES: Mapping[str, Value] = {f.__name__: f for f in (edf, edf_plain, sjf, ljf, fcfs)}
+
+
+def value_function(name: str) -> Value:
+    """One of `VALUES`, or anyone's, as package.module:function or package.module.function. Raises ValueError."""
+    if name in VALUES:
+        return VALUES[name]
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    if not module or not function:
+        raise ValueError(
+            f"value {name!r} is no value function{nearest(name, VALUES)}; for one of your own give "
+            "package.module:function"
+        )
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever a module of anyone's may raise
+        raise ValueError(
+            f"value {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"value {name!r}: module {module!r} has no function {function!r}")
+    return cast(Value, found)
+
+
+# --------------------------------------------------------------------------- one replica
+
+
+@dataclass
+class Scheduler:
+    """value: whose prompt an LP starts first: edf (the latest start), edf_plain, sjf, ljf, fcfs, or a function of one's
+    own, `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
+    offloaded prompt to wait for there, in [0, 1]: the larger, the sooner it offloads. hp_tokens: of a step of an HP.
+    elastic: an HP starts prompts as long as there is KV for them and for what the running ones will need, else as long
+    as it runs fewer than an LP may. drop: who waits beyond its TTFT is refused, if it has not begun."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "handoff"})
+    value: str = "edf"
+    theta: float = 0.5
+    hp_tokens: int = 2048
+    elastic: bool = True
+    drop: bool = False
+    _value: Value = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.theta <= 1.0 or self.hp_tokens < 1:
+            raise ValueError(f"theta {self.theta}, hp_tokens {self.hp_tokens}: give a share in [0, 1] and >= 1 token")
+        self._value = value_function(self.value)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        """Without a role, as where another router places, it is an LP that offloads nothing."""
+        drop = {s.id: SATURATED for s in view.waiting if self.drop and _too_late(s, view.now)}
+        waiting = [s for s in view.waiting if s.id not in drop]
+        if view.role.kind == HP:
+            return self._high_priority(view, waiting).plan(drop=drop)
+        builder = self._low_priority(view, waiting)
+        left = [s for s in waiting if s.id not in builder.work] if view.role.kind == LP else []
+        return builder.plan(drop=drop, handoff=self._offloaded(view, left, builder.shape))
+
+    # ----------------------------------------------------------------- low priority
+
+    def _low_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
+        """Algorithm 1: whole prompts by falling value, strictly within what is left; it stops at the first that is
+        not."""
+        builder = run_all(view)
+        if builder.preempted:  # who starts now would take the KV just freed
+            return builder
+        alone = not any(s.id in builder.work for s in view.prefilling)
+        idle = not view.running
+        places = _places(view, BATCH_SIZE)
+        seconds = self._compute(view, builder)
+        for seq in self._by_value(view, waiting):
+            tokens = min(seq.pending, builder.tokens_left)
+            own = prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_tokens)
+            fits = seconds > own and builder.kv_left > _new_blocks(seq, view) and builder.tokens_left > seq.pending
+            if not fits and alone and tokens:  # longer than the batch; or, where nothing runs, than anything
+                fits = idle or (seconds > own and builder.kv_left > _new_blocks(seq, view))
+            if not fits or not _startable(builder, seq, places):
+                break
+            builder.add(seq, tokens)
+            seconds -= own
+            places -= 1
+            if tokens < seq.pending:
+                break
+            alone = idle = False
+        return builder
+
+    def _compute(self, view: View, builder: BatchBuilder) -> float:
+        """Algorithm 1's C: seconds."""
+        return inf
+
+    def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
+        """Best effort last. Of equal values the later one first; those that nothing distinguishes wait their turn."""
+        in_turn = self._value is fcfs
+        keyed = []
+        for at, seq in enumerate(waiting):
+            value = self._value(seq, view)
+            turn = at if in_turn or value == -inf or seq.best_effort else -at
+            keyed.append(((seq.best_effort, -value, turn), seq))
+        keyed.sort(key=lambda one: one[0])
+        return [seq for _, seq in keyed]
+
+    def _offloaded(self, view: View, left: Sequence[SeqView], batch: Shape) -> dict[str, HandoffReason]:
+        """Who, not begun, would be late if it waited for this batch and then, at an HP, for its share theta of one of
+        the largest batches there. Who cannot be in time anywhere stays, and who was offloaded before."""
+        if "handoff" not in view.supports:
+            return {}
+        latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_tokens)
+        end = view.now + (latency.step_time(batch) if batch.seqs else 0.0)
+        queue = self.theta * latency.step_time(Shape().plus(chunk, 0))
+        offloaded: dict[str, HandoffReason] = {}
+        for seq in left:
+            due = deadline(seq)
+            before = seq.request.handoff
+            if due == inf or seq.best_effort or seq.first_token_at is not None:
+                continue
+            if before is not None and before.reason == "offloaded":
+                continue
+            own = prefill_time(latency, seq.pending, seq.cached, chunk)
+            if due - end < own + queue and view.now + own <= due:
+                offloaded[seq.id] = "offloaded"
+        return offloaded
+
+    # ----------------------------------------------------------------- high priority
+
+    def _high_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
+        """Prompts alone while any can run, else decodes."""
+        builder = BatchBuilder(view, self.hp_tokens)
+        begun = view.prefilling
+        for seq in begun:
+            if tokens := builder.room(seq):
+                builder.add(seq, tokens)
+        if all(builder.work.get(s.id) == s.pending for s in begun):
+            self._start(builder, view, sorted(waiting, key=lambda s: s.best_effort))
+        if builder.work:
+            return builder
+        builder = BatchBuilder(view)
+        if not builder.decode_all() or not builder.decode:  # where nobody decodes, prompts that run lack KV
+            builder = BatchBuilder(view)
+            run_in_order(builder, view.running)
+        return builder
+
+    def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
+        """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
+        places = _places(view, view.limits.max_seqs if self.elastic else BATCH_SIZE)
+        free = unreserved(view) if self.elastic and waiting else 0
+        idle = not view.running
+        for seq in waiting:
+            short_of_kv = self.elastic and free <= SPARE_KV * view.kv_total
+            whole = seq.pending <= builder.tokens_left
+            if (short_of_kv and not idle) or not (whole or not builder.work) or not _startable(builder, seq, places):
+                return
+            tokens = min(seq.pending, builder.tokens_left)
+            builder.add(seq, tokens)
+            if not whole:
+                return
+            free -= memory(seq, view.limits.block)
+            places -= 1
+            idle = False
+
+
+def _places(view: View, most: int) -> int:
+    """How many more may run."""
+    return min(most, view.limits.max_seqs) - len(view.running)
+
+
+def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
+    """Whether the batch has a place for it, and the replica all the KV that its prompt takes."""
+    return min(builder.tokens_left, builder.seqs_left, places) > 0 and not builder.lacks(seq, seq.pending)
+
+
+def _new_blocks(seq: SeqView, view: View) -> int:
+    """KV blocks that its prompt takes beyond those it shares."""
+    return view.limits.blocks(seq.length) - seq.blocks
+
+
+def _too_late(seq: SeqView, now: float) -> bool:
+    """Whether it waits beyond its TTFT and its client has had nothing of it."""
+    return now > deadline(seq) and nothing_sent(seq) and not seq.best_effort
+
+
+# --------------------------------------------------------------------------- the fleet
+
+
+@dataclass
+class Router:
+    """groups: how many replicas of each kind work together, such as 2L1H, 1L1H or 1L2H; replicas form as many such
+    groups as they can, in their order. Of those left over two or more form a smaller group, one joins the last."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    groups: str = "2L1H"
+    _sizes: tuple[int, int] = field(init=False, repr=False)
+    _home: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # replica -> group, also of lost ones
+    _began: set[str] = field(default_factory=set, init=False, repr=False)  # groups of which an LP has had a request
+    _coming: dict[str, str] = field(
+        default_factory=dict, init=False, repr=False
+    )  # placed on this HP and not seen there
+    _turns: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = _parsed(self.groups)
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        """LPs first in each group."""
+        low, high = self._sizes
+        if len(replicas) < 2:
+            raise ValueError(f"ascendra needs at least 2 replicas, one LP and one HP: there is {len(replicas)}")
+        size = low + high
+        whole, rest = divmod(len(replicas), size)
+        groups = [(low, high)] * whole
+        if rest == 1:
+            groups[-1] = (low + 1, high)
+        elif rest:
+            few = min(max(1, round(rest * high / size)), rest - 1)
+            groups.append((rest - few, few))
+        kinds = [
+            Role(kind=kind, group=f"g{i}") for i, (lps, hps) in enumerate(groups) for kind in [LP] * lps + [HP] * hps
+        ]
+        roles = dict(zip(replicas, kinds, strict=True))
+        self._home.update({id: role.group for id, role in roles.items()})
+        return roles
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Started | Finished | HandedOff | Lost):
+                self._coming.pop(event.id, None)
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        low: dict[str, list[View]] = {}
+        high: dict[str, list[View]] = {}
+        for view in fleet:
+            (high if view.role.kind == HP else low).setdefault(view.role.group, []).append(view)
+        place = {}
+        for seq in held:
+            self._coming.pop(seq.id, None)
+            source = seq.request.handoff
+            home = self._home.get(source.source, "") if source is not None and source.reason == "offloaded" else None
+            if home is not None and home in high:
+                chosen = self._next(high[home], (home, HP))
+            else:
+                chosen = self._new(low, high)
+            if chosen.role.kind == HP:
+                self._coming[seq.id] = chosen.id
+            place[seq.id] = chosen.id
+        return Dispatch(place)
+
+    def _new(self, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
+        """Groups in turn; in a group an HP that has a ticket, else its LPs in turn."""
+        group = self._next(sorted({*low, *high}), "group")
+        if group not in low:
+            return self._next(high[group], (group, HP))
+        if group in self._began:  # an HP's first ticket comes after the first request of an LP
+            for view in high.get(group, ()):
+                if self._ticket(view):
+                    return view
+        self._began.add(group)
+        return self._next(low[group], (group, LP))
+
+    def _next(self, among: Sequence[T], turn: object) -> T:
+        self._turns[turn] += 1
+        return among[(self._turns[turn] - 1) % len(among)]
+
+    def _ticket(self, hp: View) -> bool:
+        """Whether no prompt waits there, nor is one on its way: so there is at most one ticket."""
+        if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
+            return False
+        coming = [id for id, replica in self._coming.items() if replica == hp.id]
+        if coming:
+            here = hp.known
+            for id in coming:  # seen, and the prompt waits no longer
+                if id in here:
+                    del self._coming[id]
+        return hp.id not in self._coming.values()
+
+
+def _parsed(groups: str) -> tuple[int, int]:
+    """LPs and HPs of a group, of "2L1H". Raises ValueError."""
+    low, _, high = groups.upper().removesuffix("H").partition("L")
+    if not (groups.upper().endswith("H") and low.isdecimal() and high.isdecimal() and int(low) and int(high)):
+        raise ValueError(f"groups is {groups!r}: give how many LPs and HPs work together, 1 or more of each, as 2L1H")
+    return int(low), int(high)
