@@ -298,7 +298,7 @@ class Router:
         return roles
 
     def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
+        for event in events if self._coming else ():
             if isinstance(event, Started | Finished | HandedOff | Lost):
                 self._coming.pop(event.id, None)
 
