@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Preempt
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Limits, Plan, Role
 from rubato.core.plan_check import check, spelled_out
-from rubato.core.request import SATURATED, SLO, Handoff, Request, Stage
+from rubato.core.request import SATURATED, SLO, Handoff, Request, Sampling, Stage
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import PolicyError
 from rubato.policies.ascendra import HP, LP, Router, Scheduler
@@ -123,6 +124,18 @@ def test_where_nothing_runs_the_first_prompt_starts() -> None:
     """It takes all KV there is, which is not strictly less than there is."""
     assert work(seen(LP, [prompt("a", 95)], kv_free=40, limits=replace(LIMITS, max_tokens=95))) == {"a": 95}
     assert work(seen(LP, [prompt("a", 400), prompt("b", 1)], kv_free=40)) == {"a": 100}
+
+
+def test_a_prompt_must_be_through_before_the_next_token_is_due() -> None:
+    """In 0.55 s, of which the decodes take 0.02; a prompt token takes 0.01."""
+
+    def started(length: int, late: float = inf) -> bool:
+        running = [decode("r", due=10.55), decode("s", due=late)]
+        return "a" in work(seen(LP, [prompt("a", length, 99.0)], running, now=10.0))
+
+    assert (started(52), started(54), started(54, late=9.9)) == (True, False, False)
+    alone = seen(LP, [prompt("a", 54, 99.0)], [decode("s", due=9.9)], now=10.0)
+    assert work(alone) == {"s": 1, "a": 54}, "who is late already is not waited for"
 
 
 def test_an_lp_runs_128_at_most() -> None:
@@ -276,7 +289,8 @@ def test_an_hp_is_first_come_first_served(
     lengths: list[int], running: int, tokens: int, kv_free: int, elastic: bool
 ) -> None:
     waiting = [prompt(f"q{i}", n, 1.0 + n % 7) for i, n in enumerate(lengths)]
-    shown = seen(HP, waiting, [decode(f"r{i}") for i in range(running)], kv_free=kv_free + 12 - 2 * running)
+    free = kv_free + 12 - 2 * running if running else 40
+    shown = seen(HP, waiting, [decode(f"r{i}") for i in range(running)], kv_free=free)
     plan = work(shown, hp_tokens=tokens, elastic=elastic)
     started = [id for id in plan if id.startswith("q")]
     assert started == [f"q{i}" for i in range(len(started))]
@@ -489,8 +503,22 @@ def before_prefill(events: Sequence[Event]) -> None:
             assert not out.get(event.id)
 
 
+@st.composite
+def busy(draw: st.DrawFn) -> Load:
+    """More than three replicas can serve in time, with KV for a few."""
+    gap = draw(st.sampled_from([0.0, 0.01, 0.02]))
+    slos = st.sampled_from([SLO(), SLO(ttft=0.1), SLO(ttft=0.2, tpot=0.02), SLO(ttft=0.3)])
+    requests = [
+        Request(f"q{i}", (Stage(draw(st.integers(1, 60)), draw(slos)),), gap * i, sampling=Sampling(max_tokens=8))
+        for i in range(draw(st.integers(10, 40)))
+    ]
+    blocks = draw(st.sampled_from([9, 15, 60]))
+    limits = Limits(max_seqs=8, max_tokens=draw(st.sampled_from([50, 100])), max_length=100, kv_blocks=blocks, block=8)
+    return Load(tuple(requests), dict.fromkeys((r.id for r in requests), (8,)), limits)
+
+
 @few
-@given(load=loads(), theta=st.sampled_from([0.0, 1.0]), groups=st.sampled_from(["2L1H", "1L2H", "1L1H"]))
+@given(load=busy() | loads(), theta=st.sampled_from([0.0, 1.0]), groups=st.sampled_from(["2L1H", "1L2H", "1L1H"]))
 def test_whatever_the_load(load: Load, theta: float, groups: str) -> None:
     events = run(load, "ascendra", settings={"theta": theta, "hp_tokens": 40}, router_settings={"groups": groups})
     hps = {id for id, role in Router(groups).roles(["r0", "r1", "r2"]).items() if role.kind == HP}

@@ -7,9 +7,9 @@ a ticket when none waits, which brings it the next request that comes (§6.1). I
 
 The paper leaves open, and ours is: when to offload (`_offloaded`); that a prompt longer than a batch goes in chunks,
 with no other prompt beside it; that where nothing runs the first prompt starts whatever it lacks; that of equal values
-the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and what the compute budget of
-Algorithm 1 is: COMPUTE
-Not reproduced: a latency model that learns while it serves is the host's (`opcount`), here it is asked only.
+the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and Algorithm 1's compute budget: seconds
+until the earliest token of the running ones is due. The latency model, which the paper fits while it serves, is the
+replica's.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Scheduler:
         alone = not any(s.id in builder.work for s in view.prefilling)
         idle = not view.running
         places = _places(view, BATCH_SIZE)
-        seconds = self._compute(view, builder)
+        seconds = _until_due(view, builder.shape)
         for seq in self._by_value(view, waiting):
             tokens = min(seq.pending, builder.tokens_left)
             own = prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_tokens)
@@ -161,10 +161,6 @@ class Scheduler:
                 break
             alone = idle = False
         return builder
-
-    def _compute(self, view: View, builder: BatchBuilder) -> float:
-        """Algorithm 1's C: seconds."""
-        return inf
 
     def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
         """Best effort last. Of equal values the later one first; those that nothing distinguishes wait their turn."""
@@ -234,6 +230,14 @@ class Scheduler:
             free -= memory(seq, view.limits.block)
             places -= 1
             idle = False
+
+
+def _until_due(view: View, batch: Shape) -> float:
+    """Algorithm 1's compute budget C: seconds that the batch may still take longer. Who is late already is not waited
+    for: with a TPOT shorter than any step nobody would start."""
+    dues = view.dues
+    due = float(dues[dues >= view.now].min(initial=inf))
+    return due - view.now - (view.latency.step_time(batch) if batch.seqs else 0.0)
 
 
 def _places(view: View, most: int) -> int:
