@@ -65,3 +65,9 @@ def test_a_sequence_prefilled_here_goes_on_there(twin: Callable[[str], Path]) ->
     prefilled = sum(e.shape.tokens for e in moved if isinstance(e, Stepped) and e.id == "r0")
     decoded = sum(e.shape.tokens for e in moved if isinstance(e, Stepped) and e.id == "r1")
     assert (prefilled, decoded) == (sum(PROMPTS.values()), 3 * 11)
+
+
+def test_low_and_high_priority_engines_say_the_same(twin: Callable[[str], Path]) -> None:
+    served = serve(twin("llama"), "ascendra", [4, 16])
+    assert tokens(served) == tokens(serve(twin("llama"), "vllm", [16]))
+    assert {e.id for e in served if isinstance(e, Stepped)} == {"r0", "r1"}

@@ -7,9 +7,8 @@ a ticket when none waits, which brings it the next request that comes (§6.1). I
 
 The paper leaves open, and ours is: when to offload (`_offloaded`); that a prompt longer than a batch goes in chunks,
 with no other prompt beside it; that where nothing runs the first prompt starts whatever it lacks; that of equal values
-the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and Algorithm 1's compute budget: seconds
-until the earliest token of the running ones is due. The latency model, which the paper fits while it serves, is the
-replica's.
+the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and Algorithm 1's compute budget: the
+time until a running one's token is due. The latency model, which the paper fits while it serves, is the replica's.
 """
 
 from __future__ import annotations
