@@ -123,7 +123,7 @@ def compare(load: Load, policy: str) -> int:
     return compared
 
 
-@given(load=loads(), policy=st.sampled_from(["vllm", "edf", "prefill_first", "distserve", "vllm_spec"]))
+@given(load=loads(), policy=st.sampled_from(["vllm", "edf", "prefill_first", "distserve", "ascendra", "vllm_spec"]))
 def test_a_mirror_shows_what_the_replica_shows(load: Load, policy: str) -> None:
     assert compare(instant(load), policy) > 0  # a replica elsewhere refuses who waits for a tool
 

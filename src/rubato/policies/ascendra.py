@@ -184,7 +184,7 @@ class Scheduler:
         for seq in left:
             due = deadline(seq)
             before = seq.request.handoff
-            if due == inf or seq.best_effort or seq.first_token_at is not None:
+            if due == inf or due <= view.now or seq.best_effort or seq.first_token_at is not None:
                 continue
             if before is not None and before.reason == "offloaded":
                 continue
