@@ -11,18 +11,15 @@ value). Sums are taken in the order of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
-from typing import Any, TypeVar, cast
 
 import numpy as np
-from llvmlite.binding import ffi
-from numba import njit
 from numpy.typing import NDArray
+
+from rubato.core.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 CLOSE = 1e-9  # of a batch: a deadline at a batch's very end is met by it
 EPS = 1e-6  # tokens: float rounding
@@ -33,23 +30,6 @@ DUE, PENDING, TPOT, VERIFIED, MEMORY, VALUE = 0, 1, 2, 3, 4, 5  # of the forced 
 COLUMN, TABLE, TABLES = "float64[::1]", "float64[:,::1]", "float64[:,:,::1]"
 OWED, RATE, BY, LEFT = 0, 1, 2, 3  # of those asked, `best_subset`
 KEY, MANY, WORTH, USED, LAST = 2, 3, 4, 5, 6  # of a state, `accept_in_scarce_memory`, beside OWED and RATE
-
-
-# vLLM asks for `vars` of whatever any module holds; llvmlite's library has no `__dict__`, and answers with a function
-if isinstance(table := getattr(ffi.lib, "_fntab", None), dict):
-    table.setdefault("__dict__", {})
-
-
-def compiled(signature: str | None = None) -> Callable[[F], F]:
-    """For these arguments at once, where given, else for what it is called with; kept on disk where that can be."""
-
-    def made(function: F) -> F:
-        try:
-            return cast(F, njit(signature, cache=True)(function))
-        except RuntimeError:  # there is no folder to write to
-            return cast(F, njit(signature)(function))
-
-    return made
 
 
 # --------------------------------------------------------------------------- one grid

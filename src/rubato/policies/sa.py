@@ -1,0 +1,405 @@
+"""SA: an order and batch sizes for the requests that wait, found by simulated annealing, in front of any engine.
+
+As in the paper (§3, §4): requests wait in a pool; each is assigned to the replica with the most memory left, by turns;
+for each replica an order of its requests and the sizes of the batches in which they are sent are sought that maximise
+G = requests in SLO / sum of their end-to-end latencies, as a latency model and predicted output lengths give them; the
+batches are sent one after the other. The engine behind is vLLM's (`policies.vllm`) and knows nothing of it.
+`order` is the same search for anyone's server (docs/sa.md).
+
+Ours, where the paper is silent: how a difference of G is scaled before it is compared with the temperature
+(`Annealing`), how the last batch is split, and that time already waited counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.core.batch_builder import remaining
+from rubato.core.compiled import compiled
+from rubato.core.events import Event, Finished, HandedOff, Lost
+from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
+from rubato.core.request import SLO
+from rubato.latency.whole_request import decode_seconds, prefill_seconds
+from rubato.policies.vllm import Scheduler as Scheduler
+
+SOURCE = "SLO-Aware Scheduling for Large Language Model Inferences, §3 and §4"
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+APART = 1e-4  # seconds between the batches (§5.1)
+MEMORY_USE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (§5.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request. prompt, output: tokens, the second as predicted. waited: seconds since it arrived."""
+
+    id: str
+    prompt: int
+    output: int
+    slo: SLO
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
+            raise ValueError(
+                f"job {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s: give at least "
+                "1 token of each, and a finite time of 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Annealing:
+    """How long the search is and what it accepts (§5.1's values). early_exit: stop when every SLO is met in order of
+    execution time and full batches, which the paper calls optimal; it is for batches of 1.
+
+    A solution that is worse by D is accepted with probability exp(-D / temperature), D = 1000 × the loss of G, as a
+    share of the best G seen: at 500 a loss of 35 % is accepted half the time, at 20 one of 5 % in 8 of 100. Where no
+    solution seen has a request in SLO, D is 1000 × what the sum of latencies rises by, as a share of it.
+    """
+
+    temperature: float = 500.0
+    threshold: float = 20.0
+    iterations: int = 100  # a level of temperature
+    decay: float = 0.95
+    early_exit: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.threshold < inf and 0.0 < self.decay < 1.0 and self.iterations >= 1):
+            raise ValueError(
+                f"threshold {self.threshold}, decay {self.decay}, iterations {self.iterations}: give a number above 0, "
+                "one between 0 and 1, and at least 1 a level of temperature"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """At this temperature, how many solutions worse than the one at hand were tried, and accepted."""
+
+    temperature: float
+    worse: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """batches: indices of jobs, in the order in which they are sent. met: jobs predicted to be in SLO. latency: the sum
+    of all jobs' end-to-end latencies, seconds. evaluations: solutions whose G was computed."""
+
+    batches: tuple[tuple[int, ...], ...]
+    met: int
+    latency: float
+    evaluations: int
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def g(self) -> float:
+        """Jobs in SLO per second of latency (equation 2)."""
+        return self.met / self.latency
+
+
+def order(
+    jobs: Sequence[Job], model: LatencyModel, max_batch: int, *, annealing: Annealing | None = None, seed: int = 0
+) -> list[list[Job]]:
+    """The jobs in batches of at most `max_batch`, to be sent one after the other.
+
+    model: a step's time from its shape; `latency.bilinear.Model()` is the paper's. Raises ValueError for a `max_batch`
+    below 1, and when two jobs have one id.
+    """
+    if len({job.id for job in jobs}) < len(jobs):
+        raise ValueError("two jobs have the same id: ids must be unique")
+    if not jobs:
+        return []
+    found = anneal(Predicted.of(jobs, model, max_batch), annealing or Annealing(), np.random.default_rng(seed))
+    return [[jobs[i] for i in batch] for batch in found.batches]
+
+
+# --------------------------------------------------------------------------- what a solution is worth
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the latency model says of jobs (equations 14 to 19). seconds[j, b-1]: execution time of job j in a batch of
+    b. slack[j, b-1]: how long it may wait for the batches before its own and still be in SLO. waited: seconds that all
+    jobs together have waited so far."""
+
+    seconds: Floats
+    slack: Floats
+    waited: float
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], model: LatencyModel, max_batch: int) -> Predicted:
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}: give at least 1")
+        sizes = min(max_batch, max(1, len(jobs)))
+        seconds, slack = np.empty((len(jobs), sizes)), np.empty((len(jobs), sizes))
+        for j, job in enumerate(jobs):
+            for b in range(1, sizes + 1):
+                prefill = prefill_seconds(model, b, job.prompt)
+                decode = decode_seconds(model, b, job.prompt, job.output)
+                seconds[j, b - 1] = prefill + decode
+                slack[j, b - 1] = _slack(job.slo, prefill, decode, job.output) - job.waited
+        return cls(seconds, slack, sum(job.waited for job in jobs))
+
+
+def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
+    """Seconds until it must be executed; -inf where its TPOT cannot be met in a batch of that size."""
+    if slo.tpot is not None and decode / output > slo.tpot:
+        return -inf
+    by_ttft = inf if slo.ttft is None else slo.ttft - prefill
+    by_e2e = inf if slo.e2e is None else slo.e2e - prefill - decode
+    return min(by_ttft, by_e2e)
+
+
+@compiled()
+def evaluated(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: float) -> tuple[int, float]:
+    """Jobs in SLO and the sum of latencies, when each batch waits for the longest of each before it (equation 11).
+    sizes: of the batches, with zeros behind them."""
+    wait, total, met, at = 0.0, waited, 0, 0
+    for size in sizes:
+        if size == 0:
+            break
+        longest = 0.0
+        for i in range(at, at + size):
+            took = seconds[order[i], size - 1]
+            met += wait <= slack[order[i], size - 1]
+            total += wait + took
+            longest = max(longest, took)
+        wait += longest
+        at += size
+    return met, total
+
+
+# --------------------------------------------------------------------------- simulated annealing (Algorithm 1)
+
+
+@compiled()
+def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
+    """Change a solution in one of the paper's three ways: a job goes into the batch before its own, or into the one
+    after it (the last batch's into a new one), where there is room; or two jobs of different batches change places.
+    What is drawn and cannot be done is drawn again."""
+    n = len(order)
+    while True:
+        kind, i = int(3 * rng.random()), int(n * rng.random())
+        k, begin = 0, 0
+        while begin + sizes[k] <= i:
+            begin += sizes[k]
+            k += 1
+        end = begin + sizes[k] - 1
+        job = order[i]
+        if kind == 2:
+            j = int(n * rng.random())
+            if begin <= j <= end:
+                continue
+            order[i], order[j] = order[j], job
+            return
+        if kind == 0:
+            if k == 0 or sizes[k - 1] == most:
+                continue
+            for p in range(i, begin, -1):
+                order[p] = order[p - 1]
+            order[begin] = job
+            sizes[k - 1] += 1
+        else:
+            last = k + 1 == n or sizes[k + 1] == 0
+            if (last and sizes[k] == 1) or (not last and sizes[k + 1] == most):
+                continue
+            for p in range(i, end):
+                order[p] = order[p + 1]
+            order[end] = job
+            sizes[k + 1] += 1
+        sizes[k] -= 1
+        if sizes[k] == 0:
+            sizes[k:-1] = sizes[k + 1 :].copy()
+            sizes[-1] = 0
+        return
+
+
+@compiled()
+def annealed(
+    order: Ints, sizes: Ints, met: int, total: float, seconds: Floats, slack: Floats, waited: float,
+    temperature: float, threshold: float, iterations: int, decay: float, rng: np.random.Generator, levels: Floats,
+) -> tuple[int, float, int]:  # fmt: skip
+    """From a solution with `met` jobs in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
+    what was tried in `levels` (temperature, worse, accepted). Returns the best one's two numbers, and evaluations."""
+    best_order, best_sizes, best_met, best_total = order.copy(), sizes.copy(), met, total
+    tried_order, tried_sizes = order.copy(), sizes.copy()
+    evaluations, level = 0, 0
+    while temperature >= threshold:
+        levels[level, 0] = temperature
+        for _ in range(iterations):
+            tried_order[:], tried_sizes[:] = order, sizes
+            move(tried_order, tried_sizes, seconds.shape[1], rng)
+            now_met, now_total = evaluated(tried_order, tried_sizes, seconds, slack, waited)
+            evaluations += 1
+            g, now_g = met / total, now_met / now_total
+            take = now_g > g or (now_g == g and now_total < total)
+            if not take:
+                if best_met > 0:
+                    difference = (now_g - g) / (best_met / best_total)
+                else:
+                    difference = (total - now_total) / total
+                take = rng.random() < np.exp(1000.0 * difference / temperature)
+                levels[level, 1] += 1
+                levels[level, 2] += take
+            if take:
+                order[:], sizes[:] = tried_order, tried_sizes
+                met, total = now_met, now_total
+                best_g = best_met / best_total
+                if now_met / now_total > best_g or (now_met / now_total == best_g and total < best_total):
+                    best_order[:], best_sizes[:] = order, sizes
+                    best_met, best_total = met, total
+        temperature *= decay
+        level += 1
+    order[:], sizes[:] = best_order, best_sizes
+    return best_met, best_total, evaluations
+
+
+def anneal(jobs: Predicted, how: Annealing, rng: np.random.Generator) -> Solution:
+    """The best solution that the search has seen. It begins with the better of order of arrival and order of execution
+    time, both in full batches."""
+    n, most = jobs.seconds.shape
+    sizes = np.zeros(n, dtype=np.int64)
+    full = -(-n // most)
+    sizes[:full] = most
+    sizes[full - 1] = n - (full - 1) * most
+    arrival = np.arange(n, dtype=np.int64)
+    shortest = np.argsort(jobs.seconds[:, most - 1], kind="stable").astype(np.int64)
+    (met, total), (own_met, own_total) = (
+        evaluated(o, sizes, jobs.seconds, jobs.slack, jobs.waited) for o in (shortest, arrival)
+    )
+    if n == 1 or (how.early_exit and met == n):
+        return Solution(_batches(shortest, sizes), met, total, 2)
+    begin = shortest
+    if own_met / own_total > met / total:
+        begin, met, total = arrival, own_met, own_total
+    levels = np.zeros((_levels(how), 3))
+    met, total, tried = annealed(
+        begin, sizes, met, total, jobs.seconds, jobs.slack, jobs.waited, how.temperature, how.threshold,
+        how.iterations, how.decay, rng, levels,
+    )  # fmt: skip
+    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels)
+    return Solution(_batches(begin, sizes), met, total, tried + 2, seen)
+
+
+def _levels(how: Annealing) -> int:
+    count, temperature = 0, how.temperature
+    while temperature >= how.threshold:
+        count, temperature = count + 1, temperature * how.decay
+    return count
+
+
+def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
+    ends = np.cumsum(sizes[sizes > 0])
+    return tuple(tuple(part.tolist()) for part in np.split(order, ends[:-1]))
+
+
+# --------------------------------------------------------------------------- as a policy (Algorithm 2)
+
+
+@dataclass
+class Router:
+    """max_batch: of the engine, where it is not as many as hold KV at once. dispatch: when a batch is sent, "interval",
+    0.1 ms after the one before (§5.1), or "batch_end", when all of that has ended (§4.4). temperature, iterations,
+    early_exit: of `Annealing`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
+    max_batch: int = 0
+    dispatch: str = "interval"
+    temperature: float = 500.0
+    iterations: int = 100
+    early_exit: bool = True
+    _annealing: Annealing = field(init=False)
+    _rng: np.random.Generator = field(init=False)
+    _memory: dict[str, float] = field(default_factory=dict, init=False)  # replica -> tokens that still fit
+    _batches: dict[str, list[list[str]]] = field(default_factory=dict, init=False)  # replica -> what is to be sent
+    _sent: dict[str, str] = field(default_factory=dict, init=False)  # request -> the replica that serves it
+    _next_at: dict[str, float] = field(default_factory=dict, init=False)  # replica -> when a batch may be sent again
+
+    def __post_init__(self) -> None:
+        if self.dispatch not in ("interval", "batch_end"):
+            raise ValueError(f"dispatch is {self.dispatch!r}: give 'interval' or 'batch_end'")
+        if self.max_batch < 0:
+            raise ValueError(f"max_batch is {self.max_batch}: give the engine's, or 0 for as many as hold KV at once")
+        self._annealing = Annealing(self.temperature, iterations=self.iterations, early_exit=self.early_exit)
+        self._rng = np.random.default_rng(0)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished | HandedOff | Lost):
+                self._sent.pop(event.id, None)
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        waiting = {seq.id: seq for seq in held}
+        views = {view.id: view for view in fleet}
+        queued = self._forget_gone(waiting, views)
+        for id in self._assigned([seq for seq in held if seq.id not in queued], fleet):
+            self._batches[id] = self._mapped([waiting[i] for b in self._batches.get(id, []) for i in b], views[id], now)
+        place = {id: replica for replica in views for id in self._due(replica, now)}
+        self._sent.update(place)
+        times = [self._next_at[id] for id in views if self._batches.get(id) and self._next_at.get(id, 0.0) > now]
+        return Dispatch(place, wake_at=min(times, default=None))
+
+    def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
+        """Drop who was cancelled, and lost replicas (their requests are assigned anew). Returns who is assigned."""
+        self._batches = {
+            replica: kept
+            for replica, batches in self._batches.items()
+            if replica in views and (kept := [b for batch in batches if (b := [i for i in batch if i in waiting])])
+        }
+        return {id for batches in self._batches.values() for batch in batches for id in batch}
+
+    def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> set[str]:
+        """Each to the replica with the most memory left; when that has none for it, a new round begins (equation 20).
+        Returns the replicas that have new ones."""
+        full = {view.id: MEMORY_USE * view.kv_total * view.limits.block for view in fleet}
+        left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
+        changed = set()
+        for seq in new:
+            need = seq.length + remaining(seq)
+            most = max(left, key=lambda id: left[id])
+            if left[most] < need:
+                left = dict(full)
+                most = max(left, key=lambda id: left[id])
+            left[most] -= need
+            self._batches.setdefault(most, []).append([seq.id])
+            changed.add(most)
+        self._memory = left
+        return changed
+
+    def _mapped(self, seqs: Sequence[SeqView], view: View, now: float) -> list[list[str]]:
+        """The priority mapper (§4.3), for the requests of one replica that have not been sent."""
+        limits = view.limits
+        most = self.max_batch or min(limits.max_seqs, limits.max_running or limits.max_seqs)
+        found = self.solved(Predicted.of([_job(seq, now) for seq in seqs], view.latency, most))
+        return [[seqs[i].id for i in batch] for batch in found.batches]
+
+    def solved(self, jobs: Predicted) -> Solution:
+        """By annealing; for a router that searches in another way to replace."""
+        return anneal(jobs, self._annealing, self._rng)
+
+    def _due(self, replica: str, now: float) -> list[str]:
+        """The next batch to be sent now, if any."""
+        batches = self._batches.get(replica)
+        busy = self.dispatch == "batch_end" and replica in self._sent.values()
+        if not batches or busy or now < self._next_at.get(replica, 0.0):
+            return []
+        self._next_at[replica] = now + APART
+        batch = batches.pop(0)
+        if not batches:
+            del self._batches[replica]
+        return batch
+
+
+def _job(seq: SeqView, now: float) -> Job:
+    """A request as it waits; one that is resumed has all it has so far for a prompt."""
+    slo = seq.request.stages[seq.stage].slo
+    return Job(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, max(0.0, now - seq.stage_start))

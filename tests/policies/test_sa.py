@@ -1,0 +1,300 @@
+"""SA's priority mapping by itself, and its router in front of simulated engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.core.events import Event, Finished, Placed
+from rubato.core.plan import Limits, Shape
+from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.experiments._exhaustive_mapping import exhaustive
+from rubato.latency import affine, bilinear
+from rubato.latency.whole_request import decode_seconds, prefill_seconds
+from rubato.policies import PolicyError, load, load_router
+from rubato.policies.sa import Annealing, Job, Predicted, Router, anneal, annealed, evaluated, order
+from rubato.simulation.simulate import SimulationSetup, simulate
+from tests.conftest import few
+from tests.doubles import Linear
+from tests.fleet.routers import Act, ends, serve
+from tests.fleet.test_conservation import Elsewhere
+
+LONG = Annealing(early_exit=False)
+
+
+def predicted(seconds: Sequence[Sequence[float]], due: Sequence[float]) -> Predicted:
+    """Jobs with these execution times by batch size, and end-to-end SLOs."""
+    times = np.array(seconds, dtype=np.float64)
+    return Predicted(times, np.array(due, dtype=np.float64)[:, None] - times, 0.0)
+
+
+def worth(jobs: Predicted, batches: Sequence[Sequence[int]]) -> tuple[int, float]:
+    """The number of jobs in SLO and the sum of latencies, written out (equations 2 to 13)."""
+    met, total, wait = 0, jobs.waited, 0.0
+    for batch in batches:
+        b = len(batch) - 1
+        met += sum(wait <= jobs.slack[j, b] for j in batch)
+        total += sum(wait + jobs.seconds[j, b] for j in batch)
+        wait += max(jobs.seconds[j, b] for j in batch)
+    return met, total
+
+
+# --------------------------------------------------------------------------- the paper's situations
+
+
+def test_slos_decide_the_order_where_execution_times_would_not_do() -> None:
+    """Figure 3: shortest first misses the SLO of the longest job; first in order, it is met, and all others are."""
+    jobs = predicted([[3.0], [1.0], [2.0]], due=[3.5, 6.0, 6.0])
+    assert worth(jobs, [[1], [2], [0]])[0] == 2
+    found = anneal(jobs, Annealing(), np.random.default_rng(0))
+    assert found.batches[0] == (0,)
+    assert found.met == 3
+    assert found.batches == exhaustive(jobs).batches == ((0,), (1,), (2,))
+
+
+def test_a_loose_job_is_left_out_of_the_batch_that_it_would_slow() -> None:
+    """Figure 4: three jobs fit into one batch, in which the two strict ones are too slow."""
+    jobs = predicted([[1.0, 1.5, 2.0], [1.0, 1.5, 2.0], [1.0, 1.5, 2.0]], due=[1.6, 1.6, 9.0])
+    assert worth(jobs, [[0, 1, 2]])[0] == 1
+    found = anneal(jobs, Annealing(), np.random.default_rng(0))
+    assert [set(batch) for batch in found.batches] == [{0, 1}, {2}]
+    assert found.met == 3
+    assert exhaustive(jobs).batches == ((0, 1), (2,))
+
+
+def test_a_job_that_cannot_be_in_time_is_deferred() -> None:
+    """Figure 5: whoever puts the strict job first loses the other one, too."""
+    jobs = predicted([[3.0], [2.0]], due=[2.5, 4.0])
+    assert worth(jobs, [[0], [1]])[0] == 0
+    found = anneal(jobs, Annealing(), np.random.default_rng(0))
+    assert found.batches == exhaustive(jobs).batches == ((1,), (0,))
+    assert found.met == 1
+
+
+# --------------------------------------------------------------------------- search
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Predicted:
+    """Execution times and slacks from few values (ties), also none that is ever met; longer in larger batches."""
+    n, most = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    base = draw(st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=n, max_size=n))
+    by_size = np.cumsum([0.0, *draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=most - 1, max_size=most - 1))])
+    seconds = np.array(base)[:, None] + by_size[None, :]
+    slack = np.array(draw(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 2.0, 4.0, np.inf]), min_size=n, max_size=n)))
+    return Predicted(seconds[:, : min(n, most)], np.repeat(slack[:, None], min(n, most), axis=1), 0.5)
+
+
+def splits(jobs: Sequence[int], most: int) -> list[list[tuple[int, ...]]]:
+    if not jobs:
+        return [[]]
+    return [[tuple(jobs[:b]), *rest] for b in range(1, min(most, len(jobs)) + 1) for rest in splits(jobs[b:], most)]
+
+
+@few
+@given(jobs=instances())
+def test_exhaustive_search_finds_the_best_of_every_order_and_split(jobs: Predicted) -> None:
+    n, most = jobs.seconds.shape
+    everything = [worth(jobs, batches) for o in itertools.permutations(range(n)) for batches in splits(list(o), most)]
+    best = max((met / total, -total) for met, total in everything)
+    found = exhaustive(jobs)
+    assert (found.g, -found.latency) == pytest.approx(best)
+    assert worth(jobs, found.batches) == pytest.approx((found.met, found.latency))
+
+
+@few
+@given(jobs=instances(), seed=st.integers(0, 3), early_exit=st.booleans())
+def test_a_mapping_is_a_permutation_in_batches_within_bounds(jobs: Predicted, seed: int, early_exit: bool) -> None:
+    found = anneal(jobs, Annealing(early_exit=early_exit, iterations=20), np.random.default_rng(seed))
+    n, most = jobs.seconds.shape
+    assert sorted(j for batch in found.batches for j in batch) == list(range(n))
+    assert all(1 <= len(batch) <= most for batch in found.batches)
+    assert worth(jobs, found.batches) == pytest.approx((found.met, found.latency))
+    best = exhaustive(jobs)
+    assert found.g <= best.g + 1e-12
+    full = [list(range(n))[i : i + most] for i in range(0, n, most)]
+    met, total = worth(jobs, full)
+    assert early_exit or found.g >= met / total - 1e-12  # never worse than order of arrival
+
+
+@few
+@given(jobs=instances(), seed=st.integers(0, 3))
+def test_the_compiled_search_is_the_one_that_is_written(jobs: Predicted, seed: int) -> None:
+    n, most = jobs.seconds.shape
+
+    def run(search: object, rng: np.random.Generator) -> object:
+        sizes = np.zeros(n, dtype=np.int64)
+        sizes[: n // most] = most
+        sizes[n // most :][: n % most > 0] = n % most
+        start, levels = np.arange(n, dtype=np.int64), np.zeros((5, 3))
+        begin = evaluated(start, sizes, jobs.seconds, jobs.slack, jobs.waited)
+        given = (*begin, jobs.seconds, jobs.slack, jobs.waited, 500.0, 400.0, 10, 0.95, rng, levels)
+        return *search(start, sizes, *given), start.tolist(), sizes.tolist(), levels.tolist()  # type: ignore[operator]
+
+    if n > 1:
+        plain = annealed.py_func  # type: ignore[attr-defined]
+        assert run(annealed, np.random.default_rng(seed)) == run(plain, np.random.default_rng(seed))
+
+
+def test_the_search_evaluates_as_often_as_the_paper_says_and_tells_what_it_accepted() -> None:
+    rng = np.random.default_rng(0)
+    jobs = Predicted(rng.uniform(1, 3, (10, 1)), rng.uniform(1, 9, (10, 1)), 0.0)
+    found = anneal(jobs, LONG, rng)
+    assert found.evaluations == 63 * 100 + 2  # levels from 500 to 20, and the two starts
+    assert [round(level.temperature, 6) for level in found.levels[:2]] == [500.0, 475.0]
+    assert all(0 <= level.accepted <= level.worse <= 100 for level in found.levels)
+    hot, cold = found.levels[:20], found.levels[-20:]
+    assert sum(x.accepted for x in hot) / sum(x.worse for x in hot) > sum(x.accepted for x in cold) / sum(
+        x.worse for x in cold
+    )
+
+
+def test_an_early_exit_needs_every_slo_met_in_order_of_execution_time() -> None:
+    assert anneal(predicted([[1.0], [2.0]], due=[9, 9]), Annealing(), np.random.default_rng(0)).evaluations == 2
+    assert anneal(predicted([[1.0], [2.0]], due=[9, 1]), Annealing(), np.random.default_rng(0)).evaluations > 2
+
+
+def test_what_nobody_can_meet_is_still_sent_in_the_order_with_the_least_latency() -> None:
+    jobs = predicted([[3.0], [1.0], [2.0]], due=[0.1, 0.1, 0.1])
+    assert anneal(jobs, Annealing(), np.random.default_rng(0)).batches == ((1,), (2,), (0,))
+
+
+# --------------------------------------------------------------------------- prediction, the library function
+
+
+def test_times_are_the_papers_formulas() -> None:
+    model = bilinear.Model()
+    [[alone, both], _] = Predicted.of([Job("a", 100, 10, SLO(e2e=1.0)), Job("b", 50, 5, SLO())], model, 4).seconds
+
+    def prefill(b: int) -> float:
+        return (0.1 * b * 100 + 5.7 * b + 0.01 * 100 + 43.67) / 1e3
+
+    def step(b: int, n: int) -> float:
+        return (0.0002 * b * n + 0.275 * b + 0.00088 * n + 15.85) / 1e3
+
+    assert alone == pytest.approx(prefill(1) + sum(step(1, 100 + k) for k in range(1, 11)))
+    assert both == pytest.approx(prefill(2) + sum(step(2, 100 + k) for k in range(1, 11)))
+
+
+@pytest.mark.parametrize("output", [1, 2, 7, 100])
+def test_any_other_model_is_asked_step_by_step(output: int) -> None:
+    model = affine.Model()
+    steps = sum(model.step_time(Shape(3, 3, 3 * (50 + k))) for k in range(1, output + 1))
+    assert decode_seconds(model, 3, 50, output) == pytest.approx(steps)
+    assert prefill_seconds(model, 2, 50) == model.step_time(Shape().plus(50, 0).plus(50, 0))
+
+
+def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
+    model = bilinear.Model()
+
+    def slack(slo: SLO, waited: float = 0.0) -> float:
+        return float(Predicted.of([Job("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
+
+    prefill, decode = prefill_seconds(model, 1, 100), decode_seconds(model, 1, 100, 10)
+    assert slack(SLO()) == np.inf
+    assert slack(SLO(ttft=1.0)) == 1.0 - prefill
+    assert slack(SLO(e2e=1.0)) == pytest.approx(1.0 - prefill - decode)
+    assert slack(SLO(ttft=1.0, tpot=0.001)) == -np.inf
+    assert slack(SLO(ttft=1.0, tpot=1.0), waited=0.25) == pytest.approx(0.75 - prefill)
+
+
+def test_anyone_can_order_their_jobs() -> None:
+    jobs = [Job(str(i), 100 + i, 50, SLO(ttft=2.0)) for i in range(5)]
+    batches = order(jobs, bilinear.Model(), 2)
+    assert sorted(job.id for batch in batches for job in batch) == [job.id for job in jobs]
+    assert max(len(batch) for batch in batches) <= 2
+    assert order([], bilinear.Model(), 2) == []
+    assert order(jobs, bilinear.Model(), 2, seed=1) == order(jobs, bilinear.Model(), 2, seed=1)
+
+
+def test_bad_input_is_named() -> None:
+    jobs = [Job("a", 1, 1, SLO())]
+    with pytest.raises(ValueError, match="max_batch is 0: give at least 1"):
+        order(jobs, bilinear.Model(), 0)
+    with pytest.raises(ValueError, match="two jobs have the same id"):
+        order(jobs * 2, bilinear.Model(), 1)
+    with pytest.raises(ValueError, match="job 'a': prompt 0"):
+        Job("a", 0, 1, SLO())
+    with pytest.raises(ValueError, match="12 jobs: an exhaustive search takes 10 at most"):
+        exhaustive(predicted([[1.0]] * 12, [1.0] * 12))
+    with pytest.raises(ValueError, match="threshold 0"):
+        Annealing(threshold=0.0)
+    with pytest.raises(ValueError, match="iterations 0: give"):
+        Annealing(iterations=0)
+    with pytest.raises(PolicyError, match="dispatch is 'never': give 'interval' or 'batch_end'"):
+        load_router("sa", {"dispatch": "never"})
+    with pytest.raises(PolicyError, match="max_batch is -1"):
+        load_router("sa", {"max_batch": -1})
+
+
+# --------------------------------------------------------------------------- the router
+
+LIMITS = Limits(max_seqs=2, max_tokens=64, max_length=64, kv_blocks=100, block=1, max_running=2)
+
+
+def requests(*asked: tuple[str, int, float], at: float = 0.0) -> list[Request]:
+    """(id, prompt tokens, TTFT)."""
+    return [
+        Request(id, (Stage(prompt, SLO(ttft=ttft)),), arrival=at, sampling=Sampling(max_tokens=2))
+        for id, prompt, ttft in asked
+    ]
+
+
+def placed(offered: Sequence[Request], **changes: object) -> tuple[list[Placed], list[Event]]:
+    """Where and when each was placed, and all events; two tokens of output each."""
+    setup = SimulationSetup(Linear, LIMITS, "sa", **changes)  # type: ignore[arg-type]
+    events = simulate(offered, {r.id: (2,) for r in offered}, setup)
+    assert sorted(e.id for e in events if isinstance(e, Finished)) == sorted(r.id for r in offered)
+    return [e for e in events if isinstance(e, Placed)], events
+
+
+def test_batches_are_sent_a_tenth_of_a_millisecond_apart() -> None:
+    sent, _ = placed(requests(*((f"q{i}", 8, 9.0) for i in range(5))))
+    assert [round(e.at, 6) for e in sent] == [0.0, 0.0, 0.0001, 0.0001, 0.0002]
+
+
+def test_or_when_the_batch_before_has_ended() -> None:
+    sent, events = placed(requests(*((f"q{i}", 8, 9.0) for i in range(4))), router_settings={"dispatch": "batch_end"})
+    ends = {e.id: e.at for e in events if isinstance(e, Finished)}
+    times = sorted({e.at for e in sent})
+    assert len(times) == 2
+    for before, after in itertools.pairwise(times):
+        assert max(ends[e.id] for e in sent if e.at == before) <= after
+
+
+def test_each_replica_gets_its_share_of_memory_in_turns() -> None:
+    sent, _ = placed(requests(*((f"q{i}", 40, 9.0) for i in range(6))), replicas=3)
+    assert sorted(e.replica for e in sent) == ["r0", "r0", "r1", "r1", "r2", "r2"]
+
+
+def test_the_tight_one_passes_those_that_came_before() -> None:
+    offered = requests(("loose", 30, 9.0), ("tight", 5, 0.02))
+    limits = replace(LIMITS, max_seqs=1, max_running=1)
+    setup = SimulationSetup(Linear, limits, "sa")
+    events = simulate(offered, {r.id: (2,) for r in offered}, setup)
+    assert [e.id for e in events if isinstance(e, Placed)] == ["tight", "loose"]
+
+
+def test_it_runs_on_vllms_scheduler() -> None:
+    assert type(load("sa")).__module__ == "rubato.policies.vllm"
+
+
+@pytest.mark.parametrize("dispatch", ["interval", "batch_end"])
+def test_cancelled_requests_are_forgotten_and_those_of_a_lost_replica_assigned_anew(dispatch: str) -> None:
+    offered = requests(*((f"q{i}", 20, 9.0) for i in range(8)))
+    acts: list[Act] = [
+        (0.00005, lambda cluster: cluster.cancel("q7")),
+        (0.02, lambda cluster: cluster.hosts["r1"].vanish()),  # type: ignore[attr-defined]
+    ]
+    router = Router(max_batch=1, dispatch=dispatch)
+    events = serve("simulated", router, offered, acts=acts, host=Elsewhere, limits=replace(LIMITS, kv_blocks=200))
+    outcomes = {id: end.outcome for id, end in ends(events).items()}
+    assert outcomes == {f"q{i}": "completed" for i in range(7)} | {"q7": "cancelled"}
+    assert not router._batches
+    assert not router._sent
