@@ -158,6 +158,11 @@ def test_adaserves_peaks_come_one_after_the_other(period):
 def test_ascendra_and_sa_are_as_promised():
     load = drawn("ascendra-longbench-qwen", count=10)
     assert load.tiers == {"summary": SLO(ttft=3.0, tpot=0.15)}
+    chat = drawn("ascendra-sharegpt4-mistral")
+    for lengths, median, p90 in (("prompt_tokens", 1730, 5696), ("output_tokens", 415, 834)):
+        found = [getattr(a, lengths) for a in chat.arrivals]
+        assert np.quantile(found, (0.5, 0.9)) == pytest.approx((median, p90), rel=0.05)
+        assert max(found) <= 8192
     sa = drawn("sa-mixed", count=40, max_length=None)
     assert {a.at for a in sa.arrivals} == {0.0}
     assert sa.tiers == {"chat": SLO(ttft=10.0, tpot=0.05), "code": SLO(e2e=30.0)}

@@ -126,6 +126,13 @@ def log_normal_p99(mean: float, p99: float) -> LogNormal:
     return LogNormal(math.log(mean) - sigma * sigma / 2, sigma)
 
 
+def log_normal_p90(median: float, p90: float, most: float = math.inf) -> LogNormal:
+    """The log-normal of this median and P90, cut at `most`. Raises ValueError unless 0 < median < P90 <= most."""
+    if not 0.0 < median < p90 <= most:
+        raise ValueError(f"log-normal lengths of median {median}, P90 {p90}, at most {most}: give these ascending")
+    return LogNormal(math.log(median), math.log(p90 / median) / float(ndtri(0.9)), most)
+
+
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     """Between reported percentiles linear; from 1 token at 0 up to the first, and the last for all beyond it (ours)."""
