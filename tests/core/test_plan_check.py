@@ -99,7 +99,7 @@ def dispatched(dispatch: Dispatch, placed: int = 2, fleet: Sequence[View] = FLEE
         (Dispatch(recall={"r0": "all"}), "recall asks 'r0' for 'all': give waiting or best_effort"),  # type: ignore[dict-item]
         (Dispatch(recall={"r1": "waiting"}), "recall names 'r1', which hands nothing back"),
         (Dispatch(wake_at=5.0), "wake_at 5.0 is not 1e-06 s or more in the future"),
-        (Dispatch(wake_at=float("inf")), "wake_at inf is not 1e-06 s or more in the future: it would spin, or never wake"),
+        (Dispatch(wake_at=float("inf")), "wake_at inf is not 1e-06 s or more in the future: it would spin, or never"),
         (Dispatch(wake_at=float("nan")), "wake_at nan is not 1e-06 s or more in the future"),
     ],
 )
