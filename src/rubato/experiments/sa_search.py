@@ -1,4 +1,4 @@
-"""SA's search: time and evaluations by requests at once, beside exhaustive search, and what annealing accepts.
+"""SA's search: its time, its evaluations, and what annealing accepts.
 
 CPU milliseconds of one mapping, the median of instances of `sa-mixed`, without early exit: all 6,300 evaluations and
 the two starts. Two and four instances are mapped one after the other, as the paper does. Exhaustive search evaluates
