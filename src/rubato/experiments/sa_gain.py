@@ -1,4 +1,4 @@
-"""SA in front of an engine against order of arrival: G, attainment and latency, for 4 to 40 requests at once.
+"""SA in front of an engine against order of arrival, 4 to 40 requests at once.
 
 Requests of `sa-mixed`, all at once, on Qwen2.5-7B, two V100 (the paper's coefficients), served by vLLM's scheduler
 with as many sequences as the largest batch, judged by TTFT and mean TPOT, or end to end. G = requests in SLO / sum of
