@@ -227,6 +227,8 @@ def test_bad_input_is_named() -> None:
         Annealing(threshold=0.0)
     with pytest.raises(ValueError, match="iterations 0: give"):
         Annealing(iterations=0)
+    with pytest.raises(ValueError, match="temperature inf"):
+        Annealing(temperature=float("inf"))
     with pytest.raises(PolicyError, match="dispatch is 'never': give 'interval' or 'batch_end'"):
         load_router("sa", {"dispatch": "never"})
     with pytest.raises(PolicyError, match="max_batch is -1"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -49,10 +49,8 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
-            raise ValueError(
-                f"job {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s: give at least "
-                "1 token of each, and a finite time of 0 or more"
-            )
+            said = f"job {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
+            raise ValueError(f"{said}: give at least 1 token of each, and a finite time of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +70,10 @@ class Annealing:
     early_exit: bool = True
 
     def __post_init__(self) -> None:
-        if not (0.0 < self.threshold < inf and 0.0 < self.decay < 1.0 and self.iterations >= 1):
-            raise ValueError(
-                f"threshold {self.threshold}, decay {self.decay}, iterations {self.iterations}: give a number above 0, "
-                "one between 0 and 1, and at least 1 a level of temperature"
-            )
+        finite = 0.0 < self.threshold < inf and 0.0 < self.temperature < inf
+        if not (finite and 0.0 < self.decay < 1.0 and self.iterations >= 1):
+            said = f"temperature {self.temperature}, threshold {self.threshold}, decay {self.decay}"
+            raise ValueError(f"{said}, iterations {self.iterations}: give finite numbers, a decay below 1, 1 iteration")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,20 +277,13 @@ def anneal(jobs: Predicted, how: Annealing, rng: np.random.Generator) -> Solutio
     begin = shortest
     if own_met / own_total > met / total:
         begin, met, total = arrival, own_met, own_total
-    levels = np.zeros((_levels(how), 3))
+    levels = np.zeros((int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2, 3))
     met, total, tried = annealed(
         begin, sizes, met, total, jobs.seconds, jobs.slack, jobs.waited, how.temperature, how.threshold,
         how.iterations, how.decay, rng, levels,
     )  # fmt: skip
-    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels)
+    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels if t)
     return Solution(_batches(begin, sizes), met, total, tried + 2, seen)
-
-
-def _levels(how: Annealing) -> int:
-    count, temperature = 0, how.temperature
-    while temperature >= how.threshold:
-        count, temperature = count + 1, temperature * how.decay
-    return count
 
 
 def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
@@ -349,7 +339,7 @@ class Router:
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
-        """Drop who was cancelled, and lost replicas (their requests are assigned anew). Returns who is assigned."""
+        """Drop who was cancelled and replicas that were lost. Returns who is assigned to one of the others."""
         self._batches = {
             replica: kept
             for replica, batches in self._batches.items()
@@ -401,5 +391,5 @@ class Router:
 
 def _job(seq: SeqView, now: float) -> Job:
     """A request as it waits; one that is resumed has all it has so far for a prompt."""
-    slo = seq.request.stages[seq.stage].slo
-    return Job(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, max(0.0, now - seq.stage_start))
+    slo, waited = seq.request.stages[seq.stage].slo, max(0.0, now - seq.stage_start)
+    return Job(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, waited)
