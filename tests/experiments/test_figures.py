@@ -23,9 +23,8 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 # whose parts other tests of this folder try, or which run as another figure does
 LONG = (
-    "sa-gain", "simulator-fidelity", "simulator-speed", "slos-serve-ablation",
-    "slos-serve-capacity", "slos-serve-margin",
-    "slos-serve-overload",
+    "ascendra-capacity", "ascendra-parts", "sa-gain", "simulator-fidelity", "simulator-speed", "slos-serve-ablation",
+    "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
 )  # fmt: skip
 
 
