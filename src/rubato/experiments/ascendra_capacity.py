@@ -9,6 +9,7 @@ behind `least_loaded`, `edf` and `slos_serve`. All know output lengths by the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ import numpy as np
 from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
-from rubato.planning.capacity import crossing, e2e_p99
+from rubato.planning.capacity import e2e_p99, narrowed
 from rubato.planning.jobs import Job
 from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, packaged_hardware, running_mean
 from rubato.planning.sweep import markdown
@@ -31,6 +32,7 @@ SECONDS = 7000.0
 REPLICAS, TARGET, DURATION = 3, 0.9, 600.0
 SEEDS = (1, 2, 3)
 OURS = "ascendra"
+STEP, TRIES = 1.2, 30  # of the rate, until the share crosses the target
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,23 @@ class Searched:
             if found and self.attained(choice, found) < TARGET:
                 continue
             start = found or CASES[self.case].start * self.replicas / REPLICAS
-            rate = crossing(lambda r, c=choice: self.attained(c, r), TARGET, start, self.tolerance)
+            rate = self._crossing(choice, start)
             best, found = max((best, found), (choice, rate), key=lambda pair: pair[1])
         return found, best
+
+    def _crossing(self, choice: str, rate: float) -> float:
+        """Where its share falls below the target. By small steps: far beyond its capacity thousands of requests wait,
+        and each step of a policy that looks at all of them takes long."""
+        up = self.attained(choice, rate) >= TARGET
+        low = high = rate
+        for _ in range(TRIES):
+            low, high = (high, high * STEP) if up else (low / STEP, low)
+            if (self.attained(choice, high if up else low) >= TARGET) is not up:
+                break
+        else:
+            raise ValueError(f"{choice!r}, {self.case}: {TARGET} is crossed neither at {low:.3g} nor at {high:.3g}/s")
+        low, high = narrowed(lambda r: self.attained(choice, r) >= TARGET, low, high, self.tolerance)
+        return math.sqrt(low * high)
 
 
 def measured(case: str, seed: int, duration: float, tolerance: float, names: Sequence[str]) -> dict[str, Any]:

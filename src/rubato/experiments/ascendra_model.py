@@ -1,4 +1,4 @@
-"""Ascendra's performance model: the error of `opcount`, refitted from served batches, over time from a cold start.
+"""Ascendra's performance model: the error of `opcount` over time, from a cold start.
 
 One replica under Sarathi (budget 512: hybrid batches), `ascendra-sharegpt4-*`, Poisson, ten minutes; step times are the
 profile's, made of kernel tables, with 5 % of noise. The model knows the network's dimensions and the A100's two rates,
