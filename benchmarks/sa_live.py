@@ -34,6 +34,7 @@ from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.torch import Engine, bundled_model
+from rubato.experiments.sa_gain import measured
 from rubato.fleet.build import local_cluster
 from rubato.latency import bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
@@ -148,13 +149,6 @@ def slos_of(model: bilinear.Model) -> dict[str, SLO]:
     }
 
 
-def measured(events: Sequence[Event]) -> dict[str, float]:
-    ends = [e for e in events if isinstance(e, Finished)]
-    latency, met = sum(e.verdict.e2e or 0.0 for e in ends), sum(e.verdict.met for e in ends)
-    assert all(e.outcome == "completed" for e in ends)
-    return {"g": met / latency, "attained": met / len(ends), "latency": latency / len(ends)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -175,7 +169,9 @@ def main() -> None:
             for turn in range(len(SYSTEMS)):
                 system = SYSTEMS[(turn + seed) % len(SYSTEMS)]
                 offered = requests(load, slos, seed, vocabulary)
-                found = measured(asyncio.run(serve(system, offered, batch, model, known(system, load, seed))))
+                events = asyncio.run(serve(system, offered, batch, model, known(system, load, seed)))
+                assert all(e.outcome == "completed" for e in events if isinstance(e, Finished))
+                found = measured(events)
                 rows.append({"n": n, "batch": batch, "seed": seed, "system": system, **found})
                 if args.json:
                     args.json.write_text(json.dumps({"p": model.p, "d": model.d, "rows": rows}))

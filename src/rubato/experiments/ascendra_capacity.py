@@ -9,7 +9,6 @@ behind `least_loaded`, `edf` and `slos_serve`. All know output lengths by the me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,7 @@ import numpy as np
 from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
-from rubato.planning.capacity import e2e_p99, narrowed
+from rubato.planning.capacity import crossing, e2e_p99
 from rubato.planning.jobs import Job
 from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, packaged_hardware, running_mean
 from rubato.planning.sweep import markdown
@@ -32,7 +31,7 @@ SECONDS = 7000.0
 REPLICAS, TARGET, DURATION = 3, 0.9, 600.0
 SEEDS = (1, 2, 3)
 OURS = "ascendra"
-STEP, TRIES = 1.2, 30  # of the rate, until the share crosses the target
+STEP = 1.2  # of rates tried: far beyond its capacity thousands wait, and policies look at each of them in every step
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,9 @@ def offered(case: str, seed: int, duration: float) -> Workload:
     return scenarios.make(asked.scenario, asked.start, count=round(asked.start * duration), seed=seed)
 
 
-def served(case: str, choice: str, rate: float, seed: int, duration: float, replicas: int = REPLICAS) -> Run:
+def served(case: str, choice: str, load: Workload, seed: int, replicas: int = REPLICAS) -> Run:
     spec = RunSpec(hardware(case), PolicyChoice.parse(choice), replicas, rule="mean", lengths=running_mean)
-    return spec.run(offered(case, seed, duration).rescaled(rate), seed, times=False, causes=False)
+    return spec.run(load, seed, times=False, causes=False)
 
 
 def share(run: Run) -> float:
@@ -112,7 +111,8 @@ class Searched:
 
     def attained(self, choice: str, rate: float) -> float:
         if (choice, rate) not in self.known:
-            run = served(self.case, choice, rate, self.seed, self.duration, self.replicas)
+            load = offered(self.case, self.seed, self.duration).rescaled(rate)
+            run = served(self.case, choice, load, self.seed, self.replicas)
             self.known[choice, rate] = share(run)
             self.longest = max(self.longest, e2e_p99(run))
         return self.known[choice, rate]
@@ -125,23 +125,9 @@ class Searched:
             if found and self.attained(choice, found) < TARGET:
                 continue
             start = found or CASES[self.case].start * self.replicas / REPLICAS
-            rate = self._crossing(choice, start)
+            rate = crossing(lambda r, c=choice: self.attained(c, r), TARGET, start, self.tolerance, STEP)
             best, found = max((best, found), (choice, rate), key=lambda pair: pair[1])
         return found, best
-
-    def _crossing(self, choice: str, rate: float) -> float:
-        """Where its share falls below the target. By small steps: far beyond its capacity thousands of requests wait,
-        and each step of a policy that looks at all of them takes long."""
-        up = self.attained(choice, rate) >= TARGET
-        low = high = rate
-        for _ in range(TRIES):
-            low, high = (high, high * STEP) if up else (low / STEP, low)
-            if (self.attained(choice, high if up else low) >= TARGET) is not up:
-                break
-        else:
-            raise ValueError(f"{choice!r}, {self.case}: {TARGET} is crossed neither at {low:.3g} nor at {high:.3g}/s")
-        low, high = narrowed(lambda r: self.attained(choice, r) >= TARGET, low, high, self.tolerance)
-        return math.sqrt(low * high)
 
 
 def measured(case: str, seed: int, duration: float, tolerance: float, names: Sequence[str]) -> dict[str, Any]:

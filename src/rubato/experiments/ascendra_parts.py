@@ -18,11 +18,11 @@ from rubato.core.events import Finished, Placed, Started, Stepped
 from rubato.core.interfaces import View
 from rubato.core.request import SLO
 from rubato.experiments import Found
-from rubato.experiments.ascendra_capacity import CASES, Searched, hardware, offered, share
+from rubato.experiments.ascendra_capacity import CASES, Searched, hardware, offered, served, share
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, RunSpec, running_mean
+from rubato.planning.spec import PolicyChoice, running_mean
 from rubato.planning.sweep import markdown
 from rubato.policies import ascendra
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -89,8 +89,7 @@ def scaled(seed: int, duration: float, tolerance: float, scales: Sequence[float]
     load = offered(CASE, seed, duration).rescaled(0.98 * _found(seed, duration, tolerance))
     shares = {}
     for name, choice in {"ascendra": OURS, **BASELINES}.items():
-        spec = RunSpec(hardware(CASE), PolicyChoice.parse(choice), 3, rule="mean", lengths=running_mean)
-        shares[name] = [share(spec.run(with_slos(load, s), seed, times=False, causes=False)) for s in scales]
+        shares[name] = [share(served(CASE, choice, with_slos(load, s), seed)) for s in scales]
     return {"what": "scales", "seed": seed, "scales": list(scales), "shares": shares}
 
 
@@ -100,10 +99,9 @@ def varied(seed: int, duration: float, tolerance: float, rates: Sequence[float])
     rows: dict[str, list[dict[str, float]]] = {}
     longest = 0.0
     for name, choice in {**VARIANTS, **BASELINES}.items():
-        spec = RunSpec(hardware(CASE), PolicyChoice.parse(choice), 3, rule="mean", lengths=running_mean)
         rows[name] = []
         for rate in rates:
-            run = spec.run(offered(CASE, seed, duration).rescaled(rate * held), seed, times=False, causes=False)
+            run = served(CASE, choice, offered(CASE, seed, duration).rescaled(rate * held), seed)
             longest = max(longest, e2e_p99(run))
             refused = sum(r.outcome == "refused" for r in run.records)
             rows[name].append({"met": share(run), "refused": refused / len(run.records)})

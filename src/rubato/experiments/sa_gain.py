@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rubato.core.events import Finished
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.request import Request
@@ -127,11 +127,15 @@ def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
         router_settings=dict(how.settings), replicas=how.replicas, believed=lambda: believed(how.off),
         lengths=lengths(how.lengths, load, seed), learns=False, rule="mean", seed=seed,
     )  # fmt: skip
-    events = simulate(longer(load), load.truth(), setup)
+    found = measured(simulate(longer(load), load.truth(), setup))
+    return {"name": name, "n": n, "b": b, "seed": seed, **found}
+
+
+def measured(events: Sequence[Event]) -> dict[str, float]:
+    """G, attainment and mean latency of a run."""
     ends = [event for event in events if isinstance(event, Finished)]
     latency, met = sum(end.verdict.e2e or 0.0 for end in ends), sum(end.verdict.met for end in ends)
-    found = {"g": met / latency, "attained": met / len(ends), "latency": latency / len(ends)}
-    return {"name": name, "n": n, "b": b, "seed": seed, **found}
+    return {"g": met / latency, "attained": met / len(ends), "latency": latency / len(ends)}
 
 
 def longer(load: Workload) -> list[Request]:

@@ -28,7 +28,7 @@ from rubato.workloads.workload import check_rate
 FORMAT = "rubato-capacity/1"
 TARGETS = (0.9, 0.98)
 FACTOR = 2.0  # of the bracket's steps
-TRIES = 12  # steps of the bracket, a factor of 4096, before giving up
+TRIES = 12  # steps of the bracket, with `FACTOR` 4096 times the rate, before giving up
 LONG = 5.0  # a run should last so many times as long as a request takes (p99)
 
 
@@ -120,15 +120,16 @@ def e2e_p99(run: Run) -> float:
     return float(np.quantile(known, 0.99)) if known else 0.0
 
 
-def crossing(attained: Any, target: float, start: float, tolerance: float) -> float:
+def crossing(attained: Any, target: float, start: float, tolerance: float, factor: float = FACTOR) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
-    Raises ValueError when it stays on one side over a factor of 4096.
+    factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
+    long. Raises ValueError when it stays on one side over `TRIES` of these.
     """
     low = high = start
     up = attained(start) >= target
     for _ in range(TRIES):
-        low, high = (high, high * FACTOR) if up else (low / FACTOR, low)
+        low, high = (high, high * factor) if up else (low / factor, low)
         if (attained(high if up else low) >= target) is not up:
             break
     else:
