@@ -139,8 +139,7 @@ def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None =
         chosen = [PolicyChoice.parse(text, args.router or "auto") for text in args.policy]
     else:  # the configuration's, its router unless another is given
         router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
-        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router)]
-        PolicyChoice.parse(chosen[0].policy, chosen[0].router)  # unknown names are errors before anything runs
+        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router).checked()]
     rule = args.judge or config.judge
     return tuple(
         RunSpec(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen

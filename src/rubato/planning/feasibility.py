@@ -13,8 +13,6 @@ from rubato.core.slo import TOLERANCE, WINDOW, deadlines
 from rubato.planning.spec import Hardware
 from rubato.workloads import Arrival, OfferedStage, Workload
 
-TOO_LONG = "tokens long"
-
 
 @dataclass(frozen=True)
 class Feasibility:
@@ -50,12 +48,12 @@ class Feasibility:
 def assess(load: Workload, hardware: Hardware, rule: str = "deadline") -> Feasibility:
     """Judge each request of a workload as if it had an idle replica to itself."""
     hopeless: Counter[str] = Counter()
-    example, longest = "", 0
+    example, excess = "", 0  # tokens by which the example is too long
     for one, why in _judged(load, hardware, rule):
         hopeless[one.tier] += bool(why)
-        length = sum(part.prompt + part.output for part in load.parts(one))
-        if why and (not example or (TOO_LONG in example and TOO_LONG in why and length > longest)):
-            example, longest = f"{one.id} (tier {one.tier}) {why}", length
+        beyond = max(0, sum(part.prompt + part.output for part in load.parts(one)) - fitting(hardware))
+        if why and (not example or 0 < excess < beyond):
+            example, excess = f"{one.id} (tier {one.tier}) {why}", beyond
     return Feasibility(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
 
 
@@ -77,6 +75,12 @@ def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arr
         yield one, known[like]
 
 
+def fitting(hardware: Hardware) -> int:
+    """Tokens of the longest request that a replica can hold."""
+    limits = hardware.limits
+    return min(limits.max_length, limits.kv_blocks * limits.block)
+
+
 def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> str:
     """What a request of these stages lacks to meet its SLO on an idle replica, in words; "" if it lacks nothing.
 
@@ -85,13 +89,14 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     the deadline rule is convex over tokens and greatest at the first or the last.
     """
     limits, model = hardware.limits, hardware.model
-    kv = limits.kv_blocks * limits.block
-    fits = min(limits.max_length, kv)
+    fits = fitting(hardware)
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
         lifts = [f"--set engine.max_length={length}"] if length > limits.max_length else []
-        lifts += [f"--kv-tokens {limits.blocks(length) * limits.block}"] if length > kv else []
-        return f"is {length} {TOO_LONG} and {fits} fit (lifted by {' and '.join(lifts)})"
+        lifts += (
+            [f"--kv-tokens {limits.blocks(length) * limits.block}"] if length > limits.kv_blocks * limits.block else []
+        )
+        return f"is {length} tokens long and {fits} fit (lifted by {' and '.join(lifts)})"
     cached, start = 0, 0.0
     continues: float | None = None
     for part in parts:

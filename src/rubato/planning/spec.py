@@ -121,10 +121,13 @@ class PolicyChoice:
     def parse(cls, text: str, router: str = "auto") -> PolicyChoice:
         """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
         own, _, other = text.partition("@")
-        choice = cls(*_parsed(own), *_parsed(other or router))
-        load(choice.policy, choice.settings)
-        router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
-        return choice
+        return cls(*_parsed(own), *_parsed(other or router)).checked()
+
+    def checked(self) -> PolicyChoice:
+        """Itself. Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
+        load(self.policy, self.settings)
+        router_for(self.policy, self.router, self.router_settings, self.settings)
+        return self
 
 
 def _words(name: str, settings: Mapping[str, object]) -> str:
