@@ -261,6 +261,13 @@ def test_batches_are_sent_a_tenth_of_a_millisecond_apart() -> None:
     assert [round(e.at, 6) for e in sent] == [0.0, 0.0, 0.0001, 0.0001, 0.0002]
 
 
+def test_asked_just_before_a_batch_is_due_it_sends_it() -> None:
+    """Events come at any time, and nobody may ask to be woken within a microsecond."""
+    late = requests(("late", 8, 9.0), at=0.0001 - 5e-7)
+    sent, _ = placed([*requests(*((f"q{i}", 8, 9.0) for i in range(5))), *late])
+    assert [e.at for e in sent[:4]] == pytest.approx([0.0, 0.0, 0.0001, 0.0001], abs=1e-6)
+
+
 def test_or_when_the_batch_before_has_ended() -> None:
     sent, events = placed(requests(*((f"q{i}", 8, 9.0) for i in range(4))), router_settings={"dispatch": "batch_end"})
     ends = {e.id: e.at for e in events if isinstance(e, Finished)}

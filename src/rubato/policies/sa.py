@@ -24,6 +24,7 @@ from rubato.core.batch_builder import remaining
 from rubato.core.compiled import compiled
 from rubato.core.events import Event, Finished, HandedOff, Lost
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
+from rubato.core.plan_check import SOONEST
 from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies.vllm import Scheduler as Scheduler
@@ -335,7 +336,7 @@ class Router:
             self._batches[id] = self._mapped([waiting[i] for b in self._batches.get(id, []) for i in b], views[id], now)
         place = {id: replica for replica in views for id in self._due(replica, now)}
         self._sent.update(place)
-        times = [self._next_at[id] for id in views if self._batches.get(id) and self._next_at.get(id, 0.0) > now]
+        times = [at for id, at in self._next_at.items() if at > now + SOONEST and self._batches.get(id)]
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
@@ -380,7 +381,7 @@ class Router:
         """The next batch to be sent now, if any."""
         batches = self._batches.get(replica)
         busy = self.dispatch == "batch_end" and replica in self._sent.values()
-        if not batches or busy or now < self._next_at.get(replica, 0.0):
+        if not batches or busy or now + SOONEST < self._next_at.get(replica, 0.0):
             return []
         self._next_at[replica] = now + APART
         batch = batches.pop(0)
