@@ -74,6 +74,11 @@ def test_batches_are_shorter_by_as_much_as_the_model_was_off() -> None:
     assert sum(work(plan(shown, safety_margin=0.0)).values()) == 30
 
 
+def test_one_that_comes_from_a_lost_replica_after_its_first_token_is_prefilled_though_nothing_of_it_is_due() -> None:
+    moved = replace(prompt("moved", 30, ttft=0.1), length=34, output=4, due=inf)
+    assert work(plan(seen([moved], []))) == {"moved": 34}
+
+
 def test_batches_are_long_until_a_tighter_request_decodes() -> None:
     """30 ms a token is due from 0.3 s on: until then batches are bounded by the loose one."""
     made = plan(seen([prompt("a", 20, ttft=0.3, tpot=0.03)], [decode("loose", tpot=0.1, due=0.1)]))
