@@ -17,7 +17,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.experiments._exhaustive_mapping import exhaustive
 from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
-from rubato.policies import PolicyError, load, load_router
+from rubato.policies import PolicyError, load, load_router, router_for
 from rubato.policies.sa import Annealing, Job, Predicted, Router, anneal, annealed, evaluated, order
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
@@ -215,8 +215,12 @@ def test_anyone_can_order_their_jobs() -> None:
 
 def test_bad_input_is_named() -> None:
     jobs = [Job("a", 1, 1, SLO())]
-    with pytest.raises(ValueError, match="max_batch is 0: give at least 1"):
-        order(jobs, bilinear.Model(), 0)
+    for jobs_given, wrong in ((jobs, 0), ([], 0), (jobs, 2.5)):
+        with pytest.raises(ValueError, match=f"max_batch is {wrong}: give a whole number, 1 or more"):
+            order(jobs_given, bilinear.Model(), wrong)  # type: ignore[arg-type]
+    for tokens in (float("nan"), 12.5):
+        with pytest.raises(ValueError, match="give 1 token or more of each, whole numbers"):
+            Job("a", 1, tokens, SLO())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two jobs have the same id"):
         order(jobs * 2, bilinear.Model(), 1)
     with pytest.raises(ValueError, match="job 'a': prompt 0"):
@@ -290,8 +294,17 @@ def test_the_tight_one_passes_those_that_came_before() -> None:
     assert [e.id for e in events if isinstance(e, Placed)] == ["tight", "loose"]
 
 
-def test_it_runs_on_vllms_scheduler() -> None:
+def test_it_runs_on_vllms_scheduler_and_is_nothing_without_its_router() -> None:
     assert type(load("sa")).__module__ == "rubato.policies.vllm"
+    with pytest.raises(PolicyError, match="'sa' is a router in front of another policy's scheduler: beside ro"):
+        router_for("sa", "random")
+    with pytest.raises(PolicyError, match="'dispatch' is a setting of sa's router: write sa@sa:dispatch=batch_end"):
+        load("sa", {"dispatch": "batch_end"})
+
+
+def test_short_requests_without_an_slo_go_first_for_the_sum_of_latencies() -> None:
+    jobs = [Job("slo", 1500, 200, SLO(e2e=100.0)), Job("none", 50, 10, SLO())]
+    assert [[job.id for job in batch] for batch in order(jobs, bilinear.Model(), 1)] == [["none"], ["slo"]]
 
 
 @pytest.mark.parametrize("dispatch", ["interval", "batch_end"])

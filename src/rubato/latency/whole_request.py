@@ -11,10 +11,8 @@ def prefill_seconds(model: LatencyModel, jobs: int, prompt: int) -> float:
     """Of a step that prefills `jobs` prompts of `prompt` tokens."""
     if isinstance(model, bilinear.Model):
         return model.online.factor * model.prefill(jobs, prompt)
-    shape = Shape()
-    for _ in range(jobs):
-        shape = shape.plus(prompt, 0)
-    return model.step_time(shape)
+    one = Shape().plus(prompt, 0)
+    return model.step_time(Shape(*(jobs * part for part in one)))  # what a shape holds adds up
 
 
 def decode_seconds(model: LatencyModel, jobs: int, prompt: int, output: int) -> float:

@@ -50,9 +50,16 @@ def router_for(
 
     own: the policy's settings. Its own Router goes by those that it has too, where `settings` says nothing else.
     """
-    paired = getattr(_module(policy), "Router", None)
+    module = _module(policy)
+    paired = getattr(module, "Router", None)
     if router == "auto":
         router = policy if paired else "least_loaded"
+    scheduler = getattr(module, "Scheduler", None)
+    if paired and router != policy and scheduler is not None and not _is_own(module, scheduler):
+        raise PolicyError(
+            f"policy {policy!r} is a router in front of another policy's scheduler: beside router {router!r} nothing "
+            "of it would be left; choose router auto"
+        )
     if paired and router == policy:
         shared, former = _settings(paired), getattr(paired, "former", {})
         given = {name: value for name, value in (own or {}).items() if former.get(name, name) in shared}
@@ -72,9 +79,14 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
         module = _module(name)
         for kind in ("Scheduler", "Router"):
             cls = getattr(module, kind, None)
-            if cls is not None and f"{cls.__module__}.".startswith(f"{module.__name__}."):  # its own, not another's
+            if cls is not None and _is_own(module, cls):
                 about = (module.__doc__ or "").strip().split("\n")[0]
                 yield name, kind.lower(), about, str(module.SOURCE), _settings(cls)
+
+
+def _is_own(module: ModuleType, cls: type) -> bool:
+    """Whether a policy defines this class, not another policy whose it takes."""
+    return f"{cls.__module__}.".startswith(f"{module.__name__}.")
 
 
 def _module(name: str) -> ModuleType:
@@ -122,6 +134,9 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
     settings = _renamed(name, cls, settings)
     for key, value in settings.items():
         if key not in known:
+            other = getattr(module, "Router", None) if kind == "Scheduler" else None
+            if other is not None and key in _settings(other):
+                raise PolicyError(f"{key!r} is a setting of {name}'s router: write {name}@{name}:{key}={value}")
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
         if known[key] is not None and not _same_kind(value, known[key]):
             raise PolicyError(

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf, log
+from numbers import Integral
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -49,9 +51,10 @@ class Job:
     waited: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
+        whole = isinstance(self.prompt, Integral) and isinstance(self.output, Integral)
+        if not whole or self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
             said = f"job {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
-            raise ValueError(f"{said}: give at least 1 token of each, and a finite time of 0 or more")
+            raise ValueError(f"{said}: give 1 token or more of each, whole numbers, and a finite time of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,10 @@ def order(
     """The jobs in batches of at most `max_batch`, to be sent one after the other.
 
     model: a step's time from its shape; `latency.bilinear.Model()` is the paper's. Raises ValueError for a `max_batch`
-    below 1, and when two jobs have one id.
+    that is no whole number of 1 or more, and when two jobs have one id.
     """
+    if not isinstance(max_batch, Integral) or max_batch < 1:
+        raise ValueError(f"max_batch is {max_batch}: give a whole number, 1 or more")
     if len({job.id for job in jobs}) < len(jobs):
         raise ValueError("two jobs have the same id: ids must be unique")
     if not jobs:
@@ -134,8 +139,6 @@ class Predicted:
 
     @classmethod
     def of(cls, jobs: Sequence[Job], model: LatencyModel, max_batch: int) -> Predicted:
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}: give at least 1")
         sizes = min(max_batch, max(1, len(jobs)))
         seconds, slack = np.empty((len(jobs), sizes)), np.empty((len(jobs), sizes))
         for j, job in enumerate(jobs):
@@ -287,6 +290,13 @@ def anneal(jobs: Predicted, how: Annealing, rng: np.random.Generator) -> Solutio
     return Solution(_batches(begin, sizes), met, total, tried + 2, seen)
 
 
+@lru_cache(1)
+def compile_search() -> None:
+    """Compile the search, once on a new machine, or load it: seconds that no request is to wait for."""
+    jobs = Predicted(np.ones((2, 1)), np.zeros((2, 1)), 0.0)
+    anneal(jobs, Annealing(iterations=1, early_exit=False), np.random.default_rng(0))
+
+
 def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
     ends = np.cumsum(sizes[sizes > 0])
     return tuple(tuple(part.tolist()) for part in np.split(order, ends[:-1]))
@@ -322,6 +332,7 @@ class Router:
             raise ValueError(f"max_batch is {self.max_batch}: give the engine's, or 0 for as many as hold KV at once")
         self._annealing = Annealing(self.temperature, iterations=self.iterations, early_exit=self.early_exit)
         self._rng = np.random.default_rng(0)
+        compile_search()
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
