@@ -182,6 +182,15 @@ def test_values(value: str, order: str) -> None:
     assert "".join(plan) == order + "z"
 
 
+def no_number(seq: SeqView, view: View) -> float:
+    return float("nan")
+
+
+def test_a_value_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="no_number' of request 'a' is nan: return a number, the highest first"):
+        planned(seen(LP, [prompt("a", 5)]), value="tests.policies.test_ascendra:no_number")
+
+
 def test_of_equal_values_the_later_goes_first_but_who_has_no_ttft_waits_its_turn() -> None:
     limits = replace(LIMITS, max_seqs=2)
     assert list(work(seen(LP, [prompt(id, 5, 1.0) for id in "abc"], limits=limits))) == ["c", "b"]

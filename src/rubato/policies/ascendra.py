@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from numbers import Real
 from typing import Any, ClassVar, TypeVar, cast
 
 from rubato.core.batch_builder import BatchBuilder, memory, prefill_time, run_all, run_in_order, unreserved
@@ -167,6 +168,9 @@ class Scheduler:
         keyed = []
         for at, seq in enumerate(waiting):
             value = self._value(seq, view)
+            if not _is_number(value):
+                said = f"value {self.value!r} of request {seq.id!r} is {value!r}"
+                raise ValueError(f"{said}: return a number, the highest first")
             turn = at if in_turn or value == -inf or seq.best_effort else -at
             keyed.append(((seq.best_effort, -value, turn), seq))
         keyed.sort(key=lambda one: one[0])
@@ -229,6 +233,10 @@ class Scheduler:
             free -= memory(seq, view.limits.block)
             places -= 1
             idle = False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and value == value
 
 
 def _until_due(view: View, batch: Shape) -> float:
