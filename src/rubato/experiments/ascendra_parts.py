@@ -35,7 +35,7 @@ CASE, PAIR = "mistral", "llama"
 DURATION = 600.0
 SEEDS = (1, 2)
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of all SLOs
-RATES = (0.9, 1.0, 1.1, 1.25)  # of Ascendra's capacity
+RATES = (1.0, 1.25)  # of Ascendra's capacity
 OVERLOAD = 1.25
 BASELINES = {"prefill_first": "prefill_first@round_robin", "sarathi, 512": "sarathi:budget=512@round_robin"}
 OURS = "ascendra@ascendra:groups=2L1H"
