@@ -41,7 +41,7 @@ from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.measure.confidence import over_seeds
 from rubato.workloads import Workload, scenarios
 
-SCALE = 0.18  # of all lengths: a full-length request takes 5 s alone here
+SCALE = 0.12  # of all lengths: a full-length request takes 5 s alone here
 LONGEST = 512  # tokens that a client asks for, who does not know how long the answer will be
 HISTORY, EARLIER = 200, 1000
 E2E, TTFT, TPOT = 10.0, 3.3, 3.1  # the paper's ratios
