@@ -1,13 +1,13 @@
 """SA in front of the embedded engine, batch by batch: G against order of arrival, and `edf` beside.
 
-    python benchmarks/sa_live.py [--seeds 5] [--small] [--json FILE]
+    python benchmarks/sa_live.py [--seeds 5] [--batches 1,4] [--dispatch batch_end|interval] [--small] [--json FILE]
 
 Half chat, half code, with the lengths of `sa-mixed` times `SCALE`, all at once, on the bundled model in this process.
 SLOs keep the paper's ratios (§5.1): end to end, 10 × what a mean code request takes alone; TTFT, 3.3 × that; TPOT, 3.1
 × an unloaded decode step. The latency model (`bilinear`, as the paper's) is fitted to steps measured before; output
 lengths are known by a Gaussian of 200 earlier requests, by their mean, or exactly. A batch is sent when the one before
-has ended. In each round the systems serve the same requests one after the other, in an order that turns from round to
-round.
+has ended, or 0.1 ms after it, so that the engine fills each place as it is free. In each round the systems serve the
+same requests one after the other, in an order that turns from round to round.
 
 G = requests in SLO / sum of end-to-end latencies. Reported: its mean over seeds, and the ratio to order of arrival with
 a 95 % interval by seeds.
@@ -45,7 +45,7 @@ SCALE = 0.12  # of all lengths: a full-length request takes 5 s alone here
 LONGEST = 512  # tokens that a client asks for, who does not know how long the answer will be
 HISTORY, EARLIER = 200, 1000
 E2E, TTFT, TPOT = 10.0, 3.3, 3.1  # the paper's ratios
-CELLS = ((10, 1), (10, 4), (40, 1), (40, 4))
+COUNTS = (10, 40)
 ARRIVAL, SA, MEAN, EXACT, EDF = "order of arrival", "sa", "sa, mean lengths", "sa, exact lengths", "edf"
 SYSTEMS = (ARRIVAL, SA, MEAN, EXACT, EDF)
 
@@ -100,7 +100,12 @@ def known(system: str, load: Workload, seed: int) -> LengthPredictor:
 
 
 async def serve(
-    system: str, offered: Sequence[Request], batch: int, model: bilinear.Model, lengths: LengthPredictor
+    system: str,
+    offered: Sequence[Request],
+    batch: int,
+    model: bilinear.Model,
+    lengths: LengthPredictor,
+    dispatch: str = "batch_end",
 ) -> list[Event]:
     """All events of one run, on a fresh engine that takes `batch` sequences."""
     clock = WallClock()
@@ -108,7 +113,7 @@ async def serve(
     router = "sa" if system in (SA, MEAN, EXACT) else "round_robin"
     cluster = local_cluster(
         [engine], [copy.deepcopy(model)], clock, policy="edf" if system == EDF else "vllm", router=router,
-        router_settings={"dispatch": "batch_end"} if router == "sa" else {}, lengths=lengths, rule="mean",
+        router_settings={"dispatch": dispatch} if router == "sa" else {}, lengths=lengths, rule="mean",
     )  # fmt: skip
     events: list[Event] = []
     cluster.listen(events.append)
@@ -152,6 +157,8 @@ def slos_of(model: bilinear.Model) -> dict[str, SLO]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--batches", type=lambda given: [int(b) for b in given.split(",")], default=[1, 4])
+    parser.add_argument("--dispatch", choices=("batch_end", "interval"), default="batch_end", help="of sa's batches")
     parser.add_argument("--small", action="store_true", help="one cell of 4 requests, one seed: whether it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -161,7 +168,7 @@ def main() -> None:
     print(f"p {model.p}, d {model.d}")
     for app, slo in slos.items():
         print(f"{app}: {slo}")
-    cells, seeds = (((4, 2),), 1) if args.small else (CELLS, args.seeds)
+    cells, seeds = ([(4, 2)], 1) if args.small else ([(n, b) for n in COUNTS for b in args.batches], args.seeds)
     rows: list[dict[str, Any]] = []
     for n, batch in cells:
         for seed in range(seeds):
@@ -169,7 +176,7 @@ def main() -> None:
             for turn in range(len(SYSTEMS)):
                 system = SYSTEMS[(turn + seed) % len(SYSTEMS)]
                 offered = requests(load, slos, seed, vocabulary)
-                events = asyncio.run(serve(system, offered, batch, model, known(system, load, seed)))
+                events = asyncio.run(serve(system, offered, batch, model, known(system, load, seed), args.dispatch))
                 assert all(e.outcome == "completed" for e in events if isinstance(e, Finished))
                 found = measured(events)
                 rows.append({"n": n, "batch": batch, "seed": seed, "system": system, **found})

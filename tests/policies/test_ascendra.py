@@ -386,6 +386,15 @@ def test_one_ticket_also_while_the_placement_is_in_flight() -> None:
     assert placed(router, runs, request("e")) == ["r1"]
 
 
+@pytest.mark.parametrize(("length", "goes_to"), [(21, "r1"), (381, "r0")])
+def test_an_hp_that_starts_no_prompt_for_want_of_kv_issues_no_ticket(length: int, goes_to: str) -> None:
+    """Of 40 blocks of 10 tokens 4 are to stay free."""
+    router, low = Router(), fleet(LP)
+    high = replace(seen(HP, [], [decode("runs", length)]), id="r1")
+    placed(router, [*low, high], request("0"))
+    assert placed(router, [*low, high], request("a")) == [goes_to]
+
+
 @pytest.mark.parametrize("event", ["started", "finished", "lost", "handed off"])
 def test_an_event_shows_that_the_prompt_waits_there_no_more(event: str) -> None:
     router, views = Router(), fleet(LP, HP)

@@ -239,6 +239,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and value == value
 
 
+def _short_of_kv(hp: View) -> bool:
+    """Whether an elastic HP starts no prompt before some that run have ended (§6.2)."""
+    return bool(hp.running) and unreserved(hp) <= SPARE_KV * hp.kv_total
+
+
 def _until_due(view: View, batch: Shape) -> float:
     """Algorithm 1's compute budget C: seconds that the batch may still take longer. Who is late already is not waited
     for: with a TPOT shorter than any step nobody would start."""
@@ -349,8 +354,9 @@ class Router:
         return among[(self._turns[turn] - 1) % len(among)]
 
     def _ticket(self, hp: View) -> bool:
-        """Whether no prompt waits there, nor is one on its way: so there is at most one ticket."""
-        if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
+        """Whether no prompt waits there, nor is one on its way: so there is at most one ticket. A full HP issues none:
+        what comes by ticket is to wait for one batch at most (§6.1)."""
+        if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling) or _short_of_kv(hp):
             return False
         coming = [id for id, replica in self._coming.items() if replica == hp.id]
         if coming:

@@ -9,14 +9,25 @@ code, which print none: log-normals, assumed (ours); `scale` makes prompts longe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
-from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, log_normal_p90, mean, of
+from rubato.workloads.lengths import (
+    Lengths,
+    LogNormal,
+    Normal,
+    Percentiles,
+    Uniform,
+    fixed,
+    log_normal,
+    log_normal_p90,
+    mean,
+    of,
+)
 from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, within
 from rubato.workloads.workload import Workload, check_rate
 
@@ -152,9 +163,16 @@ SHAREGPT4 = (log_normal_p90(1730, 5696, 8192), log_normal_p90(415, 834, 8192))
 LONGBENCH = (log_normal(7000, 4000, 16000), log_normal(180, 90, 500))  # ours: 6,700 English words are 9,000 tokens
 
 
-def _ascendra(data: str, lengths: tuple[Lengths, Lengths], ttft: float, profile: str) -> Scenario:
-    kind = Kind("chat" if data == "ShareGPT4" else "summary", SLO(ttft=ttft, tpot=0.15), *lengths)
-    return Scenario(f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms", (kind,), Poisson(), profile)
+QWEN_14B_CONTEXT, SHORTEST_ANSWER = 8192, 512  # ours: what is longer would be refused, so prompts leave that much room
+
+
+def _ascendra(data: str, lengths: tuple[LogNormal, LogNormal], ttft: float, profile: str) -> Scenario:
+    kind, context = Kind("chat" if data == "ShareGPT4" else "summary", SLO(ttft=ttft, tpot=0.15), *lengths), None
+    if profile == QWEN_14B:
+        context = QWEN_14B_CONTEXT
+        kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
+    about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
+    return Scenario(about, (kind,), Poisson(), profile, max_length=context)
 
 
 # Chat is the data set of PolyServe's `sharegpt`, of which SA keeps what is under 2k: prompts to P95. A code request
