@@ -1,0 +1,137 @@
+"""Which drafted tokens to verify: AdaServe, SLO-customised speculative decoding (sections 4 and 5.2).
+
+Each of n requests has a tree of candidates after its last token, the root, which every step runs anyway. A node v is
+right with probability f(v), the product along its path, so verifying a set of nodes with all their parents gives
+1 + Σ f tokens on average. A step verifies B nodes in all, roots included.
+
+Nodes are ranked by (f desc, depth asc, order of requests, node id). As f never rises along a path, no node comes
+before its parent: the first so many of a request in the ranking are always a tree, and only how many is to be chosen.
+
+The printed pseudocode has slips, corrected here: Algorithm 2 adds the path's product to what is expected, not the last
+factor (line 15); both stop when B is spent (`B >= 0` would overspend by one); Algorithm 1 pays for roots, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from rubato.core.plan import Tree
+
+Node = tuple[float, int, int]  # f, index of the request, id in its tree
+
+
+def select(
+    trees: Sequence[Tree | None], needed: Sequence[float], budget: int, most_nodes: int
+) -> list[tuple[int, ...]]:
+    """Algorithm 2's selection: of each request, the ids of the nodes to verify, parents before their children.
+
+    trees: candidates, None of a request without. needed: A_cap, tokens that a request needs from this step, its root's
+    one among them: those with the largest come first, and take nodes until 1 + Σ f reaches it (SLO-customised
+    selection). most_nodes: n_max, nodes that one may hold then, root included. What is left of the budget (B, in nodes,
+    roots included) goes to the most probable nodes of all (throughput-optimised selection). With more requests than
+    budget each keeps its root, and nothing is verified.
+
+    f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
+    Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
+    """
+    _check(trees, needed)
+    if most_nodes < 1:
+        raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
+    ranking, own = _ranked(trees)
+    left = budget - len(trees)
+    chosen = [0] * len(trees)
+    for at in sorted(range(len(trees)), key=needed.__getitem__, reverse=True):
+        if left <= 0:
+            break
+        chosen[at] = count = min(left, most_nodes - 1, len(own[at]), _enough(own[at], needed[at]))
+        left -= count
+    return _with_most_probable(ranking, own, chosen, left)
+
+
+def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) -> list[tuple[int, ...]] | None:
+    """Algorithm 1, which knows f: the nodes with which the most tokens are expected of all sets that give each request
+    what it needs. None (INVALID) where no set does. Parameters, order and errors are those of `select`.
+
+    `select` gives the same where this is not None and `most_nodes` does not bind.
+    """
+    _check(trees, needed)
+    ranking, own = _ranked(trees)
+    left = budget - len(trees)
+    if left < 0:
+        return None
+    chosen: list[int] = []
+    for nodes, tokens in zip(own, needed, strict=True):
+        count = _enough(nodes, tokens)
+        if count > min(left, len(nodes)):
+            return None
+        chosen.append(count)
+        left -= count
+    return _with_most_probable(ranking, own, chosen, left)
+
+
+def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int, w_max: int) -> tuple[int, int]:
+    """(depth, width) of the trees to draft for each of n requests: equations 8 and 9 (section 5.2, adaptive control).
+
+    b1, b2: tokens per step for the verifier and for the drafter. c1, c2: found by search in the paper, not published.
+    Depths are within [d_min, d_max], widths within [1, w_max]. Raises ValueError for no requests, or empty bounds.
+    """
+    if n < 1 or n + c1 < 1:
+        raise ValueError(f"{n} requests, c1 {c1}: drafts are for 1 or more, and n + c1 divides a budget")
+    if not 1 <= d_min <= d_max or w_max < 1:
+        raise ValueError(f"depths in [{d_min}, {d_max}], widths up to {w_max}: give 1 <= d_min <= d_max, 1 <= w_max")
+    depth = b1 // (n + c1) - 1
+    width = b2 // n + c2
+    return max(d_min, min(d_max, depth)), max(1, min(w_max, width))
+
+
+def _check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
+    if len(trees) != len(needed):
+        raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
+
+
+def _ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
+    """All nodes, the most probable first, and those of each request in the same order."""
+    layers: list[list[Node]] = []
+    for at, tree in enumerate(trees):
+        if tree is None:
+            continue
+        depths: list[int] = []
+        for id, (parent, f) in enumerate(zip(tree.parents, tree.paths, strict=True)):
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            depths.append(depth)
+            if depth == len(layers):
+                layers.append([])
+            layers[depth].append((f, at, id))
+    ranking = [node for layer in layers for node in layer]
+    ranking.sort(key=itemgetter(0), reverse=True)  # stable: of equal f, by depth, then request, then id
+    own: list[list[Node]] = [[] for _ in trees]
+    for node in ranking:
+        own[node[1]].append(node)
+    return ranking, own
+
+
+def _enough(nodes: Sequence[Node], tokens: float) -> int:
+    """How many of its nodes a request takes until so many tokens are expected; one more than it has where all give
+    less."""
+    expected = 1.0
+    for count, (f, _, _) in enumerate(nodes):
+        if expected >= tokens:
+            return count
+        expected += f
+    return len(nodes) if expected >= tokens else len(nodes) + 1
+
+
+def _with_most_probable(
+    ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
+) -> list[tuple[int, ...]]:
+    """The chosen first ones of each request, and the `left` most probable of the others."""
+    passed = [0] * len(chosen)
+    for _, at, _ in ranking if left > 0 else ():
+        passed[at] += 1
+        if passed[at] > chosen[at]:
+            chosen[at] += 1
+            left -= 1
+            if left == 0:
+                break
+    return [tuple([id for _, _, id in nodes[:count]]) for nodes, count in zip(own, chosen, strict=True)]
