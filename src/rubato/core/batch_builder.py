@@ -15,7 +15,8 @@ FOR_EVER = 1 << 30
 class BatchBuilder:
     """A plan in the making on a view: never beyond the engine's limits or the free KV.
 
-    budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end.
+    budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end, counted from the
+    start on in `shape`; else they are those of the deepest draft that was added.
     """
 
     def __init__(self, view: View, budget: int | None = None, steps: int = 0) -> None:
@@ -27,11 +28,11 @@ class BatchBuilder:
         self.running = view.running_ids
         most = limits.max_running
         self.slots_left = len(view.waiting) if most is None else most - len(self.running)
-        self.work: dict[str, int] = {}
+        self.work: dict[str, Work] = {}
         self.preempted: list[SeqView] = []
         self.decode = False
         self._decodes: Shape | None = None
-        self._steps = steps
+        self._steps = self._least_steps = steps
         self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
         self._added: list[tuple[int, int]] = []
 
@@ -40,10 +41,12 @@ class BatchBuilder:
         """The batch so far."""
         shape = self._base
         if shape is None:
-            shape = (self.decodes if self.decode else Shape())._replace(spec_steps=self._steps)
+            shape = self.decodes if self.decode else Shape()
         for tokens, cached in self._added:
             shape = shape.plus(tokens, cached)
         self._added.clear()
+        if shape.spec_steps != self._steps:
+            shape = shape._replace(spec_steps=self._steps)
         self._base = shape
         return shape
 
@@ -77,12 +80,12 @@ class BatchBuilder:
         known = self.view.known
         alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
         if len(self.work) == 1:
-            [(id, tokens)] = self.work.items()
-            pending = known[id].pending
-            if alone and (tokens == pending or not self.tokens_left):
+            [work] = self.work.values()
+            pending = known[work.seq].pending
+            if alone and (work.tokens == pending or not self.tokens_left):
                 return FOR_EVER
-            return 0 if self.tokens_left else pending // tokens - 1
-        return FOR_EVER if alone and all(tokens == known[id].pending for id, tokens in self.work.items()) else 0
+            return 0 if self.tokens_left else pending // work.tokens - 1
+        return FOR_EVER if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
 
     def room(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
@@ -109,24 +112,33 @@ class BatchBuilder:
             most -= 1
         return most
 
-    def add(self, seq: SeqView, tokens: int) -> None:
-        """Put work into the batch; the caller has asked `room`."""
-        self.work[seq.id] = tokens
+    def add(
+        self, seq: SeqView, tokens: int, verify: tuple[int, ...] = (), draft: tuple[int, int] | None = None
+    ) -> None:
+        """Put work into the batch: so many of its pending tokens, and beside all of them the nodes of its draft to
+        verify, parents with their children, and the (depth, width) of the next one (`Work`). The caller has asked
+        `room`, or `verifiable`."""
+        self.work[seq.id] = Work(seq.id, tokens, verify, draft)
+        count = tokens + len(verify)
         self.slots_left -= seq.id not in self.running
-        self.tokens_left -= tokens
+        self.tokens_left -= count
         self.seqs_left -= 1
-        self.kv_left -= self._new_blocks(seq, tokens)
-        self._added.append((tokens, seq.cached))
+        self.kv_left -= self._new_blocks(seq, count)
+        self._added.append((count, seq.cached))
+        if draft is not None:
+            self._steps = max(self._steps, draft[0])
 
-    def add_decodes(self, seqs: Sequence[SeqView]) -> bool:
+    def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
         """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
-        is done."""
+        is done. drafts: what to draft at the end of the step, by id (`Work.draft`)."""
         count = len(seqs)
         if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
             return False
         shape, kv = self.shape, sum([s.cached for s in seqs]) + count
         self._base = shape._replace(tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + kv)
-        self.work.update((s.id, 1) for s in seqs)
+        self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
+        if drafts:
+            self._count_steps()
         self.tokens_left -= count
         self.seqs_left -= count
         self.kv_left -= sum([self._new_blocks(s, 1) for s in seqs])
@@ -134,12 +146,15 @@ class BatchBuilder:
 
     def remove(self, seq: SeqView) -> None:
         """Take its work out of the batch again."""
-        tokens = self.work.pop(seq.id)
+        shape, work = self.shape, self.work.pop(seq.id)
+        count = work.tokens + len(work.verify)
         self.slots_left += seq.id not in self.running
-        self.tokens_left += tokens
+        self.tokens_left += count
         self.seqs_left += 1
-        self.kv_left += self._new_blocks(seq, tokens)
-        self._base = self.shape.minus(tokens, seq.cached)
+        self.kv_left += self._new_blocks(seq, count)
+        self._base = shape.minus(count, seq.cached)
+        if work.draft is not None:
+            self._count_steps()
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""
@@ -154,7 +169,7 @@ class BatchBuilder:
         wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
     ) -> Plan:  # fmt: skip
         return Plan(
-            work=tuple([Work(id, tokens) for id, tokens in self.work.items()]),
+            work=tuple(self.work.values()),
             preempt=tuple([s.id for s in self.preempted]),
             demote=tuple(demote),
             promote=tuple(promote),
@@ -164,6 +179,9 @@ class BatchBuilder:
             steady=steady,
             handoff=handoff or NOTHING,
         )
+
+    def _count_steps(self) -> None:
+        self._steps = max([self._least_steps, *(w.draft[0] for w in self.work.values() if w.draft)])
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
@@ -199,16 +217,20 @@ def run_chunks(builder: BatchBuilder) -> bool:
 
 
 def run_in_order(
-    builder: BatchBuilder, running: Iterable[SeqView], drafted: Callable[[SeqView], int] | None = None
+    builder: BatchBuilder,
+    running: Iterable[SeqView],
+    verify: Callable[[SeqView], Sequence[int]] | None = None,
+    draft: tuple[int, int] | None = None,
 ) -> None:
-    """vLLM's rule for the running: each gets its pending tokens, and as many `drafted` ones to verify, in order of
-    start; who lacks KV takes it from the one started last (itself in the end)."""
+    """vLLM's rule for the running: each gets its pending tokens, and of the drafted ones to `verify` (parents before
+    their children) the first for which the budget leaves room, in order of start; who lacks KV takes it from the one
+    started last (itself in the end). Who samples has a tree of this (depth, width) drafted."""
     order = list(running)
     at = 0
     while at < len(order):
         seq = order[at]
-        wanted = seq.pending + drafted(seq) if drafted is not None else seq.pending
-        tokens = min(wanted, builder.tokens_left) if builder.seqs_left else 0
+        nodes = verify(seq) if verify is not None else ()
+        tokens = min(seq.pending + len(nodes), builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
             at += 1
             continue
@@ -217,20 +239,26 @@ def run_in_order(
         if builder.lacks_kv(seq, tokens):
             builder.preempt(order.pop())
             return
-        builder.add(seq, tokens)
+        _add(builder, seq, tokens, nodes, draft)
         at += 1
 
 
-def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView]) -> None:
+def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:
     """First come, first served, by chunks; stop at the first that does not fit. Nobody is admitted in a step that
-    preempted: it would take the KV just freed."""
+    preempted: it would take the KV just freed. Who samples has a tree of this (depth, width) drafted."""
     if builder.preempted:
         return
     for seq in waiting:
         tokens = min(seq.pending, builder.tokens_left)
         if tokens == 0 or builder.room(seq) < tokens:
             return
-        builder.add(seq, tokens)
+        _add(builder, seq, tokens, (), draft)
+
+
+def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int], draft: tuple[int, int] | None) -> None:
+    """So many tokens of a sequence, those that are not pending being the first of `nodes`; a draft if it samples."""
+    verified = max(0, tokens - seq.pending)
+    builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
 
 
 def starting(view: View, whole: bool) -> Iterable[SeqView]:

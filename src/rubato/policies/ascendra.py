@@ -206,7 +206,7 @@ class Scheduler:
         for seq in begun:
             if tokens := builder.room(seq):
                 builder.add(seq, tokens)
-        if all(builder.work.get(s.id) == s.pending for s in begun):
+        if all(s.id in builder.work and builder.work[s.id].tokens == s.pending for s in begun):
             self._start(builder, view, sorted(waiting, key=lambda s: s.best_effort))
         if builder.work:
             return builder

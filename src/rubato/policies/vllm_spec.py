@@ -14,7 +14,7 @@ from typing import ClassVar
 from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Work
+from rubato.core.plan import Plan
 from rubato.policies import vllm
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
@@ -40,16 +40,11 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget)
-        run_in_order(builder, view.running, drafted=_drafted)
-        admit_in_order(builder, starting(view, self.reserve_kv))
-        plan = builder.plan()
-        seqs = {s.id: s for s in [*view.running, *view.waiting]}
-        return plan._replace(work=tuple(self._speculative(seqs[w.seq], w.tokens) for w in plan.work))
-
-    def _speculative(self, seq: SeqView, tokens: int) -> Work:
-        verify = tuple(range(tokens - seq.pending))
-        return Work(seq.id, tokens - len(verify), verify, (self.n, 1) if tokens >= seq.pending else None)
+        chain = (self.n, 1)
+        run_in_order(builder, view.running, _drafted, chain)
+        admit_in_order(builder, starting(view, self.reserve_kv), chain)
+        return builder.plan()
 
 
-def _drafted(seq: SeqView) -> int:
-    return len(seq.draft.parents) if seq.draft is not None else 0
+def _drafted(seq: SeqView) -> Sequence[int]:
+    return range(len(seq.draft.parents)) if seq.draft is not None else ()

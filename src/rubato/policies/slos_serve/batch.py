@@ -16,14 +16,17 @@ class BatchFiller:
     """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
 
     victims: those whose KV anyone in need may take, the last one first. drafted: how many tokens there are to verify
-    for a decode, by id, as far as time goes and memory is free. steps: draft steps at its end.
+    for a decode, by id, as far as time goes and memory is free. drafts: (depth, width) of what to draft at its end, by
+    id, for those that sample.
     """
 
     def __init__(
-        self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING, steps: int = 0
-    ) -> None:
-        self.builder = BatchBuilder(view, steps=steps)
+        self, view: View, bound: float, victims: Sequence[SeqView], drafted: Mapping[str, int] = NOTHING,
+        drafts: Mapping[str, tuple[int, int]] = NOTHING,
+    ) -> None:  # fmt: skip
+        self.builder = BatchBuilder(view, steps=max((depth for depth, _ in drafts.values()), default=0))
         self._drafted = drafted
+        self._drafts = drafts
         self._bound = bound
         self._model = view.latency
         self._victims = list(victims)
@@ -80,7 +83,7 @@ class BatchFiller:
             if tokens == 0 and self.empty:
                 tokens = 1
             if tokens:
-                builder.add(seq, tokens)
+                self._add(seq, tokens)
 
     def add_best_effort(self, order: Sequence[SeqView], free: int, block: int) -> None:
         """Best effort, oldest first, in what is left; the younger give up KV for the older. One starts when `free`
@@ -123,7 +126,7 @@ class BatchFiller:
         all_fit = model.step_time(together) <= self._bound
         if not self._drafted:
             fitting = len(seqs) if all_fit else max(self._fitting(seqs), 1 if self.empty else 0)
-            if builder.add_decodes(seqs[:fitting]):
+            if builder.add_decodes(seqs[:fitting], self._drafts):
                 return
         shape: Shape = before
         for seq in seqs:
@@ -137,7 +140,7 @@ class BatchFiller:
                 shape = shape.plus(tokens, seq.cached)
                 if not self.empty and model.step_time(shape) > self._bound:
                     return
-            builder.add(seq, tokens)
+            self._add(seq, 1, tokens - 1)
 
     def _fitting(self, seqs: Sequence[SeqView]) -> int:
         """How many of these decodes, in this order, end in time."""
@@ -148,6 +151,10 @@ class BatchFiller:
             return model.step_time(before._replace(tokens=before.tokens + n, seqs=before.seqs + n, kv=kv[n]))
 
         return bisect_right(range(1, len(seqs) + 1), self._bound, key=seconds)
+
+    def _add(self, seq: SeqView, tokens: int, verified: int = 0) -> None:
+        draft = self._drafts.get(seq.id) if tokens == seq.pending else None
+        self.builder.add(seq, tokens, tuple(range(verified)), draft)
 
     def _make_room(self, seq: SeqView, tokens: int) -> None:
         builder = self.builder

@@ -519,8 +519,8 @@ class Scheduler:
         bound, most = next_batch.bounds()
         depths, late = self._drafts.depths(view, next_batch.order, most, grid.phases[0].tokens, bound, light)
         order, verified = next_batch.in_order()
-        steps = max(depths.values(), default=0)
-        filler = BatchFiller(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, steps)
+        drafts = {id: (depth, 1) for id, depth in depths.items()}
+        filler = BatchFiller(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, drafts)
         if holders or state.undecided or not filler.decodes(order):
             filler.fill(order)
         if rest:
@@ -535,8 +535,8 @@ class Scheduler:
                 filler.run_at_least(able[0], [s for s in able[1:] if s.id in running])
         self._skipped_decodes = filler.left_out([s for s in order if s is not oldest], self._skipped_decodes)
         self._shed(state, filler.builder.work)
-        plan = filler.builder.plan(demote=state.demoted, promote=state.promoted, drop=state.drop)
-        return self._drafts.written(plan, view, depths)
+        self._drafts.remember(filler.builder.work.values(), view)
+        return filler.builder.plan(demote=state.demoted, promote=state.promoted, drop=state.drop)
 
 
 def _is_number(value: object) -> bool:

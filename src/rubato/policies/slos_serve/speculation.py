@@ -15,7 +15,7 @@ from math import ceil, floor, inf, sqrt
 from rubato.core.batch_builder import remaining
 from rubato.core.events import Event, Finished, HandedOff, Preempted, Tokens
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Shape, Work
+from rubato.core.plan import Shape, Work
 from rubato.core.request import Request
 from rubato.policies.slos_serve.demand import BatchCapacity, counted, prompt_stage
 from rubato.policies.slos_serve.token_budget import Demand
@@ -312,21 +312,11 @@ class Drafts:
             best, fastest = best + 1, faster
         return best
 
-    def written(self, plan: Plan, view: View, depths: Mapping[str, int]) -> Plan:
-        """The plan with what of its work is verification, and what to draft."""
-        if not self.drafted and not depths:
-            return plan
-        known = view.known
-
-        def work(given: Work) -> Work:
-            seq = known[given.seq]
-            verify = tuple(range(given.tokens - seq.pending))
-            depth = depths.get(given.seq, 0) if given.tokens >= seq.pending else 0
-            if depth:
-                self._seen[given.seq] = seq.length
-            return Work(given.seq, given.tokens - len(verify), verify, (depth, 1) if depth else None)
-
-        return plan._replace(work=tuple(map(work, plan.work)))
+    def remember(self, work: Iterable[Work], view: View) -> None:
+        """Who drafts in the next batch: the drafter will know all their tokens."""
+        if drafting := [given.seq for given in work if given.draft is not None]:
+            known = view.known
+            self._seen.update((id, known[id].length) for id in drafting)
 
 
 def _verifiable(seq: SeqView) -> int:
