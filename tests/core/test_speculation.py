@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event, Finished, Stepped, Tokens
-from rubato.core.interfaces import View
+from rubato.core.interfaces import LatencyModel, View
 from rubato.core.plan import Emitted, Limits, Plan, Sample, Shape, StepResult, Tree, Work
 from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
+from rubato.latency import affine
 from rubato.latency.with_drafter import Drafted
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
 from rubato.workloads.generate import make
@@ -259,7 +261,7 @@ def test_drafting_takes_the_drafters_time() -> None:
     events = run("vllm_spec", [request("a", 5, most=9)], {}, drafter=drafter, settings={"n": 3})
     steps = [e for e in events if isinstance(e, Stepped)]
     assert [s.shape for s in steps] == [
-        Shape(5, 1, 5, 0, 25, 3, 1, 5), Shape(4, 1, 9, 20, 16, 3, 1, 9), Shape(4, 1, 13, 36, 16, 3, 1, 13),
+        Shape(5, 1, 5, 0, 25, 3, 1, 5, 2), Shape(4, 1, 9, 20, 16, 3, 1, 9, 2), Shape(4, 1, 13, 36, 16, 3, 1, 13, 2),
     ]  # fmt: skip
     assert steps[0].seconds == pytest.approx(0.015 + 3 * 0.002 + (6 + 1 + 1) * 0.0001)
     assert steps[1].seconds == pytest.approx(0.014 + 3 * 0.002 + (4 + 1 + 1) * 0.0001)
@@ -303,6 +305,58 @@ def test_a_scheduler_knows_the_drafters_time() -> None:
     assert SimulationSetup(
         Linear, LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True
     ).scheduler_model() == Drafted(Linear(), Linear())
+
+
+@dataclass
+class TreesForAll:
+    """A token of everyone in every step, whole prompts, the first `most` nodes verified, a tree of (depth, width)."""
+
+    depth: int
+    width: int
+    most: int = 0
+    needs = frozenset({"draft", "tree"})
+
+    def observe(self, events: Sequence[Event]) -> None: ...
+
+    def plan(self, view: View) -> Plan:
+        builder = BatchBuilder(view)
+        for seq in [*view.running, *view.waiting]:
+            nodes = len(seq.draft.parents) if seq.draft is not None else 0
+            assert builder.room(seq) == seq.pending
+            builder.add(seq, seq.pending, tuple(range(min(nodes, self.most))), (self.depth, self.width))
+        return builder.plan()
+
+
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (1, 3), (4, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("drafter", "rel"),
+    [(Linear(0.002, 0.0001), 1e-9), (affine.Model(k=(1e-6, 1e-4), a=1e-7, d=2e-7, e=1e-8, b=(0.002, 0.001)), 5e-3)],
+)
+def test_predicted_and_simulated_drafts_take_the_same_time(
+    depth: int, width: int, drafter: LatencyModel, rel: float
+) -> None:
+    """Four sequences that decode and draft alike; what a context is longer by after the step is all that differs."""
+    requests = [request(f"q{i}", 100 + 20 * i, most=40) for i in range(4)]
+    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    acceptance = Acceptance(0.6)
+    events = run(
+        TreesForAll(depth, width), requests, {}, limits=limits, drafter=Drafter(acceptance, drafter), learns=False
+    )
+    model = Drafted(Linear(), drafter)
+    steps = [e for e in events if isinstance(e, Stepped)][1:30]
+    assert [s.shape.draft_tokens for s in steps] == [4 * (depth - 1) * width] * 29
+    assert [s.seconds for s in steps] == pytest.approx([model.step_time(s.shape) for s in steps], rel=rel)
+    chains = [model.step_time(s.shape._replace(draft_tokens=4 * (depth - 1))) for s in steps]
+    assert depth == 1 or width == 1 or all(s.seconds > 1.005 * c for s, c in zip(steps, chains, strict=True))
+
+
+def test_a_shape_that_does_not_say_how_wide_is_of_chains() -> None:
+    model = Drafted(Linear(), Linear(0.002, 0.0001))
+    four = Shape(4, 4, 400, spec_steps=3)
+    assert model.step_time(four) == model.step_time(four._replace(draft_tokens=8))
+    assert model.step_time(four._replace(draft_tokens=17)) == pytest.approx(
+        0.014 + 0.0024 + 2 * 0.002 + (8 + 9) * 0.0001
+    )
 
 
 def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Plan, Shape, Work
+from rubato.core.plan import Plan, Shape, Work, later_draft_tokens
 from rubato.core.request import NOTHING, HandoffReason
 
 FOR_EVER = 1 << 30
@@ -33,6 +33,7 @@ class BatchBuilder:
         self.decode = False
         self._decodes: Shape | None = None
         self._steps = self._least_steps = steps
+        self._draft_tokens = 0
         self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
         self._added: list[tuple[int, int]] = []
 
@@ -45,8 +46,8 @@ class BatchBuilder:
         for tokens, cached in self._added:
             shape = shape.plus(tokens, cached)
         self._added.clear()
-        if shape.spec_steps != self._steps:
-            shape = shape._replace(spec_steps=self._steps)
+        if (shape.spec_steps, shape.draft_tokens) != (self._steps, self._draft_tokens):
+            shape = shape._replace(spec_steps=self._steps, draft_tokens=self._draft_tokens)
         self._base = shape
         return shape
 
@@ -127,6 +128,7 @@ class BatchBuilder:
         self._added.append((count, seq.cached))
         if draft is not None:
             self._steps = max(self._steps, draft[0])
+            self._draft_tokens += later_draft_tokens(draft)
 
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
         """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
@@ -138,7 +140,7 @@ class BatchBuilder:
         self._base = shape._replace(tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + kv)
         self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
         if drafts:
-            self._count_steps()
+            self._count_drafts()
         self.tokens_left -= count
         self.seqs_left -= count
         self.kv_left -= sum([self._new_blocks(s, 1) for s in seqs])
@@ -154,7 +156,7 @@ class BatchBuilder:
         self.kv_left += self._new_blocks(seq, count)
         self._base = shape.minus(count, seq.cached)
         if work.draft is not None:
-            self._count_steps()
+            self._count_drafts()
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""
@@ -180,8 +182,10 @@ class BatchBuilder:
             handoff=handoff or NOTHING,
         )
 
-    def _count_steps(self) -> None:
-        self._steps = max([self._least_steps, *(w.draft[0] for w in self.work.values() if w.draft)])
+    def _count_drafts(self) -> None:
+        drafts = [w.draft for w in self.work.values() if w.draft is not None]
+        self._steps = max([self._least_steps, *(depth for depth, _ in drafts)])
+        self._draft_tokens = sum(map(later_draft_tokens, drafts))
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)

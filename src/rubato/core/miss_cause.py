@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.plan import Batch, Shape
+from rubato.core.plan import Batch, Shape, later_draft_tokens
 from rubato.core.request import Cause
 from rubato.core.sequence import Seq
 
@@ -15,7 +15,8 @@ Shares = tuple[float, float]  # seconds of a step as the model has it: lost to p
 def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
     """What a step of `predicted` seconds costs each of its decodes, beyond a step of its own."""
     together = latency.step_time(decodes)
-    alone = Shape(spec_steps=decodes.spec_steps).plus(1, decodes.kv // decodes.seqs)
+    drafts = Shape(spec_steps=decodes.spec_steps, draft_tokens=decodes.draft_tokens // decodes.seqs)
+    alone = drafts.plus(1, decodes.kv // decodes.seqs)
     return predicted - together, together - latency.step_time(alone)
 
 
@@ -41,10 +42,12 @@ def delays_by_cause(
     whole = batch.shape
     predicted = latency.step_time(whole)
     scale = seconds / predicted if predicted > 0.0 else 0.0
-    decodes = Shape(spec_steps=whole.spec_steps)  # drafts are for them
+    decodes, drafted = Shape(spec_steps=whole.spec_steps), 0  # drafts are for them
     for entry in batch.entries:
         if entry.count == 1 or entry.count == 1 + len(entry.verify):
             decodes = decodes.plus(entry.count, entry.start)
+            drafted += later_draft_tokens(entry.draft) if entry.draft is not None else 0
+    decodes = decodes._replace(draft_tokens=drafted)
     each = of_decode(latency, predicted, decodes) if decodes.seqs else (0.0, 0.0)
     for entry in batch.entries:
         seq = seqs[entry.seq]

@@ -61,6 +61,10 @@ class Shape(NamedTuple):
     entries with c > 1:  chunks = how many;  chunk_context = Σ c·k and chunk_sq = Σ c² (prefill attention);  chunk_kv =
     Σ (k + c). So seqs - chunks are decodes, which read kv - chunk_kv. A log from before `chunks` and `chunk_kv` were
     kept has 0 in both.
+
+    draft_tokens: tokens that the drafter runs in its steps after the first, Σ (depth - 1)·width over the sequences that
+    draft (`later_draft_tokens`); its first step runs what the batch has brought. 0 with several steps: not said, as in
+    logs from before it was kept.
     """
 
     tokens: int = 0
@@ -71,27 +75,28 @@ class Shape(NamedTuple):
     spec_steps: int = 0
     chunks: int = 0
     chunk_kv: int = 0
+    draft_tokens: int = 0
 
     def plus(self, tokens: int, cached: int) -> Shape:
         """This batch with one more entry of `tokens` tokens on top of `cached`."""
-        all_, seqs, kv, context, square, spec, chunks, chunk_kv = self
+        all_, seqs, kv, context, square, spec, chunks, chunk_kv, drafts = self
         more = cached + tokens
         if tokens <= 1:
-            return Shape(all_ + tokens, seqs + 1, kv + more, context, square, spec, chunks, chunk_kv)
+            return Shape(all_ + tokens, seqs + 1, kv + more, context, square, spec, chunks, chunk_kv, drafts)
         return Shape(
             all_ + tokens, seqs + 1, kv + more, context + tokens * cached, square + tokens * tokens, spec, chunks + 1,
-            chunk_kv + more,
+            chunk_kv + more, drafts,
         )  # fmt: skip
 
     def minus(self, tokens: int, cached: int) -> Shape:
         """This batch without one entry that `plus` gave it."""
-        all_, seqs, kv, context, square, spec, chunks, chunk_kv = self
+        all_, seqs, kv, context, square, spec, chunks, chunk_kv, drafts = self
         less = cached + tokens
         if tokens <= 1:
-            return Shape(all_ - tokens, seqs - 1, kv - less, context, square, spec, chunks, chunk_kv)
+            return Shape(all_ - tokens, seqs - 1, kv - less, context, square, spec, chunks, chunk_kv, drafts)
         return Shape(
             all_ - tokens, seqs - 1, kv - less, context - tokens * cached, square - tokens * tokens, spec, chunks - 1,
-            chunk_kv - less,
+            chunk_kv - less, drafts,
         )  # fmt: skip
 
 
@@ -113,6 +118,13 @@ class Tree:
 
     parents: tuple[int, ...]
     paths: tuple[float, ...]
+
+
+def later_draft_tokens(draft: tuple[int, int]) -> int:
+    """Tokens that the drafter runs after its first step for a tree of this (depth, width): each later step expands the
+    nodes of the layer before, of which there are `width` (AdaServe, section 4.3)."""
+    depth, width = draft
+    return (depth - 1) * width
 
 
 class Work(NamedTuple):
@@ -182,8 +194,10 @@ class Batch:
 
     @property
     def shape(self) -> Shape:
-        tokens = kv = context = square = chunks = chunk_kv = 0
+        tokens = kv = context = square = chunks = chunk_kv = drafts = 0
         for e in self.entries:
+            if e.draft is not None:
+                drafts += later_draft_tokens(e.draft)
             tokens += e.count
             kv += e.start + e.count
             if e.count > 1:
@@ -191,7 +205,7 @@ class Batch:
                 square += e.count * e.count
                 chunks += 1
                 chunk_kv += e.start + e.count
-        return Shape(tokens, len(self.entries), kv, context, square, self.spec_steps, chunks, chunk_kv)
+        return Shape(tokens, len(self.entries), kv, context, square, self.spec_steps, chunks, chunk_kv, drafts)
 
 
 FinishReason = Literal["stop", "length"]

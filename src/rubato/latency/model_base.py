@@ -54,7 +54,8 @@ def knee_of(model: ModelBase, base: Shape, most: int = MOST) -> int:
     be chosen. With half as much again the packaged Llama-3.1-70B (four A100) has its knee at 133 tokens beyond a lone
     decode; the line of its compute-bound steps reaches the time of that decode at 146.
     """
-    floor = model.step_time(Shape(base.seqs, base.seqs, base.kv, spec_steps=base.spec_steps))
+    drafts = Shape(spec_steps=base.spec_steps, draft_tokens=base.draft_tokens)
+    floor = model.step_time(drafts._replace(tokens=base.seqs, seqs=base.seqs, kv=base.kv))
     limit = (1.0 + CORNER) * floor
     return largest(lambda n: model.step_time(base._replace(tokens=base.tokens + n)) <= limit, most, 128.0)
 

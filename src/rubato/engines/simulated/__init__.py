@@ -21,6 +21,7 @@ from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
 from rubato.latency import profiles
+from rubato.latency.with_drafter import without_drafts
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 
@@ -170,7 +171,7 @@ class Engine:
         """Raises ValueError for tree nodes to verify that were not drafted here."""
         shape = batch.shape
         if self._drafter is not None and self._drafter.latency is not None:
-            shape = shape._replace(spec_steps=0)
+            shape = without_drafts(shape)
         seconds = self._latency.step_time(shape)
         emitted = {e.seq: self._emit(self._seqs[e.seq], e) for e in batch.entries if e.sample}
         if self._drafter is not None:
