@@ -1,12 +1,13 @@
 """The event log reads back as what was written; a broken line is named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rubato.core.event_log import EventLogWriter, encode, read, without_content
-from rubato.core.events import Event, Tokens
-from rubato.core.plan import Limits
+from rubato.core.events import Event, Stepped, Tokens
+from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import steps, timelines
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -27,6 +28,23 @@ def test_round_trip(tmp_path: Path) -> None:
         for event in written:
             log(event)
     assert list(read(tmp_path / "log")) == written
+
+
+def test_a_log_from_before_accepted_nodes_and_draft_tokens_were_kept_is_still_read(tmp_path: Path) -> None:
+    now = (
+        Tokens(1.0, "a", 2, "xy", (7, 8), tried=2, accepted=(1,)),
+        Stepped(1.0, "r0", Shape(4, 1, 9, spec_steps=3, draft_tokens=6), 0.01),
+    )
+    (tmp_path / "log").write_bytes(b"".join(map(encode, now)))
+    assert list(read(tmp_path / "log")) == list(now)
+    was = (tmp_path / "log").read_bytes().replace(b',"accepted":[1]', b"").replace(b',"draft_tokens":6', b"")
+    assert b"accepted" not in was
+    assert b"draft_tokens" not in was
+    (tmp_path / "log").write_bytes(was)
+    assert list(read(tmp_path / "log")) == [
+        replace(now[0], accepted=()),
+        replace(now[1], shape=now[1].shape._replace(draft_tokens=0)),
+    ]
 
 
 def test_prompts_and_outputs_stay_out_unless_asked_for(tmp_path: Path) -> None:

@@ -62,12 +62,31 @@ def test_verified_nodes_take_kv_and_the_rejected_give_it_back() -> None:
         (2, 1),
         3,
     )
-    assert (batch.shape.tokens, batch.shape.kv, batch.shape.spec_steps, r.kv.free) == (6, 12, 2, 5)
-    (out,) = r.commit(batch, StepResult({"a": Emitted(2, "yz", (8, 9), tried=2)}, 0.1), 0.2)
-    assert out == Tokens(0.2, "a", 2, "yz", (8, 9), tried=2)
+    shape = batch.shape
+    assert (shape.tokens, shape.kv, shape.spec_steps, shape.draft_tokens, r.kv.free) == (6, 12, 2, 1, 5)
+    (out,) = r.commit(batch, StepResult({"a": Emitted(2, "yz", (8, 9), tried=2, accepted=(1,))}, 0.1), 0.2)
+    assert out == Tokens(0.2, "a", 2, "yz", (8, 9), tried=2, accepted=(1,))
     assert (seq.length, seq.cached, seq.pending, seq.draft, r.kv.free) == (9, 8, 1, None, 6)
     assert (seq.tried, seq.acceptance, seq.output) == (2, 0.5, 3)
     r.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        (Emitted(2), "emitted 2 tokens of 'a' with 0 nodes accepted"),
+        (Emitted(1, accepted=(0,)), "emitted 1 tokens of 'a' with 1 nodes accepted"),
+        (Emitted(2, accepted=(1,)), r"accepted nodes \(1,\) of 'a', of which \(0, 2\) were verified"),
+        (Emitted(2, accepted=(2,)), "a path of these from the root on"),
+        (Emitted(3, accepted=(2, 0)), "a path of these from the root on"),
+        (Emitted(4, accepted=(0, 2, 4)), "a path of these from the root on"),
+    ],
+)
+def test_what_verification_cannot_have_brought(out: Emitted, says: str) -> None:
+    r = drafted()
+    batch, _ = r.apply(Plan((Work("a", 1, (0, 2)),)), 0.1, "test")
+    with pytest.raises(RuntimeError, match=says):
+        r.commit(batch, StepResult({"a": out}, 0.1), 0.2)
 
 
 def test_a_tree_is_for_the_next_step_or_never() -> None:
@@ -121,9 +140,10 @@ def test_a_chain_accepts_what_the_paper_says(alpha: float, certainty: float) -> 
     for _ in range(4000):
         draft = process.draft(at, 4, 1)
         accepted, tried = process.accept(at, draft, range(len(draft.tree.parents)))
-        assert accepted <= tried <= min(4, accepted + 1)
-        counts.append(accepted + 1)
-        at += accepted + 1
+        assert accepted == tuple(range(len(accepted)))
+        assert len(accepted) <= tried <= min(4, len(accepted) + 1)
+        counts.append(len(accepted) + 1)
+        at += len(accepted) + 1
     mean = sum(counts) / len(counts)
     spread = sqrt(sum((c - mean) ** 2 for c in counts) / len(counts))
     want = 5.0 if alpha == 1.0 else expected(alpha, 5)
@@ -143,7 +163,7 @@ def test_path_probabilities_are_what_happens(certainty: float) -> None:
         assert all(-1 <= p < i for i, p in enumerate(tree.parents))
         assert all(p < 0 or tree.paths[p] >= f for p, f in zip(tree.parents, tree.paths, strict=True))
         promised += sum(tree.paths)
-        got += process.accept(3 * i, draft, range(9))[0]
+        got += len(process.accept(3 * i, draft, range(9))[0])
     assert got / n == pytest.approx(promised / n, abs=4 * 1.1 / sqrt(n))
     assert got / n > expected(0.6, 4) - 1.0  # more than a chain of three
 
@@ -220,6 +240,7 @@ def test_never_too_many_tokens(outputs: list[tuple[int, int]], shape: tuple[int,
     for event in events:
         if isinstance(event, Tokens):
             got[event.id][event.stage] += event.tokens
+            assert event.tokens == len(event.accepted) + 1
             assert event.tokens - 1 <= event.tried <= event.tokens
             assert len(event.token_ids) == event.tokens
     assert {id: (c[0], c[1]) for id, c in got.items()} == truth
@@ -357,6 +378,36 @@ def test_a_shape_that_does_not_say_how_wide_is_of_chains() -> None:
     assert model.step_time(four._replace(draft_tokens=17)) == pytest.approx(
         0.014 + 0.0024 + 2 * 0.002 + (8 + 9) * 0.0001
     )
+
+
+def test_trees_verified_are_booked_by_node() -> None:
+    """All 12 nodes of each tree: `accepted` is a path down the tree, as long as the tokens say."""
+    requests = [request(f"q{i}", 10, most=40) for i in range(4)]
+    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    events = run(TreesForAll(4, 3, 12), requests, {}, limits=limits)
+    out = [e for e in events if isinstance(e, Tokens)]
+    assert all(e.tokens == len(e.accepted) + 1 for e in out)
+    assert any(node % 3 for e in out for node in e.accepted)  # not first choices alone
+    assert max(e.tokens for e in out) == 5
+    sums = {r.id: sum(e.tokens for e in out if e.id == r.id) for r in requests}
+    assert set(sums.values()) == {40}
+
+
+@pytest.mark.parametrize("stop", [Sampling(max_tokens=40, stop_ids=(8,)), Sampling(max_tokens=40, stop=("so la",))])
+def test_what_comes_after_a_stop_was_not_accepted(stop: Sampling) -> None:
+    """The eighth token is one that ends it, and `la` the ninth: it is found inside an accepted chain of four."""
+    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    events = run(
+        TreesForAll(4, 1, 4),
+        [replace(request("a"), sampling=stop)],
+        {},
+        limits=limits,
+        drafter=Drafter(Acceptance(1.0)),
+    )
+    out = [e for e in events if isinstance(e, Tokens)]
+    last = 2 if stop.stop_ids else 3
+    assert [e.tokens for e in out] == [1, 5, last]
+    assert (out[-1].accepted, out[-1].tried) == (tuple(range(last - 1)), last - 1)
 
 
 def test_a_target_learns_what_its_own_part_of_a_step_took() -> None:

@@ -70,7 +70,8 @@ class Started(Event):
 @happened(frozen=True, slots=True)
 class Tokens(Event):
     """Output tokens came out. stage_done: the last of `stage`; the next stage began with it, or begins when its tool
-    has returned. tried: drafted tokens that were put to the test, of which all but one of `tokens` were right."""
+    has returned. tried: drafted tokens that were put to the test, of which all but one of `tokens` were right.
+    accepted: which these were, nodes of the candidate tree (`Emitted`; none in logs from before it was kept)."""
 
     tokens: int
     text: str = ""
@@ -79,6 +80,7 @@ class Tokens(Event):
     logprobs: tuple[Logprob, ...] = ()
     stage_done: bool = False
     tried: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 @happened(frozen=True, slots=True)

@@ -311,7 +311,9 @@ class Engine(Protocol):
         ...
 
     async def execute(self, batch: Batch) -> StepResult:
-        """Run one batch, off the event loop. Every `sample` entry is in the result; its KV is written by then."""
+        """Run one batch, off the event loop. Every `sample` entry is in the result; its KV is written by then. After
+        verification that of the accepted path stands right behind that of the pending tokens, in order of position,
+        whatever order the nodes were in: the replica only cuts off what comes after (`Entry.verify`)."""
         ...
 
     def forget(self, seqs: Iterable[str]) -> None:

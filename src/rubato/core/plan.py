@@ -173,7 +173,10 @@ class Entry(NamedTuple):
     """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position).
 
     sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
-    tree, the last of `count`; their KV follows that of the pending tokens, in this order. draft: as in `Work`.
+    tree, the last of `count`; their KV follows that of the pending tokens, in this order, while the step runs. When it
+    has ended, the engine has moved the KV of the accepted path (`Emitted.accepted`) to the front, so that it follows
+    that of the pending tokens without gaps; what comes after is garbage, whose blocks are given back. draft: as in
+    `Work`.
     """
 
     seq: str
@@ -226,9 +229,10 @@ class Emitted(NamedTuple):
     final by now (never half a character, never the beginning of a stop string).
 
     finish: "stop" (eos, stop id or stop string) | "length"; stage_done: this stage's `ends` literal has been produced.
-    logprobs: one a token, where the request asked for them. More than one token only after verification: all but one
-    were drafted and accepted. tried: drafted tokens put to the test, the accepted and the one (with its siblings) that
-    was wrong. draft: the candidates for what comes next, where the batch asked for them.
+    logprobs: one a token, where the request asked for them. tried: drafted tokens put to the test, the accepted and the
+    one (with its siblings) that was wrong. draft: the candidates for what comes next, where the batch asked for them.
+    accepted: nodes of the tree that were right and whose tokens came out, a path from the root on among those verified;
+    the last token is the target's own, so `tokens` are always one more.
     """
 
     tokens: int
@@ -239,6 +243,7 @@ class Emitted(NamedTuple):
     logprobs: tuple[Logprob, ...] = ()
     tried: int = 0
     draft: Tree | None = None
+    accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

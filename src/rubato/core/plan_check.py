@@ -1,4 +1,5 @@
-"""Checks that a plan, or a router's dispatch, can be carried out; called wherever one is carried out."""
+"""Checks that a plan, or a router's dispatch, can be carried out, and that what an engine returns can have come of one;
+called wherever these are taken up."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import get_args
 
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Plan, Recall, Work
+from rubato.core.plan import Emitted, Entry, Plan, Recall, Tree, Work
 from rubato.core.request import SATURATED
 
 SOONEST = 1e-6  # seconds from now that a router may be asked again
@@ -220,6 +221,24 @@ def _dispatch_problems(
             f"all of {len(seqs)} requests are held though the {len(fleet)} replicas have none, and no wake_at: they "
             "would wait for ever"
         )
+
+
+def check_emitted(out: Emitted, entry: Entry, draft: Tree | None) -> None:
+    """Raise RuntimeError unless what a sequence got is the tokens of accepted nodes and one more: nodes of `draft` that
+    `entry` verified, from the root on each the child of the one before."""
+    if out.tokens != len(out.accepted) + 1:
+        raise RuntimeError(
+            f"engine emitted {out.tokens} tokens of {entry.seq!r} with {len(out.accepted)} nodes accepted: give the "
+            "tokens of these and one more"
+        )
+    before = -1
+    for node in out.accepted:
+        if draft is None or node not in entry.verify or draft.parents[node] != before:
+            raise RuntimeError(
+                f"engine accepted nodes {out.accepted} of {entry.seq!r}, of which {entry.verify} were verified: give a "
+                "path of these from the root on"
+            )
+        before = node
 
 
 def _new_blocks(seq: SeqView, tokens: int, block: int) -> int:

@@ -32,7 +32,7 @@ from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.kv_blocks import KVBlocks, first_key, next_key
 from rubato.core.miss_cause import delays_by_cause
 from rubato.core.plan import ANY, NO_BATCH, Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, Work
-from rubato.core.plan_check import check, spelled_out
+from rubato.core.plan_check import check, check_emitted, spelled_out
 from rubato.core.request import Handoff, HandoffReason, Outcome, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
@@ -274,7 +274,8 @@ class Replica:
         return batch, events
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
-        """Book a finished batch: KV written, tokens out, stages and requests ended."""
+        """Book a finished batch: KV written, tokens out, stages and requests ended. Raises RuntimeError for tokens that
+        verification cannot have brought (`check_emitted`)."""
         if batch is not self.in_flight:
             raise RuntimeError(f"replica {self.id!r}: commit of a batch that is not in flight")
         self._landed(now)
@@ -286,6 +287,8 @@ class Replica:
             if seq.ended:
                 self._release(seq)
                 continue
+            if entry.sample:
+                check_emitted(result.emitted[entry.seq], entry, seq.draft)
             self._advance(seq, entry.count - len(entry.verify) if entry.verify else entry.count)
             if entry.sample:
                 out = result.emitted[entry.seq]
@@ -413,7 +416,7 @@ class Replica:
         stage_done = out.finish is None and out.stage_done and seq.stage + 1 < len(seq.request.stages)
         if out.tokens or out.text:
             event = Tokens(now, seq.id, out.tokens, out.text, out.token_ids, seq.stage, out.logprobs, stage_done,
-                           out.tried)  # fmt: skip
+                           out.tried, out.accepted)  # fmt: skip
             events.append(event)
         if out.finish is not None:
             events.append(self._end(seq, now, "completed", out.finish))

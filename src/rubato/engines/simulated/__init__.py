@@ -228,15 +228,16 @@ class Engine:
         if lengths is not None:
             left = min(left, lengths[seq.stage] - seq.output)
         accepted, tried = seq.process.accept(seq.total, seq.draft, entry.verify)
-        if accepted >= left:
-            accepted = tried = left - 1
-        numbers = range(seq.total + 1, seq.total + accepted + 2)
+        if len(accepted) >= left:
+            accepted, tried = accepted[: left - 1], left - 1
+        numbers = range(seq.total + 1, seq.total + len(accepted) + 2)
         return Emitted(
-            accepted + 1,
+            len(numbers),
             "".join(WORDS[n % len(WORDS)] for n in numbers),
             tuple(n % 256 for n in numbers),
             logprobs=tuple(lp for n in numbers for lp in _logprobs(n % 256, sampling.logprobs)),
             tried=tried,
+            accepted=accepted,
         )
 
     def _draft(self, batch: Batch, emitted: dict[str, Emitted]) -> float:
@@ -285,7 +286,8 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
             text += said
     if tokens < out.tokens:
         ids, logprobs = out.token_ids[:tokens], out.logprobs[:tokens]
-        out = out._replace(tokens=tokens, token_ids=ids, logprobs=logprobs, tried=tokens - 1)
+        accepted = out.accepted[: tokens - 1]
+        out = out._replace(tokens=tokens, token_ids=ids, logprobs=logprobs, tried=len(accepted), accepted=accepted)
     return out._replace(text=text, finish="stop" if found else None)
 
 

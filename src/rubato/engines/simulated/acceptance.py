@@ -94,19 +94,20 @@ class Process:
                     choices.append(j)
         return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices))
 
-    def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[int, int]:
-        """Of the verified nodes, those that agree with the target from output token `position` on: (accepted, tried);
-        tried counts also the place where all that was offered was wrong."""
-        node, accepted = -1, 0
+    def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Of the verified nodes, those that agree with the target from output token `position` on, and how many tokens
+        were tried, the place where all that was offered was wrong included."""
+        accepted: list[int] = []
         while True:
+            node = accepted[-1] if accepted else -1
             offered = [n for n in verify if draft.tree.parents[n] == node]
             if not offered:
-                return accepted, accepted
-            _, right = self.at(position + accepted)
+                return tuple(accepted), len(accepted)
+            _, right = self.at(position + len(accepted))
             hit = next((n for n in offered if draft.choices[n] == right), None)
             if hit is None:
-                return accepted, accepted + 1
-            node, accepted = hit, accepted + 1
+                return tuple(accepted), len(accepted) + 1
+            accepted.append(hit)
 
 
 @dataclass(frozen=True, slots=True)
