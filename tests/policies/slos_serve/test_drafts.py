@@ -1,4 +1,4 @@
-"""`slos_serve` with a drafter: what entries demand, how acceptance is learnt, what is planned, and what is kept."""
+"""`slos_serve` with a drafter: what entries demand, what is planned, and what is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.events import Event, Finished, Tokens, Verdict
+from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Plan, Tree, Work
@@ -19,7 +19,7 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
-from rubato.policies.slos_serve.speculation import HORIZON, MEMORY, PLAIN, WEIGHT, Accepted, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.speculation import HORIZON, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
@@ -63,57 +63,7 @@ def test_who_was_unlucky_is_wanted_in_the_next_batch() -> None:
     assert (entry.due, entry.verified) == (0.0, 2)
 
 
-# --------------------------------------------------------------------------- how acceptance is learnt
-
-
-def tried(id: str, right: int, of: int) -> Tokens:
-    return Tokens(0.0, id, right + 1, tried=of)
-
-
-def test_acceptance_is_counted_by_application_or_tier() -> None:
-    counts = Accepted(0.5)
-    a, b = request("a", tier="gold"), replace(request("b", tier="gold"), app="code")
-    counts.follow([Seq(a), Seq(b)])
-    for event in (tried("a", 3, 3), tried("b", 0, 1), tried("c", 9, 9)):
-        counts.observe(event)
-    assert counts.mean(a) == (3 + 0.5 * WEIGHT) / (3 + WEIGHT)
-    assert counts.mean(b) == 0.5 * WEIGHT / (1 + WEIGHT)
-    assert counts.mean(request("d")) == 0.5
-    counts.observe(Finished(1.0, "a", "completed", "eos", Verdict(True, "deadline")))
-    counts.observe(tried("a", 0, 9))
-    assert counts.mean(a) == (3 + 0.5 * WEIGHT) / (3 + WEIGHT)
-
-
-def test_who_was_here_before_counts_with_what_it_shows() -> None:
-    counts = Accepted(0.5)
-    seq = Seq(request("a"), tried=30, acceptance=0.9)
-    counts.follow([seq])
-    counts.follow([seq])
-    assert counts.mean(seq.request) == (27 + 0.5 * WEIGHT) / (30 + WEIGHT)
-
-
-def test_it_forgets() -> None:
-    counts = Accepted(0.5)
-    seq = Seq(request("a"))
-    counts.follow([seq])
-    for _ in range(1000):
-        counts.observe(tried("a", 9, 9))
-    for _ in range(3 * int(MEMORY)):
-        counts.observe(tried("a", 0, 1))
-    assert counts.mean(seq.request) < 0.1
-
-
-@given(st.sampled_from([0.1, 0.5, 0.8]), st.integers(0, 5))
-def test_it_comes_to_the_chance_there_is(alpha: float, seed: int) -> None:
-    process = Acceptance(alpha, seed=seed).of(request("a"))
-    counts = Accepted()
-    counts.follow([Seq(request("a"))])
-    position = 0
-    for _ in range(1000):
-        accepted, of = process.accept(position, process.draft(position, 3, 1), (0, 1, 2))
-        counts.observe(tried("a", len(accepted), of))
-        position += len(accepted) + 1
-    assert counts.mean(request("a")) == pytest.approx(alpha, abs=0.06)
+# --------------------------------------------------------------------------- what is planned on
 
 
 def test_a_plan_allows_for_bad_luck_but_not_for_none() -> None:

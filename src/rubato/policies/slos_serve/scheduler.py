@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, NamedTuple
 
+from rubato.core.acceptance import PRIOR
 from rubato.core.batch_builder import memory
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, nothing_sent
@@ -27,7 +28,7 @@ from rubato.policies.slos_serve.demand import (
     tightest_tpot,
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
-from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, PRIOR, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 
 DECLINED = "rejected-slo-infeasible"

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, inf, sqrt
 
+from rubato.core.acceptance import PRIOR, Accepted
 from rubato.core.batch_builder import remaining
-from rubato.core.events import Event, Finished, HandedOff, Preempted, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Preempted
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape, Work
-from rubato.core.request import Request
 from rubato.policies.slos_serve.demand import BatchCapacity, counted, prompt_stage
 from rubato.policies.slos_serve.token_budget import Demand
 
@@ -117,50 +117,10 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 # memory fills, drafts are as deep as makes decodes fastest, whatever was planned: who has ended holds no memory, which
 # admits others.
 
-PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
-MEMORY = 2000.0  # tries of a class that are remembered
 HORIZON = 20.0  # tries over which a plan allows for bad luck
 LONGER_BATCH_GAIN = 1.5  # times the prefill throughput of plain decoding: what makes longer batches worth their risk
 CATCHING_UP = 0.1  # of a batch: what the drafter may take for prompts that it has not seen
 ACCEPTANCE_STEP = 0.02  # of planned chances: lengths do not change with every try
-
-
-@dataclass
-class Accepted:
-    """How many drafted tokens were right, by class: a request's application, or its tier where it names none. prior:
-    the share that is right before any was tried, worth `WEIGHT` tries."""
-
-    prior: float = PRIOR
-    _class: dict[str, str] = field(default_factory=dict, init=False)
-    _counts: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # right, tried
-
-    def follow(self, seqs: Iterable[SeqView]) -> None:
-        """Whose tries are to be counted. What one has had already counts where its class has no other."""
-        for seq in seqs:
-            if seq.id not in self._class:
-                self._class[seq.id] = class_of(seq.request)
-                if seq.acceptance is not None:
-                    self._add(self._class[seq.id], seq.acceptance * seq.tried, seq.tried)
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, Tokens) and event.tried and event.id in self._class:
-            self._add(self._class[event.id], event.tokens - 1, event.tried)
-        elif isinstance(event, Finished | HandedOff):
-            self._class.pop(event.id, None)
-
-    def mean(self, request: Request) -> float:
-        right, tried = self._counts.get(class_of(request), (0.0, 0.0))
-        return (right + self.prior * WEIGHT) / (tried + WEIGHT)
-
-    def _add(self, name: str, right: float, tried: float) -> None:
-        before = self._counts.get(name, (0.0, 0.0))
-        all_ = before[1] + tried
-        kept = min(1.0, MEMORY / all_) if all_ else 1.0
-        self._counts[name] = ((before[0] + right) * kept, all_ * kept)
-
-
-def class_of(request: Request) -> str:
-    return request.app or request.tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""How often drafted tokens turn out right, learned from what verification brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rubato.core.events import Event, Finished, HandedOff, Tokens
+from rubato.core.interfaces import SeqView
+from rubato.core.request import Request
+
+PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
+MEMORY = 2000.0  # tries of a class that are remembered
+
+
+@dataclass
+class Accepted:
+    """The share of tried tokens that was right, by class: a request's application, or its tier where it names none.
+    prior: the share before any was tried, worth `WEIGHT` tries. `MEMORY` tries of a class are remembered.
+
+    A try is a place in the output: where several candidates for it were verified, it was right if one of them was.
+    """
+
+    prior: float = PRIOR
+    _class: dict[str, str] = field(default_factory=dict, init=False)
+    _counts: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # right, tried
+
+    def follow(self, seqs: Iterable[SeqView]) -> None:
+        """Whose tries are to be counted. What one has had already counts where its class has no other."""
+        for seq in seqs:
+            if seq.id not in self._class:
+                self._class[seq.id] = class_of(seq.request)
+                if seq.acceptance is not None:
+                    self._add(self._class[seq.id], seq.acceptance * seq.tried, seq.tried)
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Tokens) and event.tried and event.id in self._class:
+            self._add(self._class[event.id], event.tokens - 1, event.tried)
+        elif isinstance(event, Finished | HandedOff):
+            self._class.pop(event.id, None)
+
+    def mean(self, request: Request) -> float:
+        """Probability that a drafted token of such a request is right, all before it being right."""
+        right, tried = self._counts.get(class_of(request), (0.0, 0.0))
+        return (right + self.prior * WEIGHT) / (tried + WEIGHT)
+
+    def _add(self, name: str, right: float, tried: float) -> None:
+        before = self._counts.get(name, (0.0, 0.0))
+        all_ = before[1] + tried
+        kept = min(1.0, MEMORY / all_) if all_ else 1.0
+        self._counts[name] = ((before[0] + right) * kept, all_ * kept)
+
+
+def class_of(request: Request) -> str:
+    return request.app or request.tier
