@@ -1,7 +1,7 @@
 """The embedded engine: Llama, Mistral, Qwen2 and Qwen3 checkpoints in PyTorch, on CPU or CUDA, with paged KV.
 
-One packed forward pass runs prefill chunks and decodes of many sequences together. The engine keeps token ids,
-sampling state and text; which tokens run, and where their KV lies, comes with each batch.
+One packed forward pass runs prefill chunks, decodes and trees of candidates of many sequences together. The engine
+keeps token ids, sampling state and text; which tokens run, and where their KV lies, comes with each batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from rubato.core.interfaces import KV
 from rubato.core.plan import Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
 from rubato.engines.torch import gguf, llvm_jit, matmul_backends
+from rubato.engines.torch.batch_tensors import slot
+from rubato.engines.torch.drafters import Drafter, Wanted
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json
-from rubato.engines.torch.sampling import choose, logprobs
 from rubato.engines.torch.sequence import Sequence as Running
 from rubato.engines.torch.tokenizer import Text
+from rubato.engines.torch.trees import Candidates, Walk, accept, check_draft
 from rubato.engines.torch.weights import load_weights
 
 __all__ = ["Engine"]
@@ -47,7 +49,8 @@ class Engine:
     float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one), "cpu", "cuda",
     "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None:
     what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is
-    PyTorch's default, less the cores that other programs take at the time (`cores.FreeCores`). Raises ValueError or
+    PyTorch's default, less the cores that other programs take at the time (`cores.FreeCores`). drafter: proposes the
+    candidate trees that batches ask for and later verify; None: this engine does not speculate. Raises ValueError or
     FileNotFoundError for a model or a setting that cannot be served.
     """
 
@@ -65,6 +68,7 @@ class Engine:
         max_length: int | None = None,
         block: int = 16,
         threads: int | Literal["auto"] = "auto",
+        drafter: Drafter | None = None,
     ) -> None:
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
@@ -86,6 +90,10 @@ class Engine:
         self._worker: ThreadPoolExecutor | None = None
         self._model: Model | None = None
         self._seqs: dict[str, Running] = {}
+        self._drafter = drafter
+        self._forgotten: list[str] = []  # sequences that the drafter, on its own thread, is still to forget
+        if drafter is not None:
+            self.supports = self.supports | {"draft", "tree"}
 
     @property
     def limits(self) -> Limits:
@@ -93,7 +101,7 @@ class Engine:
 
     async def start(self) -> None:
         """Load the weights, preallocate KV and warm up; after a failed step, forget every sequence and go on."""
-        self._seqs = {}
+        self.forget(list(self._seqs))
         if self._worker is None:
             # one thread of our own: steps never overlap, and the event loop is free while one runs
             self._worker = ThreadPoolExecutor(1, "torch-engine", self._set_threads)
@@ -123,18 +131,26 @@ class Engine:
         self._seqs[request.id] = seq
 
     async def execute(self, batch: Batch) -> StepResult:
-        """Raises KeyError for a sequence that was not added, ValueError for tokens that it does not have yet,
-        RuntimeError before `start`."""
+        """Raises KeyError for a sequence that was not added, ValueError for tokens or candidates that it does not have
+        and for drafts without a drafter, RuntimeError before `start`."""
         if self._worker is None or self._model is None:
             raise RuntimeError("the torch engine is not running: call start() first")
         for entry in batch.entries:
             if entry.seq not in self._seqs:
                 raise KeyError(f"the batch mentions sequence {entry.seq!r}, which was not added to this engine")
-            end, there = entry.start + entry.count, len(self._seqs[entry.seq].tokens)
+            end = entry.start + entry.count - len(entry.verify)
+            there = len(self._seqs[entry.seq].tokens)
             if end > there:
                 raise ValueError(
                     f"the batch runs tokens {entry.start} to {end} of sequence {entry.seq!r}, which has {there} by now"
                 )
+            if entry.verify and end < there:
+                raise ValueError(
+                    f"the batch verifies candidates of sequence {entry.seq!r} after {end} of its {there} tokens: "
+                    "all of them must run"
+                )
+            if entry.draft is not None and self._drafter is None:
+                raise ValueError(f"the batch drafts for sequence {entry.seq!r}, and this engine was given no drafter")
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._step, batch)
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
@@ -159,7 +175,8 @@ class Engine:
 
     def forget(self, seqs: Iterable[str]) -> None:
         for seq in seqs:
-            self._seqs.pop(seq, None)
+            if self._seqs.pop(seq, None) is not None and self._drafter is not None:
+                self._forgotten.append(seq)
 
     async def close(self) -> None:
         """Give back memory and thread. `start` would load again."""
@@ -167,7 +184,8 @@ class Engine:
             self._worker.shutdown(wait=True)
         self._worker = None
         self._model = None
-        self._seqs = {}
+        self.forget(list(self._seqs))
+        self._forget_drafts()
 
     @property
     def _kv_form(self) -> str:
@@ -202,6 +220,7 @@ class Engine:
 
     @torch.inference_mode()
     def _prepare(self) -> None:
+        self._forget_drafts()
         if self._model is None:
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
             self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block)
@@ -236,21 +255,73 @@ class Engine:
         assert self._model is not None
         if self._free is not None:
             self._model.use_threads(self._free.threads())
+        self._forget_drafts()
         seqs = self._seqs
         tokens = {entry.seq: seqs[entry.seq].tokens for entry in batch.entries}
-        packed = self._model.pack(batch, tokens)
+        candidates = {e.seq: Candidates.of(e.seq, seqs[e.seq].draft, e.verify) for e in batch.entries if e.verify}
+        packed = self._model.pack(batch, tokens, candidates)
         emitted: dict[str, Emitted] = {}
         if batch.entries:
             logits = self._model.forward(packed)
             if packed.seqs:
-                sampled = [seqs[id] for id in packed.seqs]
-                chosen = choose(logits, [seq.choice for seq in sampled])
-                likely = logprobs(logits, chosen, [seq.request.sampling for seq in sampled])
-                taken = zip(sampled, chosen, likely, strict=True)
-                emitted = {seq.request.id: seq.take(token, lp) for seq, token, lp in taken}
+                walks = accept(logits, [seqs[id] for id in packed.seqs], candidates)
+                emitted = {walk.seq.request.id: walk.emitted for walk in walks}
+                if candidates:
+                    self._compact(batch, walks)
             elif self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step is over when its KV is written
+        if self._drafter is not None:
+            self._draft(batch, emitted, self._drafter)
         return StepResult(emitted, self._clock.now() - began)
+
+    def _compact(self, batch: Batch, walks: Sequence[Walk]) -> None:
+        """Bring the KV of accepted candidates to the front, behind the pending tokens', and tell the drafter. What lies
+        behind them is nobody's."""
+        assert self._model is not None
+        assert self._drafter is not None, "candidates came from it"
+        entries = {entry.seq: entry for entry in batch.entries if entry.verify}
+        block = self._limits.block
+        slots: list[int] = []
+        to: list[int] = []
+        for walk in walks:
+            if walk.candidates is None:
+                continue
+            id = walk.seq.request.id
+            entry = entries[id]
+            first = entry.start + entry.count - len(entry.verify)
+            for place, at in enumerate(walk.accepted):
+                if place != at:
+                    slots.append(slot(entry, first + at, block))
+                    to.append(slot(entry, first + place, block))
+            self._drafter.verified(id, walk.candidates.draft, walk.judged, walk.right)
+        self._model.move_kv(slots, to)
+
+    def _draft(self, batch: Batch, emitted: dict[str, Emitted], drafter: Drafter) -> None:
+        """Ask for what the batch drafts, all sequences at once, and put the trees into `emitted`."""
+        wanted: list[Wanted] = []
+        for entry in batch.entries:
+            seq, out = self._seqs[entry.seq], emitted.get(entry.seq)
+            seq.draft = None
+            if entry.draft is None or out is None or out.finish is not None:
+                continue
+            if len(seq.tokens) > entry.start + entry.count - len(entry.verify) + out.tokens:
+                continue  # the next stage's prompt follows: no candidate does
+            depth = min(entry.draft[0], seq.request.sampling.max_tokens - seq.output - 1)
+            if depth > 0:
+                wanted.append(Wanted(entry.seq, seq.tokens, depth, entry.draft[1], seq.request.tenant))
+        if not wanted:
+            return
+        drafts = drafter.draft(wanted)
+        if len(drafts) != len(wanted):
+            raise ValueError(f"the drafter gave {len(drafts)} drafts for {len(wanted)} sequences: give one for each")
+        for one, draft in zip(wanted, drafts, strict=True):
+            check_draft(one, draft, self._config.vocab)
+            self._seqs[one.seq].draft = draft
+            emitted[one.seq] = emitted[one.seq]._replace(draft=draft.tree)
+
+    def _forget_drafts(self) -> None:
+        while self._forgotten and self._drafter is not None:
+            self._drafter.forget(self._forgotten.pop(0))
 
 
 def _model(model: str | Path) -> tuple[Path, str]:

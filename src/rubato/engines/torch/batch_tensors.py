@@ -1,17 +1,23 @@
-"""One batch as tensors: every token of every entry in one row each, decodes first, then chunks of prefill."""
+"""One batch as tensors: every token of every entry in one row each: decodes, then chunks of prefill (and the chains of
+candidates, which are no different), then trees of candidates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
+from rubato.core.request import NOTHING
 from rubato.engines.torch import cpu_ops
+from rubato.engines.torch.trees import Candidates
 
-SPREAD = 1.5  # decodes share one attention call when the longest has at most this many times the blocks of the shortest
+SPREAD = 1.5  # decodes, or trees, share one attention call when the longest has at most this many times the blocks of
+# the shortest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +52,38 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Trees:
+    """The pending tokens and the candidates of sequences of similar length, in `most` rows each.
+
+    rows: (sequences * most,) rows of the batch, each sequence padded by its last; own: those that are no padding, so
+    that rows[own] is a contiguous part of the batch. blocks, width, length: as `Decodes`. mask: (sequences, 1, most,
+    length), 0 where a row sees the token in that column, -inf where not: candidates see their ancestors alone.
+    """
+
+    rows: Tensor
+    own: Tensor
+    most: int
+    width: int
+    blocks: Tensor
+    length: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
-    """What the layers of one window attend to: decodes, then chunks, in the order of their rows."""
+    """What the layers of one window attend to: decodes, then chunks, then trees, in the order of their rows."""
 
     decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
+    trees: tuple[Trees, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """ids, positions, slots: (rows,) int64; slot = block id * block size + offset. sampled: the rows whose logits
-    are wanted, for `seqs` in this order. Attention reads `work` with the native kernels, else `seen`, by window."""
+    are wanted, for `seqs` in this order: of each the last pending token, then its candidates. Attention reads `work`
+    with the native kernels, else `seen`, by window; of `seen` the kernels leave the trees to PyTorch. in_trees: the
+    last rows, which are of trees."""
 
     ids: Tensor
     positions: Tensor
@@ -65,6 +92,7 @@ class Packed:
     sampled: Tensor
     seqs: tuple[str, ...]
     work: cpu_ops.Work | None
+    in_trees: int
 
 
 def pack(
@@ -75,47 +103,69 @@ def pack(
     device: torch.device,
     windows: Iterable[int | None] = (None,),
     for_native: bool = False,
+    candidates: Mapping[str, Candidates] = NOTHING,
 ) -> Packed:
     """Lay the batch out; `tokens` holds every token id so far of each sequence in it, `windows` the different ones
-    that the model's layers have."""
+    that the model's layers have, `candidates` what the entries with nodes to verify run of them."""
     single = sorted((e for e in batch.entries if e.count == 1), key=lambda e: e.start)
-    many = [e for e in batch.entries if e.count > 1]
+    trees = sorted((e for e in batch.entries if e.verify and candidates[e.seq].branch), key=lambda e: e.start + e.count)
+    branching = {e.seq for e in trees}
+    many = [e for e in batch.entries if e.count > 1 and e.seq not in branching]
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     sampled: list[int] = []
-    for e in (*single, *many):
-        ids += tokens[e.seq][e.start : e.start + e.count]
-        positions += range(e.start, e.start + e.count)
+    for e in (*single, *many, *trees):
+        end = e.start + e.count - len(e.verify)
+        ids += tokens[e.seq][e.start : end]
+        positions += range(e.start, end)
+        if e.verify:
+            ids += candidates[e.seq].tokens
+            positions += [end - 1 + depth for depth in candidates[e.seq].depths]
         slots += _slots(e, block)
         if e.sample:
-            sampled.append(len(ids) - 1)
+            sampled += range(len(ids) - 1 - len(e.verify), len(ids))
     packed = torch.tensor([ids, positions, slots]).to(device)
+    in_trees = sum(e.count for e in trees)
     seen: dict[int | None, Seen] = {}
     work = None
     if for_native:
-        work = cpu_ops.work([*single, *many], packed[1], packed[2], block)
-    else:
-        seen = {window: _seen(single, many, block, window, dtype, device) for window in windows}
+        work = cpu_ops.work([*single, *many], packed[1], packed[2], block, trees)
+    for window in windows if trees or not for_native else ():
+        grouped = tuple(_trees(trees, candidates, len(ids) - in_trees, block, window, dtype, device))
+        if for_native:
+            seen[window] = Seen((), (), grouped)
+        else:
+            seen[window] = _seen(single, many, grouped, block, window, dtype, device)
     return Packed(
         ids=packed[0],
         positions=packed[1],
         slots=packed[2],
         seen=seen,
         sampled=torch.tensor(sampled, dtype=torch.int64, device=device),
-        seqs=tuple(e.seq for e in (*single, *many) if e.sample),
+        seqs=tuple(e.seq for e in (*single, *many, *trees) if e.sample),
         work=work,
+        in_trees=in_trees,
     )
 
 
+def slot(e: Entry, place: int, block: int) -> int:
+    """Where the KV of the sequence's token number `place` lies."""
+    return e.blocks[place // block] * block + place % block
+
+
 def _slots(e: Entry, block: int) -> list[int]:
-    if e.count == 1:
-        return [e.blocks[e.start // block] * block + e.start % block]
-    return [e.blocks[i // block] * block + i % block for i in range(e.start, e.start + e.count)]
+    return [slot(e, i, block) for i in range(e.start, e.start + e.count)]
 
 
 def _seen(
-    single: list[Entry], many: list[Entry], block: int, window: int | None, dtype: torch.dtype, device: torch.device
+    single: list[Entry],
+    many: list[Entry],
+    trees: tuple[Trees, ...],
+    block: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Seen:
     spans = [_span(e, block, window) for e in single]
     chunks = []
@@ -123,7 +173,7 @@ def _seen(
     for e in many:
         chunks.append(_chunk(_span(e, block, window), e.count, first, block, window, dtype, device))
         first += e.count
-    return Seen(tuple(_groups(spans, block, window, dtype, device)), tuple(chunks))
+    return Seen(tuple(_groups(spans, block, window, dtype, device)), tuple(chunks), trees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +193,20 @@ def _groups(
     spans: list[_Span], block: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Decodes]:
     """Cut decodes, sorted by length, into runs of similar length: padding costs at most SPREAD - 1 of the reading."""
-    groups = []
+    return [
+        _decodes(spans[first:last], first, block, window, dtype, device) for first, last in _of_similar_length(spans)
+    ]
+
+
+def _of_similar_length(spans: Sequence[_Span]) -> Iterable[tuple[int, int]]:
     first = 0
     while first < len(spans):
         most = SPREAD * len(spans[first].blocks)
         last = first + 1
         while last < len(spans) and len(spans[last].blocks) <= most:
             last += 1
-        groups.append(_decodes(spans[first:last], first, block, window, dtype, device))
+        yield first, last
         first = last
-    return groups
 
 
 def _decodes(
@@ -161,14 +215,79 @@ def _decodes(
     starts = [span.start for span in group]
     length = max(starts) + 1
     width = (length + block - 1) // block
-    blocks: list[int] = []
-    for span in group:
-        blocks += span.blocks
-        blocks += span.blocks[-1:] * (width - len(span.blocks))
+    blocks = _padded(group, width)
     mask = None
     if min(starts) + 1 < length or (window is not None and length > window):
         mask = _mask(torch.tensor(starts, device=device), length, window, dtype)[:, None, None, :]
     return Decodes(first, first + len(group), width, torch.tensor(blocks, device=device), length, mask)
+
+
+def _padded(group: Sequence[_Span], width: int) -> list[int]:
+    blocks: list[int] = []
+    for span in group:
+        blocks += span.blocks
+        blocks += span.blocks[-1:] * (width - len(span.blocks))
+    return blocks
+
+
+def _trees(
+    entries: list[Entry],
+    candidates: Mapping[str, Candidates],
+    row: int,
+    block: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterable[Trees]:
+    """The trees, sorted by length, in runs of similar length as decodes are; `row`: the batch's first row of them."""
+    spans = [_span(e, block, window) for e in entries]
+    for first, last in _of_similar_length(spans):
+        most = max(e.count for e in entries[first:last])
+        length = max(span.start + e.count for span, e in zip(spans[first:last], entries[first:last], strict=True))
+        width = (length + block - 1) // block
+        rows: list[int] = []
+        own: list[int] = []
+        hidden = np.ones((last - first, 1, most, length), np.bool_)
+        for i, (e, span) in enumerate(zip(entries[first:last], spans[first:last], strict=True)):
+            own += range(len(rows), len(rows) + e.count)
+            rows += range(row, row + e.count)
+            rows += [row + e.count - 1] * (most - e.count)
+            seen = _hidden_in_tree(candidates[e.seq], span.start, e.count, window)
+            hidden[i, 0, : e.count, : seen.shape[1]] = seen
+            hidden[i, 0, e.count :] = hidden[i, 0, e.count - 1]
+            row += e.count
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask.masked_fill_(torch.from_numpy(hidden).to(device), float("-inf"))
+        yield Trees(
+            torch.tensor(rows, device=device),
+            torch.tensor(own, device=device),
+            most,
+            width,
+            torch.tensor(_padded(spans[first:last], width), device=device),
+            length,
+            mask,
+        )
+
+
+def _hidden_in_tree(
+    tree: Candidates, start: int, count: int, window: int | None
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """(count, start + count): whether a row does not see the token in a column. Rows are the pending tokens, the first
+    of them in column `start`, then the candidates; a candidate's position is its depth behind the last pending token,
+    wherever its KV lies, and windows reckon with positions."""
+    end = start + count - len(tree.nodes)
+    positions = np.concatenate((np.arange(end), end - 1 + np.array(tree.depths)))
+    at = positions[start:, None]
+    hidden: np.ndarray[Any, np.dtype[np.bool_]] = positions > at
+    nodes = hidden[end - start :, end:]
+    nodes[:] = True
+    for i, parent in enumerate(tree.parents):
+        if parent >= 0:
+            nodes[i] = nodes[parent]
+        nodes[i, i] = False
+    if window is not None:
+        hidden |= positions <= at - window
+    return hidden
 
 
 def _chunk(

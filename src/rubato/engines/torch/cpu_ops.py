@@ -5,6 +5,7 @@ They read KV in a layout of their own, which `kernels` tells.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,9 @@ class Work:
     units: Tensor
 
 
-def work(entries: list[Entry], positions: Tensor, slots: Tensor, block: int) -> Work:
-    """`entries` in the order of their rows, those of one token first."""
+def work(entries: list[Entry], positions: Tensor, slots: Tensor, block: int, trees: Sequence[Entry] = ()) -> Work:
+    """`entries` in the order of their rows, those of one token first. trees: entries whose rows follow; their queries
+    are rotated and their KV is written, but what they attend to is left to the caller."""
     per_block = block // UNIT
     tasks: list[tuple[int, int, int, int]] = []
     tiles: list[tuple[int, int, int, int]] = []
@@ -70,9 +72,14 @@ def work(entries: list[Entry], positions: Tensor, slots: Tensor, block: int) -> 
         ends += [0] * (e.count - 1)
         ends.append(1)
         row += e.count
+    for e in trees:
+        ends += [0] * (e.count - 1)
+        ends.append(1)
     tiles.sort(key=lambda tile: -tile[2])  # the longest first
     tasks.sort(key=lambda task: -task[2])
-    return Work(positions, slots, torch.tensor(ends), torch.tensor(tasks + tiles), len(tasks), torch.tensor(units))
+    all_tasks = torch.tensor(tasks + tiles, dtype=torch.int64).view(-1, 4)
+    all_units = torch.tensor(units, dtype=torch.int64)
+    return Work(positions, slots, torch.tensor(ends), all_tasks, len(tasks), all_units)
 
 
 class Native:
@@ -111,11 +118,11 @@ class Native:
     def tokens(self, kv: Tensor) -> Tensor:
         """KV of some blocks, (layers, blocks, ...) -> (layers, tokens, 2, kv_heads, head_dim)."""
         c = self.config
-        units = kv.reshape(c.layers, -1, c.kv_heads, 2, UNIT * c.head_dim)
+        units = kv.reshape(kv.shape[0], -1, c.kv_heads, 2, UNIT * c.head_dim)
         one = units.shape[:3]
         keys = units[:, :, :, 0].view(*one, c.head_dim // 2, UNIT, 2).permute(0, 1, 4, 2, 3, 5)
         values = units[:, :, :, 1].view(*one, UNIT // 2, c.head_dim, 2).permute(0, 1, 3, 5, 2, 4)
-        flat = (c.layers, -1, c.kv_heads, c.head_dim)
+        flat = (kv.shape[0], -1, c.kv_heads, c.head_dim)
         return torch.stack((keys.reshape(flat), values.reshape(flat)), 2)
 
     def units(self, kv: Tensor) -> Tensor:
@@ -128,6 +135,17 @@ class Native:
         values = values.view(*one, UNIT // 2, 2, c.kv_heads, c.head_dim).permute(0, 1, 4, 2, 5, 3)
         flat = (*one, c.kv_heads, UNIT * c.head_dim)
         return torch.stack((keys.reshape(flat), values.reshape(flat)), 3)
+
+    def move(self, kv: Tensor, slots: Tensor, to: Tensor) -> None:
+        """Copy the keys and values of the tokens at `slots`, all layers, to the slots `to`."""
+        c = self.config
+        units = kv.view(c.layers, -1, c.kv_heads, 2, UNIT * c.head_dim)
+        one = units.shape[:3]
+        keys = units[:, :, :, 0].view(*one, c.head_dim // 2, UNIT, 2)
+        values = units[:, :, :, 1].view(*one, UNIT // 2, c.head_dim, 2)
+        at, old, new, place = slots // UNIT, slots % UNIT, to // UNIT, to % UNIT
+        keys[:, new, :, :, place] = keys[:, at, :, :, old]
+        values[:, new, :, place // 2, :, place % 2] = values[:, at, :, old // 2, :, old % 2]
 
     def attention(
         self, qkv: Tensor, kv: Tensor, work: Work, window: int | None = None, qk_norm: Tensor | None = None

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
+from rubato.core.request import NOTHING
 from rubato.engines.torch import cpu_ops
-from rubato.engines.torch.batch_tensors import Chunk, Decodes, Packed, Seen, pack
+from rubato.engines.torch.batch_tensors import Chunk, Decodes, Packed, Seen, Trees, pack
 from rubato.engines.torch.model_config import Config
+from rubato.engines.torch.trees import Candidates
 from rubato.engines.torch.weights import Layer, Weights
 
 
@@ -49,16 +51,19 @@ class Model:
             if self.native is not None:
                 self.native.threads = count
 
-    def pack(self, batch: Batch, tokens: Mapping[str, Sequence[int]]) -> Packed:
-        """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it."""
+    def pack(
+        self, batch: Batch, tokens: Mapping[str, Sequence[int]], candidates: Mapping[str, Candidates] = NOTHING
+    ) -> Packed:
+        """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it, `candidates` the
+        nodes that its entries verify."""
         kv = self.kv
-        return pack(batch, tokens, self.block, kv.dtype, kv.device, self.windows, self.native is not None)
+        return pack(batch, tokens, self.block, kv.dtype, kv.device, self.windows, self.native is not None, candidates)
 
     def forward(self, packed: Packed) -> Tensor:
-        """Write the batch's KV and return the logits of its sampled rows, (len(packed.seqs), vocab)."""
+        """Write the batch's KV and return the logits of its sampled rows, (len(packed.sampled), vocab)."""
         x = F.embedding(packed.ids, self.weights.embed)
         x = self._layers(x, packed) if self.native is None else self._native_layers(self.native, x, packed)
-        if len(packed.seqs) != x.shape[0]:
+        if len(packed.sampled) != x.shape[0]:
             x = x[packed.sampled]
         if self.native is not None:
             return self.weights.head(self.native.norm(x, self.weights.norm))
@@ -89,6 +94,17 @@ class Model:
             held = self.native.units(held)
         self.kv[:, at] = held.reshape(self.kv.shape[0], count, *self.kv.shape[2:])
 
+    def move_kv(self, slots: Sequence[int], to: Sequence[int]) -> None:
+        """Copy the KV of the tokens at `slots`, all layers, to the slots `to`; all are read before any is written."""
+        if not slots:
+            return
+        old, new = torch.tensor([slots, to], device=self.kv.device)
+        if self.native is not None:
+            self.native.move(self.kv, old, new)
+        else:
+            flat = self.kv.view(self.config.layers, -1, 2 * self.config.kv_heads * self.config.head_dim)
+            flat[:, new] = flat[:, old]
+
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
 
@@ -97,6 +113,9 @@ class Model:
         for layer, kv, window in zip(self.weights.layers, self.kv, self.config.windows, strict=True):
             qkv = layer.qkv(kernels.norm(x, layer.attention_norm))
             mixed = kernels.attention(qkv, kv, packed.work, window, layer.qk_norm)
+            if packed.in_trees:  # the kernels know no masks: these rows' queries are rotated, and their KV is written
+                trees = [self._tree(qkv, kv, group) for group in packed.seen[window].trees]
+                torch.cat(trees, out=mixed[-packed.in_trees :])
             x = layer.out.add(mixed, x)
             gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
             x = layer.down.add(gated, x)
@@ -130,6 +149,7 @@ class Model:
         kv.view(-1, new.shape[1]).index_copy_(0, slots, new)
         parts = [self._decode(q, kv, group) for group in seen.decodes]
         parts += [self._prefill(q, kv, chunk) for chunk in seen.chunks]
+        parts += [self._tree(q, kv, group) for group in seen.trees]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, q: Tensor, kv: Tensor, group: Decodes) -> Tensor:
@@ -152,3 +172,15 @@ class Model:
             q, keys, values, chunk.mask, is_causal=chunk.mask is None, enable_gqa=c.heads != c.kv_heads
         )
         return mixed.transpose(1, 2).reshape(n, -1)
+
+    def _tree(self, q: Tensor, kv: Tensor, group: Trees) -> Tensor:
+        """q: (rows, heads * head_dim and whatever follows), rotated; kv: one layer's, in either layout."""
+        c = self.config
+        n = group.mask.shape[0]
+        q = q[group.rows, : c.heads * c.head_dim].view(n, group.most, c.heads, c.head_dim).transpose(1, 2)
+        held = kv.index_select(0, group.blocks)
+        if self.native is not None:
+            held = self.native.tokens(held[None])
+        keys, values = held.view(n, -1, 2, c.kv_heads, c.head_dim)[:, : group.length].permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, keys, values, group.mask, enable_gqa=c.heads != c.kv_heads)
+        return mixed.transpose(1, 2).reshape(n * group.most, -1)[group.own]

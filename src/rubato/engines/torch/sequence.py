@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from rubato.core.plan import Emitted, FinishReason, Logprob
 from rubato.core.request import Progress, Request
 from rubato.core.stop_strings import StopText
+from rubato.engines.torch.drafters import Draft
 from rubato.engines.torch.sampling import Choice
 from rubato.engines.torch.tokenizer import Detokeniser
 
@@ -31,6 +32,7 @@ class Sequence:
         self.tokens = list(request.stages[0].token_ids)
         self.output = 0
         self.stage = 0
+        self.draft: Draft | None = None  # candidates for what follows `tokens`
         self._ends = eos | frozenset(request.sampling.stop_ids)
         self._literals = literals
         self._detokeniser = Detokeniser(token_bytes)

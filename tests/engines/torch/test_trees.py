@@ -1,0 +1,528 @@
+"""Verified trees change how many tokens a step brings, never which: the same requests with and without drafts, through
+a replica, in mixed batches, under preemption."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rubato.core.events import Event, Finished, Preempted, Tokens  # noqa: E402
+from rubato.core.interfaces import SeqView, View  # noqa: E402
+from rubato.core.plan import Batch, Entry, Logprob, Plan, Tree, Work  # noqa: E402
+from rubato.core.replica import Replica  # noqa: E402
+from rubato.core.request import Request, Sampling, Stage  # noqa: E402
+from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
+from rubato.engines.torch.drafters import Draft, Wanted  # noqa: E402
+from rubato.engines.torch.model import Model, bytes_per_token  # noqa: E402
+from rubato.engines.torch.model_config import load_config  # noqa: E402
+from rubato.engines.torch.sequence import Sequence as Running  # noqa: E402
+from rubato.engines.torch.trees import Candidates, accept, check_draft  # noqa: E402
+from rubato.engines.torch.weights import load_weights  # noqa: E402
+from rubato.latency import affine  # noqa: E402
+
+BLOCK, BLOCKS = 4, 64
+NEW = 20
+GO_ON = Sampling(max_tokens=NEW, ignore_eos=True)
+DEEP, WIDE = 4, 3
+needs_kernels = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")
+
+
+def random_tree(rng: random.Random, depth: int, width: int) -> Tree:
+    """Up to `width` nodes in each layer, under random nodes of the layer before it."""
+    parents: list[int] = []
+    paths: list[float] = []
+    layer = [-1]
+    for _ in range(rng.randint(1, depth)):
+        chosen = sorted(rng.choice(layer) for _ in range(rng.randint(1, width)))
+        layer = list(range(len(parents), len(parents) + len(chosen)))
+        parents += chosen
+        for parent in chosen:
+            paths.append((paths[parent] if parent >= 0 else 1.0) * 0.5)
+    return Tree(tuple(parents), tuple(paths))
+
+
+@dataclass
+class Toy:
+    """Drafts random trees; the first child of a node that is right is right itself with this probability, else wrong as
+    all others are. truth: each sequence's tokens in the end, as they are without drafts; exact: whether they are to be
+    the same with drafts."""
+
+    rng: random.Random
+    right: float
+    truth: dict[str, list[int]] = field(default_factory=dict)
+    exact: bool = True
+    judged: list[int] = field(default_factory=list)  # accepted nodes of each verification
+    live: set[str] = field(default_factory=set)
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        return [self._draft(one) for one in wanted]
+
+    def _draft(self, wanted: Wanted) -> Draft:
+        truth, at = self.truth[wanted.seq], len(wanted.tokens)
+        assert not self.exact or list(wanted.tokens) == truth[:at]
+        self.live.add(wanted.seq)
+        tree = random_tree(self.rng, wanted.depth, wanted.width)
+        tokens: list[int] = []
+        depths: list[int] = []
+        good = {-1}
+        led: set[int] = set()
+        for node, parent in enumerate(tree.parents):
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            depths.append(depth)
+            true = truth[at + depth] if at + depth < len(truth) else 0
+            if parent in good and parent not in led and self.rng.random() < self.right:
+                good.add(node)
+                tokens.append(true)
+            else:
+                tokens.append((true + node + 1) % 256)
+            led.add(parent)
+        return Draft(tree, tuple(tokens))
+
+    def verified(self, seq: str, draft: Draft, tried: Sequence[int], accepted: Sequence[int]) -> None:
+        assert set(accepted) <= set(tried)
+        for before, node in zip((-1, *accepted), accepted, strict=False):
+            assert draft.tree.parents[node] == before
+        self.judged.append(len(accepted))
+
+    def forget(self, seq: str) -> None:
+        self.live.discard(seq)
+
+
+@dataclass
+class Served:
+    """What one request's client got."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass
+class Harness:
+    """An engine behind a replica, driven by random plans that verify what is drafted. check: called after each step."""
+
+    engine: Engine
+    replica: Replica
+    loop: asyncio.AbstractEventLoop
+    rng: random.Random
+    served: dict[str, Served] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # all that the engine has of each
+    branched: int = 0  # entries with a tree that is no chain
+    preempted: int = 0
+    together: int = 0  # batches of a prefill chunk, a decode and a tree
+    steps: int = 0
+    accepted: int = 0
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        preempt: float = 0.0,
+        check: Callable[[], None] = lambda: None,
+        cancel: str = "",
+    ) -> None:
+        waiting = list(requests)
+        while waiting or not self.replica.empty:
+            if waiting and self.steps % 3 == 0:
+                request = waiting.pop(0)
+                self.engine.add(request)
+                self.served[request.id] = Served()
+                self._note(self.replica.submit(request, float(self.steps)))
+            self.steps += 1
+            assert self.steps < 2000
+            self._step(float(self.steps), preempt, cancel)
+            check()
+        self.replica.check_integrity()
+        assert self.replica.kv.free == self.replica.kv.total
+
+    def _step(self, now: float, preempt: float, cancel: str) -> None:
+        view = self.replica.view(now)
+        plan = random_plan(view, self.rng, preempt, "draft" in view.supports)
+        if not plan.work and not plan.preempt:
+            return
+        batch, events = self.replica.apply(plan, now, "random")
+        self._note(events)
+        if batch.entries:
+            branched = sum(branches(e, self.replica.running[e.seq].draft) for e in batch.entries)
+            counts = {e.count for e in batch.entries if not e.verify}
+            self.branched += branched
+            self.together += branched > 0 and 1 in counts and len(counts) > 1
+            result = self.loop.run_until_complete(self.engine.execute(batch))
+            if cancel and any(e.seq == cancel and e.verify for e in batch.entries):
+                self._note(self.replica.cancel(cancel, now, "client"))
+            self._note(self.replica.commit(batch, result, now))
+            for id in self.served:
+                if id in self.engine._seqs:
+                    self.tokens[id] = list(self.engine._seqs[id].tokens)
+        self.engine.forget(self.replica.gone())
+
+    def _note(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Tokens():
+                    one = self.served[event.id]
+                    one.ids += event.token_ids
+                    one.text += event.text
+                    one.logprobs += event.logprobs
+                    one.stages += [event.stage] * event.tokens
+                    assert event.tried >= event.tokens - 1
+                    self.accepted += event.tokens - 1
+                case Preempted():
+                    self.preempted += 1
+                case Finished():
+                    self.served[event.id].reason = event.reason
+
+
+def branches(entry: Entry, tree: Tree | None) -> bool:
+    """Whether what it verifies is no chain."""
+    parents = [tree.parents[node] for node in entry.verify] if tree is not None else []
+    return parents != [-1, *entry.verify[:-1]] if parents else False
+
+
+def random_plan(view: View, rng: random.Random, preempt: float, drafts: bool) -> Plan:
+    """Each sequence with probability 0.8, chunks of random sizes, as far as KV goes, with a random part of its tree;
+    where nothing fits, or at random, one loses its KV."""
+    gone: list[str] = []
+    if view.running and rng.random() < preempt:
+        gone.append(rng.choice(view.running).id)
+    seqs: list[SeqView] = [s for s in (*view.running, *view.waiting) if s.id not in gone]
+    rng.shuffle(seqs)
+    free, work = view.kv_free, []
+    for seq in seqs:
+        tokens = min(seq.pending, rng.choice((1, 3, 8, 50)))
+        verify: tuple[int, ...] = ()
+        draft = None
+        if drafts and tokens == seq.pending:
+            draft = (rng.randint(1, DEEP), rng.randint(1, WIDE)) if rng.random() < 0.9 else None
+            verify = some_nodes(rng, seq.draft)
+        need = max(0, view.limits.blocks(seq.cached + tokens + len(verify)) - seq.blocks)
+        if need <= free and rng.random() < 0.8:
+            work.append(Work(seq.id, tokens, verify, draft))
+            free -= need
+    if not work and not gone:
+        gone = [rng.choice(view.running).id] if view.running else []
+    return Plan(tuple(work), tuple(gone), wake_at=view.now + 1.0)
+
+
+def some_nodes(rng: random.Random, tree: Tree | None) -> tuple[int, ...]:
+    """Most of a tree, parents before their children, in a random order of those."""
+    if tree is None or rng.random() < 0.1:
+        return ()
+    nodes: list[int] = []
+    open_ = [node for node, parent in enumerate(tree.parents) if parent < 0]
+    while open_:
+        node = open_.pop(rng.randrange(len(open_)))
+        if rng.random() < 0.9:
+            nodes.append(node)
+            open_ += [child for child, parent in enumerate(tree.parents) if parent == node]
+    return tuple(nodes)
+
+
+@pytest.fixture
+def harness(twin: Callable[[str], Path]) -> Iterator[Callable[..., Harness]]:
+    """Builds a harness on a twin: `harness("qwen3", drafter, seed)`."""
+    made: list[Harness] = []
+
+    def build(
+        name: str,
+        drafter: Toy | None,
+        seed: int = 1,
+        *,
+        cache: bool = False,
+        dtype: str = "float32",
+        block: int = BLOCK,
+    ) -> Harness:
+        per_block = block * bytes_per_token(load_config(twin(name)), getattr(torch, dtype))
+        size = BLOCKS * BLOCK // block * per_block / 2**30
+        engine = Engine(twin(name), dtype=dtype, device="cpu", block=block, kv_gib=size, drafter=drafter)
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(engine.start())
+        with torch.inference_mode():
+            engine._model.kv.uniform_(-50, 50)  # type: ignore[union-attr]  # nothing may depend on KV not its own
+        replica = Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache)
+        made.append(Harness(engine, replica, loop, random.Random(seed)))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.loop.run_until_complete(one.engine.close())
+        one.loop.close()
+
+
+def asked(count: int, sampling: Sampling = GO_ON, seed: int = 5) -> list[Request]:
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(3, 40))) for _ in range(count)]
+    return [
+        Request(f"r{i}", (Stage(len(ids), token_ids=ids),), 0.0, sampling=sampling) for i, ids in enumerate(prompts)
+    ]
+
+
+def both(
+    harness: Callable[..., Harness], name: str, requests: Sequence[Request], *, right: float, preempt: float = 0.0,
+    cache: bool = False,
+) -> tuple[Harness, Harness, Toy]:  # fmt: skip
+    """The same requests without and with drafts; what clients get is the same."""
+    plain = harness(name, None)
+    plain.run(requests)
+    toy = Toy(random.Random(2), right, plain.tokens)
+    trees = harness(name, toy, cache=cache)
+    trees.run(requests, preempt)
+    for id, one in plain.served.items():
+        other = trees.served[id]
+        assert (other.ids, other.text, other.stages, other.reason) == (one.ids, one.text, one.stages, one.reason)
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            assert (a.token, [i for i, _ in a.top]) == (b.token, [i for i, _ in b.top])
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    return plain, trees, toy
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "mistral", "qwen2", "qwen3-mixed", "qwen2-window"])
+def test_greedy_output_is_the_same(name: str, harness: Callable[..., Harness]) -> None:
+    """Grouped heads, one KV head for each, normed heads, windows shorter than the prompts, alone and mixed with full
+    attention; half of the drafted tokens are right; sequences lose their KV, and find parts of it again."""
+    plain, trees, toy = both(harness, name, asked(7), right=0.7, preempt=0.05, cache=True)
+    assert all(len(one.ids) == NEW for one in plain.served.values())
+    assert len({tuple(one.ids) for one in plain.served.values()}) > 3
+    assert trees.branched > 15
+    assert trees.preempted > 1
+    assert trees.together > 1
+    assert sum(toy.judged) > 20
+    assert max(toy.judged) == DEEP
+    assert 0 in toy.judged
+
+
+SAMPLED = Sampling(max_tokens=NEW, ignore_eos=True, temperature=1.0, seed=11)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLED,
+        replace(SAMPLED, top_p=0.9, top_k=40, min_p=0.01, temperature=1.4),
+        replace(SAMPLED, presence_penalty=1.0, frequency_penalty=0.7, repetition_penalty=1.3),
+        replace(GO_ON, frequency_penalty=1.5, repetition_penalty=1.2, logprobs=3),
+    ],
+)
+def test_a_seed_gives_the_tokens_it_gives_without_drafts(sampling: Sampling, harness: Callable[..., Harness]) -> None:
+    _, trees, toy = both(harness, "qwen2", asked(4, sampling), right=0.8, preempt=0.03)
+    assert trees.branched > 5
+    assert sum(toy.judged) > 15
+
+
+def test_what_ends_inside_an_accepted_path_ends_there(harness: Callable[..., Harness]) -> None:
+    """max_tokens, a stop id, a stop string, eos, and stages that end with a literal, with and without a prompt behind
+    it: the drafter is right about all that would come after them."""
+    (base,) = asked(1, replace(GO_ON, logprobs=0))
+    plain = harness("qwen2", None)
+    plain.run([base])
+    ids = plain.served["r0"].ids
+    text = plain.served["r0"].text
+    word = next(text[i : i + 2] for i in range(6, len(text)) if text[i : i + 2].isascii())
+    at = ids.index(next(i for i in ids[8:] if i not in ids[:6]))
+    stages = (
+        (replace(base.stages[0], ends=word), Stage(0)),
+        (replace(base.stages[0], ends=word), Stage(9, token_ids=tuple(range(60, 69)))),
+    )
+    sampling = base.sampling
+    requests = [
+        *(replace(base, id=f"max{n}", sampling=replace(sampling, max_tokens=n)) for n in range(1, 9)),
+        replace(base, id="id", sampling=replace(sampling, stop_ids=(ids[at],))),
+        replace(base, id="word", sampling=replace(sampling, stop=(word,))),
+        *(replace(base, id=f"stages{i}", stages=parts) for i, parts in enumerate(stages)),
+    ]
+    whole = base.stages[0].token_ids + tuple(ids)
+    without = harness("qwen2", None)
+    without.run(requests)
+    truth = {r.id: [*without.tokens[r.id], *whole[len(without.tokens[r.id]) :]] for r in requests}
+    for seed in range(3):
+        toy = Toy(random.Random(seed), 0.97, truth)
+        trees = harness("qwen2", toy, seed)
+        trees.run(requests)
+        for id, one in without.served.items():
+            other = trees.served[id]
+            assert (id, other.ids, other.text, other.stages, other.reason) == (
+                id, one.ids, one.text, one.stages, one.reason,
+            )  # fmt: skip
+        assert sum(toy.judged) > trees.accepted > 12  # some were right, and ended their request or stage
+    assert (without.served["id"].reason, without.served["word"].reason) == ("stop", "stop")
+    assert set(without.served["stages1"].stages) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "block"),
+    [
+        ("qwen3-mixed", "float32", BLOCK),
+        ("llama", "float32", 3),
+        pytest.param("qwen3", "bfloat16", 32, marks=needs_kernels),
+        pytest.param("qwen3-mixed", "bfloat16", 16, marks=[needs_kernels, pytest.mark.full]),
+    ],
+)
+def test_the_kv_of_an_accepted_path_is_that_of_its_tokens(
+    name: str, dtype: str, block: int, harness: Callable[..., Harness]
+) -> None:
+    """It is what one prefill of all tokens so far writes; in bfloat16 in the kernels' layout."""
+    requests = asked(2)
+    plain = harness(name, None, dtype=dtype, block=block)
+    plain.run(requests)
+    toy = Toy(random.Random(3), 0.9, plain.tokens, exact=dtype == "float32")
+    trees = harness(name, toy, dtype=dtype, block=block)
+    assert (trees.engine._model.native is not None) == (dtype == "bfloat16")  # type: ignore[union-attr]
+    compared = 0
+    model = plain.engine._model
+    assert model is not None
+
+    def same() -> None:
+        nonlocal compared
+        for seq in trees.replica.running.values():
+            if seq.cached > seq.request.prompt and trees.steps % 3 == 0:
+                ids = trees.engine._seqs[seq.id].tokens[: seq.cached]
+                blocks = tuple(range(-(-seq.cached // block)))
+                with torch.inference_mode():
+                    model.forward(model.pack(Batch((Entry("x", 0, seq.cached, blocks, False),)), {"x": ids}))
+                    found = trees.engine._model.read_kv(seq.block_ids, seq.cached).float()  # type: ignore[union-attr]
+                    expected = model.read_kv(blocks, seq.cached).float()
+                if dtype == "float32":
+                    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+                else:
+                    far = (found - expected).flatten(2).norm(dim=-1) / expected.flatten(2).norm(dim=-1)
+                    assert far.max() < 0.1
+                compared += 1
+
+    trees.run(requests, check=same)
+    assert compared >= 4
+    assert sum(toy.judged) > 10
+    assert trees.branched > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-biased", "float32"),
+        ("qwen3-mixed", "float32"),
+        ("mistral", "float32"),
+        pytest.param("qwen3-mixed", "bfloat16", marks=needs_kernels),
+        pytest.param("llama-biased", "bfloat16", marks=[needs_kernels, pytest.mark.full]),
+    ],
+)
+def test_a_node_computes_what_its_path_alone_would(name: str, dtype: str, twin: Callable[[str], Path]) -> None:
+    """Logits of every node of random trees, beside a decode and a chunk, against one prefill of the path to it."""
+    config = load_config(twin(name))
+    weights = load_weights(twin(name), config, getattr(torch, dtype), torch.device("cpu"))
+    model = Model(config, weights, 72, 16 if dtype == "bfloat16" else BLOCK)
+    rng = random.Random(name)
+    tokens = {seq: [rng.randrange(256) for _ in range(40)] for seq in "abcde"}
+    order = rng.sample(range(72), 72)
+    each = 48 // model.block
+    blocks = {seq: tuple(order[i * each : (i + 1) * each]) for i, seq in enumerate("abcdex")}
+    with torch.inference_mode():
+        if dtype == "float32":
+            model.kv.uniform_(-50, 50)
+        starts = {"a": 17, "b": 15, "c": 30, "d": 12, "e": 0}
+        warm = tuple(Entry(seq, 0, start, blocks[seq], False) for seq, start in starts.items() if start)
+        model.forward(model.pack(Batch(warm), tokens))
+        candidates = {}
+        entries = [Entry("d", 12, 1, blocks["d"], True), Entry("e", 0, 20, blocks["e"], True)]
+        pending = {"a": 1, "b": 3, "c": 1}
+        for seq, count in pending.items():
+            tree = Tree((-1, -1, 0, 0, 1, 2), (0.5,) * 6) if seq == "a" else random_tree(rng, DEEP, WIDE)
+            nodes = tuple(range(len(tree.parents)))
+            draft = Draft(tree, tuple(rng.randrange(256) for _ in nodes))
+            candidates[seq] = Candidates.of(seq, draft, nodes)
+            entries.append(Entry(seq, starts[seq], count + len(nodes), blocks[seq], True, nodes))
+        packed = model.pack(Batch(tuple(entries)), tokens, candidates)
+        found = model.forward(packed).float()
+        row = 0
+        for seq in packed.seqs:
+            entry = next(e for e in entries if e.seq == seq)
+            base = tokens[seq][: entry.start + entry.count - len(entry.verify)]
+            paths: list[list[int]] = [[]]
+            for node in entry.verify:
+                parent = candidates[seq].parents[node]
+                paths.append([*paths[parent + 1], candidates[seq].tokens[node]])
+            for path in paths:
+                alone = Entry("x", 0, len(base) + len(path), blocks["x"], True)
+                expected = model.forward(model.pack(Batch((alone,)), {"x": base + path})).float()[0]
+                far = (found[row] - expected).norm() / expected.norm()
+                assert far < (1e-4 if dtype == "float32" else 0.05), (seq, path)
+                row += 1
+        assert row == len(found)
+
+
+def test_a_cancelled_request_leaves_nothing(harness: Callable[..., Harness]) -> None:
+    plain = harness("qwen2", None)
+    plain.run(asked(3))
+    toy = Toy(random.Random(2), 0.8, plain.tokens)
+    trees = harness("qwen2", toy)
+    trees.run(asked(3), cancel="r1")
+    assert trees.served["r1"].reason == "client"
+    assert len(trees.served["r1"].ids) < NEW
+    assert [trees.served[id].ids for id in ("r0", "r2")] == [plain.served[id].ids for id in ("r0", "r2")]
+    trees.loop.run_until_complete(trees.engine.close())
+    assert not toy.live
+
+
+def test_what_cannot_be_verified_or_drafted_is_refused(harness: Callable[..., Harness]) -> None:
+    toy = Toy(random.Random(2), 1.0, {})
+    run, plain = harness("qwen2", toy), harness("qwen2", None)
+    assert run.engine.supports - plain.engine.supports == {"draft", "tree"}
+    (request,) = asked(1)
+    for one in (run, plain):
+        one.engine.add(request)
+    entry = Entry("r0", 0, request.prompt + 1, tuple(range(20)), True, (0,))
+    with pytest.raises(ValueError, match=r"nodes \(0,\) of sequence 'r0' are to be verified, whose draft has 0"):
+        run.loop.run_until_complete(run.engine.execute(Batch((entry,))))
+    with pytest.raises(ValueError, match="all of them must run"):
+        run.loop.run_until_complete(run.engine.execute(Batch((entry._replace(count=2),))))
+    asks = entry._replace(verify=(), count=request.prompt, draft=(1, 1))
+    with pytest.raises(ValueError, match="given no drafter"):
+        plain.loop.run_until_complete(plain.engine.execute(Batch((asks,))))
+    draft = Draft(Tree((-1, 0), (0.5, 0.5)), (1, 2))
+    for nodes in ((1,), (1, 0), (0, 0)):
+        with pytest.raises(ValueError, match="name each once, its parent before it"):
+            Candidates.of("a", draft, nodes)
+    for wrong, says in (
+        (Draft(Tree((-1, 1), (0.5, 0.5)), (1, 2)), "node 1 of the draft for 'a' has parent 1"),
+        (Draft(Tree((-1,), (0.5,)), (300,)), "and token 300"),
+        (Draft(Tree((-1,), (0.5,)), ()), "1 parents, 1 paths and 0 tokens"),
+        (Draft(Tree((-1, 0), (0.5, 0.5)), (1, 2)), "is 2 deep: at most 1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            check_draft(Wanted("a", (), 1, 3), wrong, 300)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sampling", [SAMPLED, replace(SAMPLED, top_p=0.8, top_k=4, frequency_penalty=0.8)])
+def test_the_distribution_is_the_targets(sampling: Sampling) -> None:
+    """Chi-square of three tokens of a Markov chain over six, verified along random trees, against sampling one by one
+    (Wilson and Hilferty's 99.9 % bound)."""
+    vocab, runs = 6, 3000
+    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1)) * 1.5
+    rng = random.Random(4)
+    counts = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()]
+    for drafts, seed in product((0, 1), range(runs)):
+        request = Request("a", (Stage(1, token_ids=(0,)),), 0.0, sampling=replace(sampling, seed=seed + drafts * runs))
+        seq = Running(request, [b"x"] * vocab, frozenset(), [None])
+        while seq.output < 3:
+            tree = random_tree(rng, 2, 3)
+            tokens = tuple(rng.sample(range(vocab), len(tree.parents)) if len(tree.parents) <= vocab else ())
+            candidates = {"a": Candidates.of("a", Draft(tree, tokens), tuple(range(len(tokens))))} if drafts else {}
+            at = [seq.tokens[-1], *(tokens if drafts else ())]
+            accept(table[at], [seq], candidates)
+        counts[drafts][tuple(seq.tokens[1:4])] += 1
+    plain, drafted = counts
+    common = [key for key in plain | drafted if plain[key] + drafted[key] >= 10]
+    statistic = sum((plain[k] - drafted[k]) ** 2 / (plain[k] + drafted[k]) for k in common)
+    n = len(common) - 1
+    assert n > 10
+    assert statistic < n * (1 - 2 / (9 * n) + 3.09 * (2 / (9 * n)) ** 0.5) ** 3
