@@ -406,20 +406,24 @@ def test_the_kv_of_an_accepted_path_is_that_of_its_tokens(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "spare"),
     [
-        ("llama-biased", "float32"),
-        ("qwen3-mixed", "float32"),
-        ("mistral", "float32"),
-        pytest.param("qwen3-mixed", "bfloat16", marks=needs_kernels),
-        pytest.param("llama-biased", "bfloat16", marks=[needs_kernels, pytest.mark.full]),
+        ("llama-biased", "float32", 0),
+        ("qwen3-mixed", "float32", 0),
+        ("mistral", "float32", 0),
+        pytest.param("qwen3-mixed", "bfloat16", 4, marks=needs_kernels),
+        pytest.param("qwen3-mixed", "bfloat16", 40, marks=needs_kernels),
+        pytest.param("qwen3-mixed", "bfloat16", 0, marks=[needs_kernels, pytest.mark.full]),
     ],
 )
-def test_a_node_computes_what_its_path_alone_would(name: str, dtype: str, twin: Callable[[str], Path]) -> None:
-    """Logits of every node of random trees, beside a decode and a chunk, against one prefill of the path to it."""
+def test_a_node_computes_what_its_path_alone_would(
+    name: str, dtype: str, spare: int, twin: Callable[[str], Path]
+) -> None:
+    """Logits of every node of random trees, beside a decode and a chunk, against one prefill of the path to it. With
+    spare blocks for none, some and all of the trees' paths."""
     config = load_config(twin(name))
     weights = load_weights(twin(name), config, getattr(torch, dtype), torch.device("cpu"))
-    model = Model(config, weights, 72, 16 if dtype == "bfloat16" else BLOCK)
+    model = Model(config, weights, 72, 16 if dtype == "bfloat16" else BLOCK, spare)
     rng = random.Random(name)
     tokens = {seq: [rng.randrange(256) for _ in range(40)] for seq in "abcde"}
     order = rng.sample(range(72), 72)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,7 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+SPARE = 2  # KV blocks a sequence of a batch, for the paths of its tree beside one
 THREADS = torch.get_num_threads()  # on a quiet machine; read before any engine changes it for the whole process
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -50,8 +51,9 @@ class Engine:
     "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None:
     what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is
     PyTorch's default, less the cores that other programs take at the time (`cores.FreeCores`). drafter: proposes the
-    candidate trees that batches ask for and later verify; None: this engine does not speculate. Raises ValueError or
-    FileNotFoundError for a model or a setting that cannot be served.
+    candidate trees that batches ask for and later verify (for which the compiled path keeps two KV blocks for each of
+    `max_seqs`, beside `kv_gib`); None: this engine does not speculate. Raises ValueError or FileNotFoundError for a
+    model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -223,7 +225,8 @@ class Engine:
         self._forget_drafts()
         if self._model is None:
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
-            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block)
+            spare = 0 if self._drafter is None else SPARE * self._limits.max_seqs
+            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block, spare)
             log.info(
                 "%s: %s. Products: %s. Attention: %s. Threads: %d%s",
                 self.model_name,
@@ -267,14 +270,14 @@ class Engine:
                 walks = accept(logits, [seqs[id] for id in packed.seqs], candidates)
                 emitted = {walk.seq.request.id: walk.emitted for walk in walks}
                 if candidates:
-                    self._compact(batch, walks)
+                    self._compact(batch, walks, packed.kept)
             elif self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step is over when its KV is written
         if self._drafter is not None:
             self._draft(batch, emitted, self._drafter)
         return StepResult(emitted, self._clock.now() - began)
 
-    def _compact(self, batch: Batch, walks: Sequence[Walk]) -> None:
+    def _compact(self, batch: Batch, walks: Sequence[Walk], kept: Mapping[str, Sequence[int]]) -> None:
         """Bring the KV of accepted candidates to the front, behind the pending tokens', and tell the drafter. What lies
         behind them is nobody's."""
         assert self._model is not None
@@ -290,9 +293,10 @@ class Engine:
             entry = entries[id]
             first = entry.start + entry.count - len(entry.verify)
             for place, at in enumerate(walk.accepted):
-                if place != at:
-                    slots.append(slot(entry, first + at, block))
-                    to.append(slot(entry, first + place, block))
+                old, new = kept[id][at], slot(entry, first + place, block)
+                if old != new:
+                    slots.append(old)
+                    to.append(new)
             self._drafter.verified(id, walk.candidates.draft, walk.judged, walk.right)
         self._model.move_kv(slots, to)
 

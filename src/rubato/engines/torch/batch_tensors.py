@@ -79,11 +79,27 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Paths:
+    """Trees for kernels that know no masks: each path from the last token to a leaf is a chunk of its own. One of a
+    tree lies in its sequence's blocks, each other one in spare blocks behind the full blocks that they share.
+
+    expand: the batch's row that each row of the chunks is; collapse: a row of the chunks for each row of the batch.
+    blocks, copies: blocks that a path shares in part, and the spare ones that get a copy before the step.
+    """
+
+    expand: Tensor
+    collapse: Tensor
+    blocks: Tensor
+    copies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """ids, positions, slots: (rows,) int64; slot = block id * block size + offset. sampled: the rows whose logits
     are wanted, for `seqs` in this order: of each the last pending token, then its candidates. Attention reads `work`
-    with the native kernels, else `seen`, by window; of `seen` the kernels leave the trees to PyTorch. in_trees: the
-    last rows, which are of trees."""
+    with the native kernels, else `seen`, by window. Trees are `paths` to the kernels as far as there are spare blocks;
+    the attention of the others, the last `masked` rows, they leave to PyTorch. kept: where the KV of each candidate of
+    a sequence lies after the step."""
 
     ids: Tensor
     positions: Tensor
@@ -92,7 +108,9 @@ class Packed:
     sampled: Tensor
     seqs: tuple[str, ...]
     work: cpu_ops.Work | None
-    in_trees: int
+    paths: Paths | None
+    masked: int
+    kept: Mapping[str, tuple[int, ...]]
 
 
 def pack(
@@ -104,17 +122,32 @@ def pack(
     windows: Iterable[int | None] = (None,),
     for_native: bool = False,
     candidates: Mapping[str, Candidates] = NOTHING,
+    spare: Sequence[int] = (),
 ) -> Packed:
     """Lay the batch out; `tokens` holds every token id so far of each sequence in it, `windows` the different ones
-    that the model's layers have, `candidates` what the entries with nodes to verify run of them."""
+    that the model's layers have, `candidates` what the entries with nodes to verify run of them, `spare` blocks of no
+    sequence."""
     single = sorted((e for e in batch.entries if e.count == 1), key=lambda e: e.start)
     trees = sorted((e for e in batch.entries if e.verify and candidates[e.seq].branch), key=lambda e: e.start + e.count)
     branching = {e.seq for e in trees}
+    in_paths: list[_Path] = []
+    if for_native:
+        masked: list[Entry] = []
+        free = list(spare)
+        for e in trees:
+            found = _paths_of(e, candidates[e.seq], block, free)
+            in_paths += found
+            if not found:
+                masked.append(e)
+        trees = sorted(trees, key=lambda e: e in masked)
+    else:
+        masked = trees
     many = [e for e in batch.entries if e.count > 1 and e.seq not in branching]
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     sampled: list[int] = []
+    kept: dict[str, tuple[int, ...]] = {}
     for e in (*single, *many, *trees):
         end = e.start + e.count - len(e.verify)
         ids += tokens[e.seq][e.start : end]
@@ -123,16 +156,25 @@ def pack(
             ids += candidates[e.seq].tokens
             positions += [end - 1 + depth for depth in candidates[e.seq].depths]
         slots += _slots(e, block)
+        if e.verify:
+            kept[e.seq] = tuple(slots[-len(e.verify) :])
         if e.sample:
             sampled += range(len(ids) - 1 - len(e.verify), len(ids))
     packed = torch.tensor([ids, positions, slots]).to(device)
-    in_trees = sum(e.count for e in trees)
     seen: dict[int | None, Seen] = {}
-    work = None
+    work = paths = None
+    first = len(ids) - sum(e.count for e in masked)
     if for_native:
-        work = cpu_ops.work([*single, *many], packed[1], packed[2], block, trees)
-    for window in windows if trees or not for_native else ():
-        grouped = tuple(_trees(trees, candidates, len(ids) - in_trees, block, window, dtype, device))
+        at, to = packed[1], packed[2]
+        if in_paths:
+            plain = sum(e.count for e in (*single, *many))
+            paths, places = _expanded(in_paths, trees, plain, len(ids), positions, slots, block, device)
+            at, to = torch.tensor(places, device=device)
+            for path in in_paths:
+                kept[path.entry.seq] = path.kept(kept[path.entry.seq], block)
+        work = cpu_ops.work([*single, *many, *(path.entry for path in in_paths)], at, to, block, masked)
+    for window in windows if masked or not for_native else ():
+        grouped = tuple(_trees(masked, candidates, first, block, window, dtype, device))
         if for_native:
             seen[window] = Seen((), (), grouped)
         else:
@@ -145,8 +187,94 @@ def pack(
         sampled=torch.tensor(sampled, dtype=torch.int64, device=device),
         seqs=tuple(e.seq for e in (*single, *many, *trees) if e.sample),
         work=work,
-        in_trees=in_trees,
+        paths=paths,
+        masked=len(ids) - first,
+        kept=kept,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """One path of a tree as a chunk. rows: of the tree's entry, those that it runs; pending: how many of them are no
+    candidates; own: whether it lies in the sequence's blocks; shared: which block is the first that it writes to."""
+
+    entry: Entry
+    rows: list[int]
+    pending: int
+    own: bool
+    shared: int
+
+    def kept(self, slots: tuple[int, ...], block: int) -> tuple[int, ...]:
+        """`slots`, of the tree's candidates, with those of this path where they lie here."""
+        found = list(slots)
+        for row, at in zip(self.rows[self.pending :], _slots(self.entry, block)[self.pending :], strict=True):
+            found[row - self.pending] = at
+        return tuple(found)
+
+
+def _paths_of(e: Entry, tree: Candidates, block: int, spare: list[int]) -> list[_Path]:
+    """The paths to a tree's leaves, with what they take of `spare`; none, with nothing taken, where that is too little.
+    The one in the sequence's own blocks comes last: candidates that several hold are looked for there."""
+    pending, before = e.count - len(e.verify), e.start // block
+    inner = set(tree.parents)
+    ways = []
+    for leaf in range(len(tree.nodes)):
+        way = [] if leaf in inner else [leaf]
+        while way and tree.parents[way[-1]] >= 0:
+            way.append(tree.parents[way[-1]])
+        if way:
+            ways.append(way[::-1])
+    blocks = [(e.start + pending + len(way) - 1) // block + 1 - before for way in ways]
+    if sum(blocks[:-1]) > len(spare):
+        return []
+    found = []
+    for way, count in zip(ways, blocks, strict=True):
+        own = way is ways[-1]
+        held = e.blocks if own else (*e.blocks[:before], *(spare.pop() for _ in range(count)))
+        entry = Entry(e.seq, e.start, pending + len(way), held, True)
+        found.append(_Path(entry, [*range(pending), *(pending + i for i in way)], pending, own, before))
+    return found
+
+
+def _expanded(
+    in_paths: list[_Path],
+    trees: list[Entry],
+    plain: int,
+    rows: int,
+    positions: list[int],
+    slots: list[int],
+    block: int,
+    device: torch.device,
+) -> tuple[Paths, list[list[int]]]:
+    """What the kernels run in place of the batch's rows, of which the first `plain` are of no tree; and the positions
+    and slots of theirs."""
+    first = {}
+    row = plain
+    for e in trees:
+        first[e.seq] = row
+        row += e.count
+    expand, collapse = list(range(plain)), list(range(rows))
+    at, to = positions[:plain], slots[:plain]
+    copied: list[tuple[int, int]] = []
+    own = {path.entry.seq: path.entry for path in in_paths if path.own}
+    for path in in_paths:
+        e, base = path.entry, first[path.entry.seq]
+        for i in path.rows:
+            collapse[base + i] = len(expand)
+            expand.append(base + i)
+        at += range(e.start, e.start + e.count)
+        to += _slots(e, block)
+        if not path.own and e.start % block:
+            copied.append((own[e.seq].blocks[path.shared], e.blocks[path.shared]))
+    masked = range(sum(e.count for e in trees if e.seq in own) + plain, rows)
+    for i in masked:
+        collapse[i] = len(expand)
+        expand.append(i)
+        at.append(positions[i])
+        to.append(slots[i])
+    pairs = torch.tensor(copied, dtype=torch.int64, device=device).view(-1, 2)
+    index = [torch.tensor(some, device=device) for some in (expand, collapse)]
+    return Paths(index[0], index[1], pairs[:, 0], pairs[:, 1]), [at, to]
 
 
 def slot(e: Entry, place: int, block: int) -> int:

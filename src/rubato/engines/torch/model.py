@@ -27,18 +27,21 @@ class Model:
     that a step writes both at once and reads both at once. Where the native kernels suit, they do all but the matrix
     products, and kv is (layers, blocks, ...) as they lay it out."""
 
-    def __init__(self, config: Config, weights: Weights, blocks: int, block: int) -> None:
+    def __init__(self, config: Config, weights: Weights, blocks: int, block: int, spare: int = 0) -> None:
+        """spare: blocks beyond these that the native kernels may lay candidates in; without them trees that branch are
+        PyTorch's."""
         self.config = config
         self.weights = weights
         dtype, device = weights.embed.dtype, weights.embed.device
         self.native: cpu_ops.Native | None = None
         if cpu_ops.suits(config, dtype, device, block):
             self.native = cpu_ops.Native(config, weights.cos, weights.sin, torch.get_num_threads())
-            self.kv = self.native.kv(blocks, block)
+            self.kv = self.native.kv(blocks + spare, block)
         else:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
             self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.block = block
+        self.spare = range(blocks, blocks + spare)
         self.threads = torch.get_num_threads()
         self.windows = frozenset(config.windows)
 
@@ -57,7 +60,17 @@ class Model:
         """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it, `candidates` the
         nodes that its entries verify."""
         kv = self.kv
-        return pack(batch, tokens, self.block, kv.dtype, kv.device, self.windows, self.native is not None, candidates)
+        return pack(
+            batch,
+            tokens,
+            self.block,
+            kv.dtype,
+            kv.device,
+            self.windows,
+            self.native is not None,
+            candidates,
+            self.spare,
+        )
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.sampled), vocab)."""
@@ -110,12 +123,21 @@ class Model:
 
     def _native_layers(self, kernels: cpu_ops.Native, x: Tensor, packed: Packed) -> Tensor:
         assert packed.work is not None
+        paths = packed.paths
+        if paths is not None and len(paths.blocks):
+            self.kv[:, paths.copies] = self.kv[:, paths.blocks]
         for layer, kv, window in zip(self.weights.layers, self.kv, self.config.windows, strict=True):
             qkv = layer.qkv(kernels.norm(x, layer.attention_norm))
+            if paths is not None:
+                qkv = qkv[paths.expand]
             mixed = kernels.attention(qkv, kv, packed.work, window, layer.qk_norm)
-            if packed.in_trees:  # the kernels know no masks: these rows' queries are rotated, and their KV is written
-                trees = [self._tree(qkv, kv, group) for group in packed.seen[window].trees]
-                torch.cat(trees, out=mixed[-packed.in_trees :])
+            if paths is not None:
+                mixed = mixed[paths.collapse]
+            if packed.masked:  # their queries are rotated, and their KV is written
+                qkv = qkv if paths is None else qkv[paths.collapse]
+                torch.cat(
+                    [self._tree(qkv, kv, group) for group in packed.seen[window].trees], out=mixed[-packed.masked :]
+                )
             x = layer.out.add(mixed, x)
             gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
             x = layer.down.add(gated, x)
