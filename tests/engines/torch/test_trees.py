@@ -177,7 +177,7 @@ class Harness:
                     one.logprobs += event.logprobs
                     one.stages += [event.stage] * event.tokens
                     assert event.tried >= event.tokens - 1
-                    self.accepted += event.tokens - 1
+                    self.accepted += len(event.accepted)
                 case Preempted():
                     self.preempted += 1
                 case Finished():

@@ -129,6 +129,7 @@ class Walk:
         """All that came out."""
         if len(self.out) == 1:
             return self.out[0]._replace(tried=self.tried) if self.tried else self.out[0]
+        assert self.candidates is not None
         last = self.out[-1]
         return Emitted(
             len(self.out),
@@ -138,6 +139,7 @@ class Walk:
             last.stage_done,
             tuple(each for out in self.out for each in out.logprobs),
             tried=self.tried,
+            accepted=tuple(self.candidates.nodes[at] for at in self.accepted),
         )
 
 
