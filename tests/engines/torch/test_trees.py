@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rubato.core.events import Event, Finished, Preempted, Tokens  # noqa: E402
-from rubato.core.interfaces import SeqView, View  # noqa: E402
+from rubato.core.interfaces import KV, SeqView, View  # noqa: E402
 from rubato.core.plan import Batch, Entry, Logprob, Plan, Tree, Work  # noqa: E402
 from rubato.core.replica import Replica  # noqa: E402
-from rubato.core.request import Request, Sampling, Stage  # noqa: E402
+from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
 from rubato.engines.torch.drafters import Draft, Wanted  # noqa: E402
 from rubato.engines.torch.model import Model, bytes_per_token  # noqa: E402
@@ -29,6 +29,7 @@ from rubato.engines.torch.sequence import Sequence as Running  # noqa: E402
 from rubato.engines.torch.trees import Candidates, accept, check_draft  # noqa: E402
 from rubato.engines.torch.weights import load_weights  # noqa: E402
 from rubato.latency import affine  # noqa: E402
+from tests.engines.driver import Driver  # noqa: E402
 
 BLOCK, BLOCKS = 4, 64
 NEW = 20
@@ -474,6 +475,33 @@ def test_a_cancelled_request_leaves_nothing(harness: Callable[..., Harness]) -> 
     assert [trees.served[id].ids for id in ("r0", "r2")] == [plain.served[id].ids for id in ("r0", "r2")]
     trees.loop.run_until_complete(trees.engine.close())
     assert not toy.live
+
+
+def test_a_sequence_moves_between_verifications(harness: Callable[..., Harness]) -> None:
+    """With the KV of accepted paths, to an engine without a drafter: its seed goes on where it was."""
+    (request,) = asked(1, SAMPLED)
+    plain = harness("qwen2", None)
+    plain.run([request])
+    trees = harness("qwen2", Toy(random.Random(2), 0.9, plain.tokens))
+    moved: list[tuple[Progress, KV]] = []
+
+    def leave() -> None:
+        seq = trees.replica.running.get("r0")
+        if not moved and seq is not None and seq.output > 9 and seq.pending == 1:
+            kv = trees.loop.run_until_complete(trees.engine.export_kv(seq.block_ids, seq.cached))
+            moved.append((replace(seq.progress, token_ids=tuple(trees.served["r0"].ids)), kv))
+
+    trees.run([request], check=leave)
+    ((progress, kv),) = moved
+    assert trees.accepted > 3
+    to = harness("qwen2", None).engine
+    with Driver(to) as drive:
+        drive.add_request(replace(request, progress=progress))
+        drive.length["r0"] += len(progress.token_ids)
+        drive.import_kv("r0", kv)
+        assert drive.pending("r0") == 1
+        drive.run()
+        assert [*progress.token_ids, *drive.ids["r0"]] == plain.served["r0"].ids
 
 
 def test_what_cannot_be_verified_or_drafted_is_refused(harness: Callable[..., Harness]) -> None:
