@@ -33,6 +33,7 @@ from rubato.core import event_log
 from rubato.core.events import Event, Stepped
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO
+from rubato.core.timeline import steps
 from rubato.engines.torch import bundled_model
 from rubato.latency import operation_count
 from rubato.latency.fit import coefficients
@@ -105,10 +106,7 @@ class Stage(demo.Stage):
             "max_in_flight": 2048,
             "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
             "judge": "mean",
-            "tiers": {
-                tier: {f"{name}_ms": 1e3 * value for name, value in dataclasses.asdict(slo).items() if value}
-                for tier, slo in load.tiers.items()
-            },
+            "tiers": demo.tier_settings(load.tiers),
         }
         if log is not None:
             config["event_log"] = str(log)
@@ -122,38 +120,35 @@ class Stage(demo.Stage):
         load = self.load(6.0, 20.0, {"chat": SLO()}, 1.0, "measure")
         self.serve(PolicyChoice.parse("sarathi:budget=256@round_robin"), blank, load, log)
         model = dataclasses.replace(blank)
-        model.fit([Sample(e.shape, e.seconds) for e in stepped(event_log.read(log))])
+        model.fit(steps(event_log.read(log)))
         ttft, tpot = multiples()
         prefill, decode = model.step_time(Shape().plus(round(SCALE * MEDIAN), 0)), model.step_time(Shape(1, 1, 150))
         print(f"prefill of a median prompt {1e3 * prefill:.0f} ms, decode step {1e3 * decode:.1f} ms, both on one core")
         return model, SLO(ttft=ttft * prefill, tpot=tpot * decode)
 
 
-def stepped(events: Iterable[Event]) -> list[Stepped]:
-    return [e for e in events if isinstance(e, Stepped) and e.shape.tokens]
-
-
 def errors(events: Iterable[Event], cold: operation_count.Model) -> dict[str, Any]:
     """Of each replica's steps: relative errors of a model that learns them from a cold start, and what differs between
     two decode steps in a row of the same sequences."""
     of: dict[str, list[Stepped]] = {}
-    for event in stepped(events):
-        of.setdefault(event.id, []).append(event)
+    for event in events:
+        if isinstance(event, Stepped):
+            of.setdefault(event.id, []).append(event)
     found: dict[str, Any] = {}
-    for replica, steps in of.items():
-        model, begin = dataclasses.replace(cold), steps[0].at
+    for replica, own in of.items():
+        model, begin = dataclasses.replace(cold), own[0].at
         late: list[float] = []
         early: list[float] = []
         alike: list[float] = []
-        for i, step in enumerate(steps):
+        for i, step in enumerate(own):
             error = abs(model.step_time(step.shape) / step.seconds - 1.0)
             (late if step.at - begin >= AFTER else early).append(error)
             model.update(Sample(step.shape, step.seconds))
-            before = steps[i - 1].shape if i else None
+            before = own[i - 1].shape if i else None
             if before and not before.chunks and not step.shape.chunks and before.tokens == step.shape.tokens:
-                alike.append(abs(steps[i - 1].seconds / step.seconds - 1.0))
+                alike.append(abs(own[i - 1].seconds / step.seconds - 1.0))
         found[replica] = {
-            "steps": len(steps), "late": len(late), "alike": len(alike),
+            "steps": len(own), "late": len(late), "alike": len(alike),
             "first_p50": float(np.median(early)), "spread_p50": float(np.median(alike)),
             **{f"late_{name}": float(np.quantile(late, q)) for name, q in (("p50", 0.5), ("p90", 0.9)) if late},
         }  # fmt: skip

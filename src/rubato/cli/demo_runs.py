@@ -293,10 +293,7 @@ class Stage:
             "policy": {"name": policy, **settings},
             "max_in_flight": 1024,
             "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
-            "tiers": {
-                tier: {f"{name}_ms": 1e3 * value for name, value in asdict(slo).items() if value is not None}
-                for tier, slo in tiers.items()
-            },
+            "tiers": tier_settings(tiers),
         }
         if model is not None:
             config["latency"] = {"kind": "affine", **coefficients(model)}
@@ -319,6 +316,14 @@ class Stage:
 
         text = Text(Path(self.model))
         return lambda content: len(text.encode(content))
+
+
+def tier_settings(tiers: Mapping[str, SLO]) -> dict[str, dict[str, float]]:
+    """As a server's configuration takes them."""
+    return {
+        tier: {f"{name}_ms": 1e3 * value for name, value in asdict(slo).items() if value is not None}
+        for tier, slo in tiers.items()
+    }
 
 
 def burst_of(unloaded: Unloaded) -> int:

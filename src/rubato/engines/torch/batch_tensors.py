@@ -196,13 +196,12 @@ def pack(
 @dataclass(frozen=True, slots=True)
 class _Path:
     """One path of a tree as a chunk. rows: of the tree's entry, those that it runs; pending: how many of them are no
-    candidates; own: whether it lies in the sequence's blocks; shared: which block is the first that it writes to."""
+    candidates; own: whether it lies in the sequence's blocks."""
 
     entry: Entry
     rows: list[int]
     pending: int
     own: bool
-    shared: int
 
     def kept(self, slots: tuple[int, ...], block: int) -> tuple[int, ...]:
         """`slots`, of the tree's candidates, with those of this path where they lie here."""
@@ -232,7 +231,7 @@ def _paths_of(e: Entry, tree: Candidates, block: int, spare: list[int]) -> list[
         own = way is ways[-1]
         held = e.blocks if own else (*e.blocks[:before], *(spare.pop() for _ in range(count)))
         entry = Entry(e.seq, e.start, pending + len(way), held, True)
-        found.append(_Path(entry, [*range(pending), *(pending + i for i in way)], pending, own, before))
+        found.append(_Path(entry, [*range(pending), *(pending + i for i in way)], pending, own))
     return found
 
 
@@ -265,7 +264,8 @@ def _expanded(
         at += range(e.start, e.start + e.count)
         to += _slots(e, block)
         if not path.own and e.start % block:
-            copied.append((own[e.seq].blocks[path.shared], e.blocks[path.shared]))
+            shared = e.start // block  # the first block that it writes to
+            copied.append((own[e.seq].blocks[shared], e.blocks[shared]))
     masked = range(sum(e.count for e in trees if e.seq in own) + plain, rows)
     for i in masked:
         collapse[i] = len(expand)
