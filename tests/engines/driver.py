@@ -1,13 +1,28 @@
-"""Drive an engine by hand, one batch at a time, without scheduler or replica: for tests."""
+"""Drive an engine by hand, one batch at a time, without scheduler or replica; or start one behind a replica."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rubato.core.interfaces import KV, Engine
 from rubato.core.plan import Batch, Emitted, Entry, StepResult
+from rubato.core.replica import Replica
 from rubato.core.request import Request, Sampling, Stage
+from rubato.latency import affine
+
+
+def started_behind_replica(engine: Any, cache: bool) -> tuple[Replica, asyncio.AbstractEventLoop]:
+    """A torch engine, started on a loop of its own, with something in all its KV: nothing may depend on KV not its own.
+    cache: whether the replica has a prefix cache."""
+    import torch
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+    with torch.inference_mode():
+        engine._model.kv.uniform_(-50, 50)
+    return Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache), loop
 
 
 class Driver:

@@ -23,8 +23,8 @@ from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.model import bytes_per_token  # noqa: E402
 from rubato.engines.torch.model_config import load_config  # noqa: E402
-from rubato.latency import affine  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
+from tests.engines.driver import started_behind_replica  # noqa: E402
 
 BLOCK, BLOCKS = 4, 64
 NEW = 14
@@ -118,11 +118,7 @@ def harness(twin: Callable[[str], Path]) -> Any:
         per_block = BLOCK * bytes_per_token(load_config(twin(name)), torch.float32)
         engine = Engine(twin(name), dtype="float32", device="cpu", block=BLOCK, kv_gib=BLOCKS * per_block / 2**30)
         assert engine.limits.kv_blocks == BLOCKS
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(engine.start())
-        with torch.inference_mode():
-            engine._model.kv.uniform_(-50, 50)  # type: ignore[union-attr]  # nothing may depend on KV not its own
-        replica = Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache)
+        replica, loop = started_behind_replica(engine, cache)
         made.append(Harness(engine, replica, loop, random.Random(seed)))
         return made[-1]
 

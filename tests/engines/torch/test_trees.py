@@ -28,8 +28,7 @@ from rubato.engines.torch.model_config import load_config  # noqa: E402
 from rubato.engines.torch.sequence import Sequence as Running  # noqa: E402
 from rubato.engines.torch.trees import Candidates, accept, check_draft  # noqa: E402
 from rubato.engines.torch.weights import load_weights  # noqa: E402
-from rubato.latency import affine  # noqa: E402
-from tests.engines.driver import Driver  # noqa: E402
+from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
 
 BLOCK, BLOCKS = 4, 64
 NEW = 20
@@ -247,11 +246,7 @@ def harness(twin: Callable[[str], Path]) -> Iterator[Callable[..., Harness]]:
         per_block = block * bytes_per_token(load_config(twin(name)), getattr(torch, dtype))
         size = BLOCKS * BLOCK // block * per_block / 2**30
         engine = Engine(twin(name), dtype=dtype, device="cpu", block=block, kv_gib=size, drafter=drafter)
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(engine.start())
-        with torch.inference_mode():
-            engine._model.kv.uniform_(-50, 50)  # type: ignore[union-attr]  # nothing may depend on KV not its own
-        replica = Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache)
+        replica, loop = started_behind_replica(engine, cache)
         made.append(Harness(engine, replica, loop, random.Random(seed)))
         return made[-1]
 
