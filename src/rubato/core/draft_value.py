@@ -1,0 +1,59 @@
+"""What verifying drafted tokens costs and what it brings, in seconds by a latency model: how many of them pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Shape
+
+
+class Paying(NamedTuple):
+    """nodes: how many to verify, the most probable first. token: seconds of step time that an output token then takes,
+    on average, over all sequences."""
+
+    nodes: int
+    token: float
+
+
+def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:
+    """`base` with so many decodes, which have `kv` tokens in KV together, and `nodes` drafted tokens to verify, spread
+    evenly over them."""
+    each, more = divmod(nodes, decodes)
+    few, many = (Shape().plus(1 + verified, kv // decodes) for verified in (each, each + 1))
+    return Shape(*(b + (decodes - more) * f + more * m for b, f, m in zip(base, few, many, strict=True)))
+
+
+def fastest(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float]) -> Paying:
+    """How many of these nodes bring the most tokens per second.
+
+    likely: the probability of each that it comes out, descending. base: what the step runs beside, its draft steps
+    too. decodes: at least 1 sequence, of `kv` tokens in KV together. Tried are numbers that grow by a quarter.
+    """
+    tried = (
+        Paying(nodes, latency.step_time(with_nodes(base, decodes, kv, nodes)) / tokens)
+        for nodes, tokens in _grid(decodes, likely)
+    )
+    return min(tried, key=lambda paying: paying.token)
+
+
+def worth(latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float) -> int:
+    """How many of these nodes pay in a step that runs other work, too, where an output token is worth `token` seconds:
+    those for which the step grows by less than that. Parameters as `fastest`'s."""
+    tried = (
+        (latency.step_time(with_nodes(base, decodes, kv, nodes)) - token * tokens, nodes)
+        for nodes, tokens in _grid(decodes, likely)
+    )
+    return min(tried)[1]
+
+
+def _grid(decodes: int, likely: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Numbers of nodes, from none to all, and the tokens expected with each."""
+    nodes, tokens = 0, float(decodes)
+    yield nodes, tokens
+    while nodes < len(likely):
+        more = min(len(likely), nodes + 1 + nodes // 4)
+        tokens += sum(likely[nodes:more])
+        nodes = more
+        yield nodes, tokens

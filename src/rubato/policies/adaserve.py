@@ -1,0 +1,145 @@
+"""AdaServe: each request's draft tree is cut to what its TPOT needs; the rest of the budget goes where it is likeliest.
+
+Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all who decode. Beam search drafts a tree for
+each, whose depth and width fall with the number of requests (equations 8 and 9). Of the trees a step takes the nodes
+that each request's TPOT needs by the step's end, and then the most probable of all (`core.draft_tree`, Algorithm 2).
+Prompts run beside, first come, first served, in chunks.
+
+Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
+per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
+pays. Nothing is drafted where that would not pay at the acceptance seen so far. n_max is the depth and the root; c1 and
+c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs what brings it there at an even
+pace; best effort needs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar
+
+from rubato.core.acceptance import Accepted
+from rubato.core.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
+from rubato.core.draft_tree import adaptive, select
+from rubato.core.draft_value import fastest, with_nodes, worth
+from rubato.core.events import Event
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Plan, Shape, later_draft_tokens
+
+SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
+
+Draft = tuple[int, int]
+
+
+@dataclass
+class Scheduler:
+    """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model.
+    draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: of the trees drafted (defaults: the
+    authors' artifact for Llama-70B, whose B1 is 512). prefill_chunk: prompt tokens of a step."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
+    verify_tokens: int = 0
+    draft_tokens: int = 96
+    min_depth: int = 4
+    max_depth: int = 8
+    max_width: int = 3
+    prefill_chunk: int = 1024
+    _accepted: Accepted = field(default_factory=Accepted, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if min(self.draft_tokens, self.min_depth, self.max_width, self.prefill_chunk) < 1 or self.verify_tokens < 0:
+            raise ValueError(
+                f"draft_tokens {self.draft_tokens}, min_depth {self.min_depth}, max_width {self.max_width}, "
+                f"prefill_chunk {self.prefill_chunk}, verify_tokens {self.verify_tokens}: give 1 or more of each, "
+                "verify_tokens 0 for what pays"
+            )
+        if self.max_depth < self.min_depth:
+            raise ValueError(f"depths from {self.min_depth} to {self.max_depth}: give the smaller one first")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._accepted.observe(event)
+
+    def plan(self, view: View) -> Plan:
+        decodes = [s for s in view.running if s.pending == 1]
+        prompts = [s for s in view.running if s.pending > 1]
+        self._accepted.follow(decodes)
+        draft = self._draft(view, decodes)
+        chosen = self._chosen(view, decodes, prompts, draft) if decodes else {}
+        nodes = sum(map(len, chosen.values()))
+        builder = BatchBuilder(view, len(decodes) + nodes + self.prefill_chunk)
+        run_in_order(builder, [*decodes, *prompts], lambda seq: chosen.get(seq.id, ()), draft)
+        admit_in_order(builder, view.waiting, draft)
+        return builder.plan()
+
+    def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
+        """(depth, width) of the next trees (equations 8 and 9); None where none would pay, were they as good as those
+        so far, or none could be verified."""
+        n = max(1, len(decodes))
+        verify = self.verify_tokens or n + view.latency.knee(view.decodes)
+        if self.verify_tokens and verify <= n:
+            return None
+        draft = adaptive(n, verify, self.draft_tokens, 0, 0, self.min_depth, self.max_depth, self.max_width)
+        drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
+        alone = view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
+        if view.latency.step_time(with_nodes(drafts, n, kv, 0)) <= alone * n:
+            return draft  # it costs nothing
+        means = [self._accepted.mean(s.request) for s in decodes] or [self._accepted.prior]
+        chains = sorted((mean**i for mean in means for i in range(1, draft[0] + 1)), reverse=True)
+        best = fastest(view.latency, drafts, n, kv, chains[: verify - n] if self.verify_tokens else chains)
+        return draft if best.token < alone else None
+
+    def _chosen(
+        self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Of each request the nodes to verify."""
+        trees, n = [s.draft for s in decodes], len(decodes)
+        drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
+        chunk = min(self.prefill_chunk, sum([s.pending for s in [*prompts, *view.waiting]]))
+        beside = drafts.plus(chunk, 0) if chunk else drafts
+        # a node takes one block at most; nobody is preempted, nor any prompt held back, for what may be wrong
+        free = view.kv_free - view.decode_blocks - (view.limits.blocks(chunk) + len(prompts) if chunk else 0)
+        most = min(view.limits.max_tokens - n, free)
+        likely = sorted((f for tree in trees if tree is not None for f in tree.paths), reverse=True)[: max(0, most)]
+        if self.verify_tokens:
+            nodes = min(self.verify_tokens - n, len(likely))
+        else:
+            nodes, token = fastest(view.latency, drafts, n, kv, likely)
+            if chunk:
+                nodes = worth(view.latency, beside, n, kv, likely, token)
+        if nodes < 1:
+            return {}
+        depth = max(max_depth_of(tree.parents) for tree in trees if tree is not None)
+        end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
+        needed = [min(tokens_needed(s, end, view.now), depth + 1.0) for s in decodes]
+        found = select(trees, needed, n + nodes, depth + 1)
+        return {s.id: verify for s, verify in zip(decodes, found, strict=True)}
+
+
+def tokens_needed(seq: SeqView, end: float, now: float) -> float:
+    """A(r): tokens that it must get from the step that ends then, its own next one among them (section 3)."""
+    if seq.best_effort:
+        return 0.0
+    slo, most = seq.request.stages[seq.stage].slo, 0.0
+    if slo.tpot is not None and seq.first_token_at is not None:
+        most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
+    if slo.e2e is not None:
+        left = seq.request.arrival + seq.away + slo.e2e - now
+        most = max(most, remaining(seq) * (end - now) / left if left > 0.0 else inf)
+    return most
+
+
+def drafting(draft: Draft | None, sequences: int) -> Shape:
+    """What drafting such a tree for so many sequences adds to a step."""
+    if draft is None:
+        return Shape()
+    return Shape(spec_steps=draft[0], draft_tokens=sequences * later_draft_tokens(draft))
+
+
+def max_depth_of(parents: Sequence[int]) -> int:
+    """Of a tree's nodes the depth of the deepest; parents come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)

@@ -1,0 +1,70 @@
+"""SmartSpec: vLLM with chains of drafted tokens, of one length for all, which follows the load.
+
+Reproduced (SmartSpec, section 4): goodput, the output tokens expected of a step over the time it takes, decides how
+many tokens of each request a step verifies, and how many are drafted for the next: none where none pays. What is
+expected comes from the acceptance seen so far (a moving average; ours: by application), the time from the latency
+model. Not reproduced: lengths that differ between requests, which the paper leaves out, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rubato.core.acceptance import Accepted
+from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
+from rubato.core.draft_value import with_nodes
+from rubato.core.events import Event
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Plan, Shape, later_draft_tokens
+
+SOURCE = "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024)"
+
+
+@dataclass
+class Scheduler:
+    """budget: max_num_batched_tokens. most: the longest chain. reserve_kv: as `vllm`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
+    budget: int = 2048
+    most: int = 8
+    reserve_kv: bool = False
+    _accepted: Accepted = field(default_factory=Accepted, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1 or self.most < 1:
+            raise ValueError(f"budget {self.budget}, most {self.most}: give at least 1 token per step, and 1 to draft")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._accepted.observe(event)
+
+    def plan(self, view: View) -> Plan:
+        builder = BatchBuilder(view, self.budget)
+        decodes = [s for s in view.running if s.pending == 1]
+        self._accepted.follow(decodes)
+        length = self._length(view, decodes)
+        chain = (length, 1) if length else None
+        run_in_order(builder, view.running, lambda seq: _first(seq, length), chain)
+        admit_in_order(builder, starting(view, self.reserve_kv), chain)
+        return builder.plan()
+
+    def _length(self, view: View, decodes: Sequence[SeqView]) -> int:
+        """The length of chain with which steps of these decodes, drafts and verification included, bring the most
+        tokens per second."""
+        n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
+        means = [self._accepted.mean(s.request) for s in decodes] or [self._accepted.prior]
+        best, most, tokens = 0, 0.0, 0.0
+        for length in range(self.most + 1):
+            tokens += sum([mean**length for mean in means])
+            drafts = Shape(spec_steps=length, draft_tokens=n * later_draft_tokens((length, 1)) if length else 0)
+            goodput = tokens / view.latency.step_time(with_nodes(drafts, n, kv, n * length))
+            if goodput > most:
+                best, most = length, goodput
+        return best
+
+
+def _first(seq: SeqView, length: int) -> Sequence[int]:
+    """The first of the drafted tokens, so many."""
+    return range(min(length, len(seq.draft.parents))) if seq.draft is not None else ()

@@ -1,0 +1,182 @@
+"""AdaServe's plans and SmartSpec's: which drafted nodes a step verifies, and what it drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from rubato.core.draft_value import fastest, worth
+from rubato.core.events import Tokens
+from rubato.core.interfaces import View
+from rubato.core.plan import Plan, Shape, Tree
+from rubato.policies import PolicyError
+from rubato.policies.adaserve import tokens_needed
+from tests.doubles import Linear, Seq, view
+from tests.policies.test_tables import LIMITS, decode, load, prompt
+
+FIG5 = (  # AdaServe, Fig. 5: two trees of depth 3 and width 2
+    Tree((-1, -1, 0, 0, 2, 2), (0.7, 0.2, 0.6, 0.1, 0.5, 0.05)),
+    Tree((-1, -1, 0, 1, 2, 3), (0.5, 0.4, 0.3, 0.25, 0.2, 0.1)),
+)
+CHAIN = Tree((-1, 0, 1, 2), (0.9, 0.8, 0.3, 0.1))
+
+
+@dataclass
+class Drafting(Linear):
+    """`Linear`, and some seconds a draft step."""
+
+    per_draft: float = 0.0
+
+    def step_time(self, shape: Shape) -> float:
+        return super().step_time(shape) + self.per_draft * shape.spec_steps
+
+    def knee(self, base: Shape) -> int:
+        return 16
+
+
+def drafted(id: str, tree: Tree | None, length: int = 21, **slo: float) -> Seq:
+    seq = decode(id, length, **slo)
+    seq.draft = tree
+    seq.first_token_at = 0.0
+    return seq
+
+
+def seen(
+    running: list[Seq], waiting: tuple[Seq, ...] = (), *, latency: Linear | None = None, kv_free: int = 40,
+    now: float = 0.0,
+) -> View:  # fmt: skip
+    return view(waiting, running, kv_free=kv_free, kv_total=40, limits=LIMITS, latency=latency or Drafting(), now=now)
+
+
+def verified(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {work.seq: work.verify for work in plan.work if work.verify}
+
+
+def drafts(plan: Plan) -> set[tuple[int, int] | None]:
+    return {work.draft for work in plan.work}
+
+
+def test_each_takes_what_its_tpot_needs_and_the_most_probable_get_the_rest() -> None:
+    """The step takes 18 ms; `tight`, with one token out at 0, needs (0.022 + 0.018) / 0.02 = 2 tokens, which 1 + 0.5 +
+    0.4 + 0.3 are, and `loose` none. The two nodes that are left over are the most probable ones, 0.7 and 0.6."""
+    policy = {"verify_tokens": 7}
+    tight, loose = drafted("t", FIG5[1], tpot=0.02), drafted("l", FIG5[0])
+    plan = load("adaserve", policy).plan(seen([loose, tight], now=0.022, latency=Drafting(0.011)))
+    assert verified(plan) == {"t": (0, 1, 2), "l": (0, 2)}
+    plan = load("adaserve", policy).plan(seen([loose, drafted("t", FIG5[1])], now=0.022, latency=Drafting(0.011)))
+    assert verified(plan) == {"l": (0, 2, 4), "t": (0, 1)}  # nobody needs any: 0.7, 0.6, 0.5 and 0.5, 0.4
+
+
+def test_who_needs_most_comes_first() -> None:
+    """n_max is the depth and the root, 4 tokens: three nodes of the request that is furthest behind, then those of the
+    other's that are left in the budget, though they are more probable."""
+    late, less = drafted("a", FIG5[1], tpot=0.001), drafted("b", FIG5[0], tpot=0.03)
+    plan = load("adaserve", {"verify_tokens": 6}).plan(seen([less, late], now=0.05))
+    assert verified(plan) == {"a": (0, 1, 2), "b": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("per_token", "nodes"),
+    [
+        (0.0, (0, 1, 2, 3)),  # below the knee a node costs nothing
+        (0.003, (0, 1)),  # 10 ms and 3 a token: 13.0, 8.4, 7.0, 7.3, 8.1 ms a token
+        (0.1, ()),  # 110.0, 110.5... ms: a node costs what a decode does
+    ],
+)
+def test_as_many_nodes_as_bring_the_most_tokens_per_second(per_token: float, nodes: tuple[int, ...]) -> None:
+    plan = load("adaserve").plan(seen([drafted("r", CHAIN)], latency=Drafting(0.01, per_token)))
+    assert verified(plan).get("r", ()) == nodes
+
+
+def test_a_long_prompt_beside_makes_no_node_worth_more() -> None:
+    """Over the time of the whole step even a node of 0.1 would seem to pay."""
+    costly = Drafting(0.01, 0.003)
+    plan = load("adaserve").plan(seen([drafted("r", CHAIN)], (prompt("p", 80),), latency=costly))
+    assert verified(plan) == {"r": (0, 1)}
+    assert {w.seq: w.tokens for w in plan.work} == {"r": 1, "p": 80}
+    alone = fastest(costly, Shape(), 1, 20, CHAIN.paths)
+    beside = Shape().plus(80, 0)
+    assert worth(costly, beside, 1, 20, CHAIN.paths, alone.token) == alone.nodes
+    assert fastest(costly, beside, 1, 20, CHAIN.paths).nodes == 4
+
+
+def test_with_more_requests_than_budget_each_keeps_its_root_and_nothing_is_drafted() -> None:
+    running = [drafted(f"r{i}", CHAIN, tpot=0.001) for i in range(4)]
+    plan = load("adaserve", {"verify_tokens": 4}).plan(seen(running))
+    assert (verified(plan), drafts(plan)) == ({}, {None})
+
+
+def test_trees_become_shallower_and_narrower_with_more_requests() -> None:
+    policy = {"verify_tokens": 36, "draft_tokens": 12, "min_depth": 2, "max_depth": 8}
+    for count, expected in [(1, (8, 3)), (4, (8, 3)), (6, (5, 2)), (8, (3, 1))]:
+        plan = load("adaserve", policy).plan(seen([drafted(f"r{i}", None) for i in range(count)]))
+        assert drafts(plan) == {expected}, count
+
+
+def test_nothing_is_drafted_where_that_does_not_pay() -> None:
+    """10 ms and 1 a token, 4 to 8 draft steps: at an acceptance of 0.7 they pay at 1 ms a step and not at 10; when
+    hardly any token has been right, not at 1 ms."""
+    policy = load("adaserve")
+    one = drafted("r", None)
+    assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {(8, 3)}
+    assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.01)))) == {None}
+    policy.observe([Tokens(0.0, "r", 1, tried=1) for _ in range(500)])
+    assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {None}
+    assert drafts(policy.plan(seen([one]))) == {(8, 3)}  # a drafter that costs nothing may always try
+
+
+def test_nodes_take_only_free_kv() -> None:
+    """A block holds 10 tokens; `r` has 19 of 20 in its two, so its next token needs none and its nodes do."""
+    for free, nodes in [(0, ()), (2, (0, 1)), (9, (0, 1, 2, 3))]:
+        plan = load("adaserve").plan(seen([drafted("r", CHAIN, 20)], latency=Linear(0.01, 0.0), kv_free=free))
+        assert (verified(plan).get("r", ()), plan.preempt) == (nodes, ())
+
+
+def test_prompts_run_in_chunks_beside_decodes() -> None:
+    begun = Seq(decode("b").request, 60, 20, 2)
+    plan = load("adaserve", {"prefill_chunk": 45}).plan(seen([begun, drafted("r", None)], (prompt("p", 30),)))
+    assert [(w.seq, w.tokens, w.draft is not None) for w in plan.work] == [
+        ("r", 1, True), ("b", 40, True), ("p", 5, False),
+    ]  # fmt: skip
+
+
+def test_what_a_request_needs() -> None:
+    seq = drafted("r", None, tpot=0.02)
+    seq.first_token_at, seq.output = 1.0, 11  # ten after the first, by 1.25: 12.5 are due
+    assert tokens_needed(seq, 1.25, 1.2) == pytest.approx(2.5)
+    assert tokens_needed(drafted("r", None), 9.0, 8.0) == 0.0
+    seq.demoted = True
+    assert tokens_needed(seq, 1.25, 1.2) == 0.0
+    whole = decode("e", e2e=2.0)  # 15 of 16 tokens to come, 0.5 s left, of which the step takes 0.1
+    whole.predicted = 15.0
+    assert tokens_needed(whole, 1.6, 1.5) == pytest.approx(3.0)
+    assert tokens_needed(whole, 2.6, 2.5) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("per_token", "per_draft", "length"), [(0.0, 0.0, 3), (0.003, 0.0, 2), (0.003, 0.006, 0), (0.1, 0.0, 0)]
+)
+def test_smart_spec_verifies_and_drafts_as_many_for_all_as_bring_the_most(
+    per_token: float, per_draft: float, length: int
+) -> None:
+    """At 0.7 a token, 10 ms a step and 3 a token run: 8.0, 6.5, 6.4, 6.7 ms a token; 6 ms a draft step: 8.2, 9.1."""
+    running = [drafted("a", CHAIN), drafted("b", CHAIN)]
+    latency = Drafting(0.01, per_token, 0.0, per_draft)
+    plan = load("smart_spec", {"most": 3}).plan(seen(running, latency=latency))
+    assert {len(w.verify) for w in plan.work} == {length}
+    assert drafts(plan) == {(length, 1) if length else None}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("adaserve", {"verify_tokens": -1}, "verify_tokens -1: give 1 or more of each, verify_tokens 0"),
+        ("adaserve", {"prefill_chunk": 0}, "prefill_chunk 0"),
+        ("adaserve", {"min_depth": 5, "max_depth": 4}, "depths from 5 to 4: give the smaller one first"),
+        ("smart_spec", {"most": 0}, "most 0: give at least 1 token per step, and 1 to draft"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(name: str, settings: dict[str, object], says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        load(name, settings)
