@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rubato.core.events import Finished, Offered, Stepped, Verdict
+from rubato.core.events import Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
 from rubato.serving.metrics import MOST_REASONS, Metrics
 from rubato.serving.request_slo import Tier, Tiers
@@ -121,6 +121,22 @@ def test_reasons_of_refusal_are_bounded() -> None:
 def test_a_listener_that_fails_is_counted() -> None:
     text = Metrics("m", list, lambda: 0, lambda: {"EventLog": 3}).text().decode()
     assert 'rubato_listener_errors_total{listener="EventLog"} 3.0' in text
+
+
+def test_drafted_tokens_are_counted_by_what_became_of_them() -> None:
+    metrics = Metrics("m", list, lambda: 0)
+    metrics(Offered(0.0, "q", Request("q", (Stage(1),), 0.0)))
+    for tokens, tried in (
+        (1, 0),
+        (1, 1),
+        (3, 3),
+        (4, 3),
+        (0, 0),
+    ):  # none; a wrong one; two right, a wrong one; all right
+        metrics(Tokens(1.0, "q", tokens, tried=tried))
+    text = metrics.text().decode()
+    assert 'rubato_draft_tokens_total{outcome="accepted"} 5.0' in text
+    assert 'rubato_draft_tokens_total{outcome="rejected"} 2.0' in text
 
 
 def test_the_prefix_cache_is_counted_in_tokens(edge: Runs) -> None:

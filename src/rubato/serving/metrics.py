@@ -121,6 +121,13 @@ class Metrics:
         self._used = Counter(
             "rubato_tenant_tokens", "Tokens of prompts that began, and of output", ["tenant", "kind"], registry=to
         )
+        drafted = Counter(
+            "rubato_draft_tokens",
+            "Drafted tokens put to the test; none behind a rejected one",
+            ["outcome"],
+            registry=to,
+        )
+        self._accepted, self._rejected = (drafted.labels(outcome) for outcome in ("accepted", "rejected"))
         self._predicted = Histogram(
             "rubato_predicted_ttft_seconds",
             "TTFT expected at placement",
@@ -201,6 +208,9 @@ class Metrics:
         if not event.tokens:  # text that was held back, of tokens counted before
             return
         self._generated.inc(event.tokens)
+        if event.tried:
+            self._accepted.inc(event.tokens - 1)
+            self._rejected.inc(event.tried - (event.tokens - 1))
         state = self._open[event.id]
         state.used.inc(event.tokens)
         if state.last is None:
