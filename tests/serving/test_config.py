@@ -15,7 +15,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serving.build import fair_share_of
+from rubato.serving.build import drafter_of, fair_share_of, token_drafter_of
 from rubato.serving.config import Config, ConfigError, load
 from rubato.serving.serve import build, tenants_of
 from rubato.serving.tenants import Quota, Tenant
@@ -218,6 +218,57 @@ def test_what_cannot_be_built(tree: dict[str, Any], says: list[str]) -> None:
         build(load(tree), VirtualClock())
     for word in says:
         assert word in str(error.value)
+
+
+class Drafter:
+    """Lacks what a drafter must have: `engine.drafter: tests.serving.test_config` finds it here."""
+
+    def __init__(self, most: int = 1) -> None:
+        self.most = most
+
+    def draft(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        (7, ["engine.drafter", "7", "name"]),
+        ({"store_tokens": 5}, ["store_tokens", "suffix"]),
+        ("opt-125m-a100-40g", ["opt-125m-a100-40g", "simulated", "suffix"]),
+        ("sufix", ["sufix", "'suffix'"]),
+        ("no.such.module", ["engine.drafter", "no.such.module"]),
+        ("rubato.core.clock", ["engine.drafter", "rubato.core.clock", "Drafter"]),
+        ({"name": __name__, "mots": 1}, ["mots", "'most'"]),
+        ({"name": __name__, "most": 1}, [__name__, "verified, forget"]),
+    ],
+)
+def test_drafters_that_cannot_be_built(drafter: object, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        token_drafter_of(load({"engine": {"kind": "torch", "drafter": drafter}}))
+    for word in says:
+        assert word in str(error.value)
+
+
+def test_a_policy_that_drafts_says_which_setting_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"'vllm_spec' needs draft.*engine\.drafter: {alpha: 0\.7}"):
+        build(load({**SIMULATED, "policy": "vllm_spec"}), VirtualClock())
+    build(load({**SIMULATED, "policy": "vllm_spec"}, ["engine.drafter={alpha: 0.7}"]), VirtualClock())
+
+
+def test_how_often_a_drafter_of_tokens_is_right_must_be_said_in_a_simulation() -> None:
+    real = load({"engine": {"kind": "torch", "drafter": {"name": "suffix", "store_tokens": 9}}})
+    for config in (real, load(SIMULATED, ["engine.drafter=my.drafter"])):
+        with pytest.raises(ConfigError, match=r"drafts real tokens.*alpha: 0\.5.*engine\.drafter=null"):
+            drafter_of(config)
+    for free in ("{apps: {code: 0.9}}", "{store_tokens: 9}"):
+        with pytest.raises(ConfigError, match=r"profile.* or alpha"):
+            drafter_of(load(SIMULATED, [f"engine.drafter={free}"]))
+    with pytest.raises(ConfigError, match="drafter has no setting 'alpa'"):
+        drafter_of(load(SIMULATED, ["engine.drafter={alpha: 0.5, alpa: 1}"]))
+    drafter = drafter_of(load({"engine": "torch"}, ["engine.drafter={alpha: 0.5}"]))
+    assert drafter is not None
+    assert (drafter.acceptance.alpha, drafter.latency) == (0.5, None)
+    assert drafter_of(load({"engine": {"kind": "torch", "drafter": "suffix"}}, ["engine.drafter=null"])) is None
 
 
 @pytest.mark.parametrize(

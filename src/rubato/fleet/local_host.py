@@ -46,9 +46,11 @@ class LocalHost:
         self.supports = engine.supports | ({"handoff", "recall"} if handoff else {"recall"})
         missing = scheduler.needs - self.supports
         if missing:
+            drafter = "give it a drafter (engine.drafter), or " if "draft" in missing else ""
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which engine {type(engine).__module__} lacks "
-                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): choose another of the two"
+                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): {drafter}choose another of "
+                "the two"
             )
         self.id = id
         self.engine = engine

@@ -4,7 +4,9 @@ are 40–60 % off outside what they have seen):
     T = host + host_per_seq·seqs + max_2(k·tokens + b) + a·kv + d·chunk_context + e·chunk_sq
 
 The knee is where weights stop being free (memory-bound to compute-bound); kv is decode attention, chunk_context and
-chunk_sq prefill attention. Draft steps are not in it. All coefficients >= 0, so T never falls as a batch grows.
+chunk_sq prefill attention, a verified tree being a chunk. Draft steps are not in it: those of a model are
+`with_drafter`'s, and what drafting without one takes is learnt with b and host_per_seq. All coefficients >= 0, so T
+never falls as a batch grows.
 """
 
 from __future__ import annotations

@@ -17,22 +17,28 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
+from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.fair_share import FairShare
+from rubato.latency import profiles
 from rubato.latency.model_base import completed
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.with_drafter import Drafted
+from rubato.policies import load
 from rubato.serving.config import Config, ConfigError, Named
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
 SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
+# What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
+DRAFTERS = {"suffix": ("rubato.engines.torch.drafters.suffix", "SuffixDrafter")}
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
     """`engine.kind` is a module of `rubato.engines`, or anyone's, with a class `Engine`.
 
-    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings.
+    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings,
+    `drafter` as `drafter_of` or, for an engine that is not simulated, `token_drafter_of` makes it. Raises ConfigError.
     """
     cls = _class("engine", "rubato.engines", config.engine.name, "Engine")
     settings = dict(config.engine.settings)
@@ -51,7 +57,13 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
     if "seed" in takes:
         settings["seed"] = settings.get("seed", 0) + replica
     if "drafter" in takes:
-        settings["drafter"] = drafter_of(config)
+        settings["drafter"] = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
+        if settings["drafter"] is None and "draft" in load(config.policy.name, config.policy.settings).needs:
+            such = "{alpha: 0.7}, right 7 times of 10" if _is_simulated(config) else "suffix"
+            raise ConfigError(
+                f"policy {config.policy.name!r} needs draft, and engine {config.engine.name!r} was given no drafter: "
+                f"set engine.drafter, such as engine.drafter: {such}"
+            )
     if "link" in takes:
         settings["link"] = link_of(config)
     extra = list(SIMULATED) if "limits" in takes else []
@@ -75,18 +87,69 @@ def simulation_limits(config: Config) -> dict[str, int]:
 
 def drafter_of(config: Config) -> Drafter | None:
     """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
-    `Acceptance` beside it. Raises ConfigError."""
+    `Acceptance` beside it; without a name drafting costs nothing. Raises ConfigError, also for what drafts real tokens:
+    nobody knows how often it would be right."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None
-    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
-    name = settings.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g")
+    name, settings = _drafter_named(asked)
+    if name is None and "alpha" not in settings:
+        raise ConfigError(
+            f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
+            "it is right, of a drafter that costs nothing"
+        )
+    if name is not None and (name in DRAFTERS or ("." in name and not _is_profile(name))):
+        raise ConfigError(
+            f"engine.drafter {name!r} drafts real tokens, which a simulation does not have: say how often it is right "
+            "(at no cost), such as --set 'engine.drafter={alpha: 0.5}', or simulate without it, --set "
+            "engine.drafter=null"
+        )
     try:
         return drafter(name, **settings)
     except ValueError as error:
         raise ConfigError(f"engine.drafter: {error}") from error
+
+
+def token_drafter_of(config: Config) -> object | None:
+    """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or anyone's module with a class
+    `Drafter` (`rubato.engines.torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
+    asked = config.engine.settings.get("drafter")
+    if asked is None:
+        return None
+    name, settings = _drafter_named(asked)
+    if name is None or _is_profile(name):
+        raise ConfigError(
+            f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
+            f"{', '.join(DRAFTERS)}, or a module of yours with a class Drafter"
+        )
+    if "." in name:
+        cls = _class("engine.drafter", "", name, "Drafter")
+    elif name in DRAFTERS:
+        module, of = DRAFTERS[name]
+        cls = getattr(importlib.import_module(module), of)
+    else:
+        raise ConfigError(f"engine.drafter: unknown drafter {name!r}{nearest(name, DRAFTERS)}")
+    made = _construct(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
+    if lacking := [part for part in ("draft", "verified", "forget") if not callable(getattr(made, part, None))]:
+        raise ConfigError(f"engine.drafter: class Drafter of {name} lacks {', '.join(lacking)}")
+    return made
+
+
+def _drafter_named(asked: object) -> tuple[str | None, dict[str, Any]]:
+    """The name in a value of `engine.drafter`, and the settings beside it."""
+    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
+    name = settings.pop("kind", None) if "kind" in settings else settings.pop("name", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"engine.drafter is {asked!r}: give a name, or {{name: ..., SETTING: ...}}")
+    return name, settings
+
+
+def _is_profile(name: str) -> bool:
+    return name in profiles.names() or name.endswith(".json")
+
+
+def _is_simulated(config: Config) -> bool:
+    return issubclass(_class("engine", "rubato.engines", config.engine.name, "Engine"), simulated.Engine)
 
 
 def link_of(config: Config) -> Link:
@@ -99,7 +162,10 @@ def link_of(config: Config) -> Link:
 
 
 def believed_of(config: Config) -> LatencyModel:
-    """What a scheduler believes of its engine's step times."""
+    """What a scheduler believes of its engine's step times. Of one that runs a model, the drafts' time is in the steps
+    that it measures, and learns from: `suffix` takes some 40 us a tree."""
+    if not _is_simulated(config):
+        return latency_of(config)
     model, drafter = latency_of(config), drafter_of(config)
     return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
 

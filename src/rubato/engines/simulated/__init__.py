@@ -76,17 +76,18 @@ class Drafter:
     latency: LatencyModel | None = None
 
 
-def drafter(name: str, **acceptance: Any) -> Drafter:
-    """The profile of a small model as a drafter; acceptance: as `Acceptance` takes it, such as alpha=0.8. Raises
-    ValueError for an unknown profile or setting, or one that cannot be."""
+def drafter(name: str | None, **acceptance: Any) -> Drafter:
+    """The profile of a small model as a drafter (None: one that costs nothing); acceptance: as `Acceptance` takes it,
+    such as alpha=0.8. Raises ValueError for an unknown profile or setting, or one that cannot be."""
+    said = "drafter" if name is None else f"drafter {name!r}"
     known = [f.name for f in fields(Acceptance) if f.name != "requests"]
     for setting in acceptance:
         if setting not in known:
-            raise ValueError(f"drafter {name!r} has no setting {setting!r}{nearest(setting, known)}")
+            raise ValueError(f"{said} has no setting {setting!r}{nearest(setting, known)}")
     try:
-        return Drafter(Acceptance(**acceptance), profiles.load(name).model())
+        return Drafter(Acceptance(**acceptance), None if name is None else profiles.load(name).model())
     except TypeError as error:
-        raise ValueError(f"drafter {name!r}: {error}") from error
+        raise ValueError(f"{said}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -227,12 +227,12 @@ class SuffixDrafter:
 
     store_tokens: how many tokens of each tenant's earlier outputs it drafts from, too; the oldest output is dropped
     first. An output is the tokens from a sequence's first draft to its last; without a tenant ("") none is kept. All
-    tenants share the calibration, which knows frequencies but no text. Raises ValueError for a negative number.
+    tenants share the calibration, which knows frequencies but no text. Raises ValueError for what is no such number.
     """
 
     def __init__(self, store_tokens: int = 0) -> None:
-        if store_tokens < 0:
-            raise ValueError(f"store_tokens is {store_tokens}: give a number of tokens, or 0 for no store")
+        if type(store_tokens) is not int or store_tokens < 0:
+            raise ValueError(f"store_tokens is {store_tokens!r}: give a whole number of tokens, or 0 for no store")
         self._store_tokens = store_tokens
         self._stores: dict[str, Counts] = {}
         self._seqs: dict[str, _Sequence] = {}
