@@ -93,7 +93,11 @@ def test_answers_are_the_same_with_a_drafter(twin: Callable[[str], Path]) -> Non
     folder = twin("llama")
     plain, _, metrics = answers(folder, policy="vllm")
     assert 'rubato_draft_tokens_total{outcome="accepted"} 0.0' in metrics
-    for policy, drafter in (("vllm_spec", "suffix"), ("slos_serve", {"name": "suffix", "store_tokens": 1000})):
+    for policy, drafter in (
+        ("vllm_spec", "suffix"),
+        ({"kind": "adaserve", "verify_tokens": 64}, "suffix"),
+        ("slos_serve", {"name": "suffix", "store_tokens": 1000}),
+    ):
         found, events, metrics = answers(folder, policy=policy, drafter=drafter)
         assert found == plain
         tested = [event for event in events if isinstance(event, Tokens) and event.tried]
