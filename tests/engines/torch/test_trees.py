@@ -3,14 +3,15 @@ a replica, in mixed batches, under preemption."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
+from scipy.stats import chi2
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -22,8 +23,9 @@ from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
 from rubato.engines.torch.drafters import Draft, Wanted  # noqa: E402
 from rubato.engines.torch.model import Model, bytes_per_token  # noqa: E402
 from rubato.engines.torch.model_config import load_config  # noqa: E402
+from rubato.engines.torch.sampling import choose  # noqa: E402
 from rubato.engines.torch.sequence import Sequence as Running  # noqa: E402
-from rubato.engines.torch.trees import Candidates, accept, check_draft  # noqa: E402
+from rubato.engines.torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
 from rubato.engines.torch.weights import load_weights  # noqa: E402
 from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
 from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, random_tree  # noqa: E402
@@ -333,28 +335,130 @@ def test_what_cannot_be_verified_or_drafted_is_refused(harness: Callable[..., Ha
             check_draft(Wanted("a", (), 1, 3), wrong, 300)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("sampling", [SAMPLED, replace(SAMPLED, top_p=0.8, top_k=4, frequency_penalty=0.8)])
-def test_the_distribution_is_the_targets(sampling: Sampling) -> None:
-    """Chi-square of three tokens of a Markov chain over six, verified along random trees, against sampling one by one
-    (Wilson and Hilferty's 99.9 % bound)."""
-    vocab, runs = 6, 3000
-    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1)) * 1.5
+# --------------------------------------------------------------------------- the distribution of what is sampled
+
+FEW, LONG = 4, 4  # tokens of the vocabulary, and of an output: all 256 outputs are counted
+DRAWS = 4000
+LIKELY = torch.randn(FEW, FEW, generator=torch.Generator().manual_seed(1)).mul(1.5).tolist()  # logits after each token
+SETTINGS = {
+    "plain": SAMPLED,
+    "cold": replace(SAMPLED, temperature=0.6),
+    "top-p": replace(SAMPLED, top_p=0.8),
+    "top-k": replace(SAMPLED, top_k=3, temperature=1.3),
+    "min-p": replace(SAMPLED, min_p=0.1),
+    "repetition": replace(SAMPLED, repetition_penalty=1.8),
+    "all": replace(SAMPLED, temperature=1.2, top_p=0.95, top_k=3, frequency_penalty=0.8, presence_penalty=0.5),
+}
+
+
+def next_token(tokens: Sequence[int], s: Sampling) -> list[float]:
+    """The probability of each token after these, of which the first is the prompt, by the settings' definitions."""
+    logits = []
+    for token, x in enumerate(LIKELY[tokens[-1]]):
+        if token in tokens:
+            x = x / s.repetition_penalty if x > 0 else x * s.repetition_penalty
+        came_out = tokens[1:].count(token)
+        logits.append((x - s.frequency_penalty * came_out - s.presence_penalty * (came_out > 0)) / s.temperature)
+    weights = [math.exp(x) for x in logits]
+    kept = {i for i in range(FEW) if weights[i] >= s.min_p * max(weights)}
+    kept = set(sorted(kept, key=lambda i: -weights[i])[: s.top_k or FEW])
+    total, above = sum(weights[i] for i in kept), 0.0
+    for i in sorted(kept, key=lambda i: -weights[i]):
+        if above >= s.top_p * total:
+            kept.remove(i)
+        above += weights[i]
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(FEW)]
+
+
+def some_draft(rng: random.Random) -> Draft:
+    """A random tree, up to 3 deep, whose siblings differ; the first of them is half the time the likeliest token."""
+    tree = random_tree(rng, 3, 3)
+    tokens: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        taken = {tokens[i] for i in range(node) if tree.parents[i] == parent}
+        after = tokens[parent] if parent >= 0 else 0
+        likeliest = LIKELY[after].index(max(LIKELY[after]))
+        free = [token for token in range(FEW) if token not in taken]
+        tokens.append(likeliest if likeliest in free and rng.random() < 0.5 else rng.choice(free))
+    return Draft(tree, tuple(tokens))
+
+
+def p_value(sampling: Sampling) -> tuple[float, Counter[int]]:
+    """Of Pearson's chi-square test of DRAWS outputs, verified along random trees, against the exact probability of each
+    output; outputs expected fewer than 5 times count as one. Beside it how often how many nodes were accepted."""
     rng = random.Random(4)
-    counts = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()]
-    for drafts, seed in product((0, 1), range(runs)):
-        request = Request("a", (Stage(1, token_ids=(0,)),), 0.0, sampling=replace(sampling, seed=seed + drafts * runs))
-        seq = Running(request, [b"x"] * vocab, frozenset(), [None])
-        while seq.output < 3:
-            tree = random_tree(rng, 2, 3)
-            tokens = tuple(rng.sample(range(vocab), len(tree.parents)) if len(tree.parents) <= vocab else ())
-            candidates = {"a": Candidates.of("a", Draft(tree, tokens), tuple(range(len(tokens))))} if drafts else {}
-            at = [seq.tokens[-1], *(tokens if drafts else ())]
-            accept(table[at], [seq], candidates)
-        counts[drafts][tuple(seq.tokens[1:4])] += 1
-    plain, drafted = counts
-    common = [key for key in plain | drafted if plain[key] + drafted[key] >= 10]
-    statistic = sum((plain[k] - drafted[k]) ** 2 / (plain[k] + drafted[k]) for k in common)
-    n = len(common) - 1
-    assert n > 10
-    assert statistic < n * (1 - 2 / (9 * n) + 3.09 * (2 / (9 * n)) ** 0.5) ** 3
+    depths = Counter[int]()
+    table = torch.tensor(LIKELY)
+    seqs = []
+    for seed in range(DRAWS):
+        request = Request(f"{seed}", (Stage(1, token_ids=(0,)),), 0.0, sampling=replace(sampling, seed=seed))
+        seqs.append(Running(request, [b"x"] * FEW, frozenset(), [None]))
+    while going := [seq for seq in seqs if seq.output < LONG]:
+        drafts = [some_draft(rng) for _ in going]
+        rows = [row for seq, draft in zip(going, drafts, strict=True) for row in (seq.tokens[-1], *draft.tokens)]
+        candidates = {
+            seq.request.id: Candidates.of(seq.request.id, draft, tuple(range(len(draft.tokens))))
+            for seq, draft in zip(going, drafts, strict=True)
+        }
+        depths.update(len(walk.accepted) for walk in accept(table[rows], going, candidates))
+    counts = Counter(tuple(seq.tokens[1 : LONG + 1]) for seq in seqs)
+    exact = {(): 1.0}
+    for _ in range(LONG):
+        exact = {
+            (*tokens, token): p * q
+            for tokens, p in exact.items()
+            for token, q in enumerate(next_token((0, *tokens), sampling))
+        }
+    if any(not exact[tokens] for tokens in counts):
+        return 0.0, depths  # what cannot come out did
+    common = [tokens for tokens, p in exact.items() if p * DRAWS >= 5]
+    found, expected = [counts[tokens] for tokens in common], [DRAWS * exact[tokens] for tokens in common]
+    if DRAWS - sum(expected) >= 5:
+        found.append(DRAWS - sum(found))
+        expected.append(DRAWS - sum(expected))
+    statistic = sum((n - mean) ** 2 / mean for n, mean in zip(found, expected, strict=True))
+    return float(chi2.sf(statistic, len(found) - 1)), depths
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_distribution_is_the_targets(name: str) -> None:
+    p, depths = p_value(SETTINGS[name])
+    assert p > 0.001
+    assert depths[1] > 1000
+    assert depths[2] > 300
+    assert depths[3] > 50
+
+
+def drafters_first(walk: Walk, token: int) -> int:
+    """The first node offered, whatever was sampled."""
+    at = walk.accepted[-1] if walk.accepted else -1
+    offered = [] if walk.candidates is None else [i for i, p in enumerate(walk.candidates.parents) if p == at]
+    return walk.candidates.tokens[offered[0]] if walk.candidates is not None and offered else token
+
+
+def second_draw(walk: Walk, token: int) -> int:
+    """Sampled anew where no node holds the token."""
+    at = walk.accepted[-1] if walk.accepted else -1
+    tree = walk.candidates
+    offered = [] if tree is None else [t for t, p in zip(tree.tokens, tree.parents, strict=True) if p == at]
+    if not offered or token in offered:
+        return token
+    (again,) = choose(torch.tensor([LIKELY[walk.seq.tokens[-1]]]), [walk.seq.choice])
+    return again
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", [drafters_first, second_draw, None], ids=["drafters-first", "second-draw", "row"])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_wrong_acceptance_has_another_distribution(
+    name: str, wrong: Callable[[Walk, int], int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above would say of it. row: every token is sampled from the root's logits."""
+    if wrong is None:
+        monkeypatch.setattr(Walk, "row", property(lambda walk: walk.root))
+    else:
+        right = Walk.take
+        monkeypatch.setattr(Walk, "take", lambda walk, token, likely: right(walk, wrong(walk, token), likely))
+    assert p_value(SETTINGS[name])[0] < 1e-9
