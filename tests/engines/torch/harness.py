@@ -7,13 +7,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rubato.core.events import Event, Finished, Preempted, Tokens
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Entry, Logprob, Plan, Tree, Work
 from rubato.core.replica import Replica
-from rubato.core.request import Request
+from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.torch import Engine
 from rubato.engines.torch.drafters import Draft, Wanted
+from rubato.engines.torch.tokenizer import Text
+from rubato.workloads.prompts import TEXTS
 
 DEEP, WIDE = 4, 3
 CHUNKS = (1, 3, 8, 50)
@@ -175,7 +179,8 @@ def branches(entry: Entry, tree: Tree | None) -> bool:
 
 def random_plan(view: View, rng: random.Random, preempt: float, drafts: bool, chunks: Sequence[int] = CHUNKS) -> Plan:
     """Each sequence with probability 0.8, chunks of random sizes, as far as KV goes, with a random part of its tree.
-    One loses its KV at random, or the last where a running one lacks some (recompute, as vLLM's)."""
+    At random one loses its KV, or the one that began last: where nothing fits, now and then where a running one lacks
+    some."""
     gone: list[str] = []
     if view.running and rng.random() < preempt:
         gone.append(rng.choice(view.running).id)
@@ -194,7 +199,7 @@ def random_plan(view: View, rng: random.Random, preempt: float, drafts: bool, ch
         if need <= free and rng.random() < 0.8:
             work.append(Work(seq.id, tokens, verify, draft))
             free -= need
-    if lacking and not gone:
+    if view.running and not gone and (not work or (lacking and rng.random() < 0.1)):
         gone = [view.running[-1].id]
         work = [one for one in work if one.seq != gone[0]]
     return Plan(tuple(work), tuple(gone), wake_at=view.now + 1.0)
@@ -212,3 +217,16 @@ def some_nodes(rng: random.Random, tree: Tree | None) -> tuple[int, ...]:
             nodes.append(node)
             open_ += [child for child, parent in enumerate(tree.parents) if parent == node]
     return tuple(nodes)
+
+
+def mixed_requests(text: Text, count: int, sampling: Sampling, seed: int = 1) -> list[Request]:
+    """Chats, code to complete and summaries in turn, as the model's chat template writes them; 20 to 400 tokens, most
+    of them short."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        kind = ("chat", "code", "summary")[i % 3]
+        written = TEXTS[kind](rng, int(np.exp(rng.uniform(np.log(10), np.log(320)))))
+        ids = tuple(text.chat([{"role": "user", "content": written}]) if kind == "chat" else text.encode(written))[:400]
+        requests.append(Request(f"{kind}-{i}", (Stage(len(ids), token_ids=ids),), 0.0, sampling=sampling))
+    return requests
