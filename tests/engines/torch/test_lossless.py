@@ -1,0 +1,85 @@
+"""Greedy output of the bundled model in float32, token for token the same with verified trees as one at a time without:
+50 prompts in mixed batches, KV so scarce that sequences lose theirs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rubato.core.request import Request, Sampling  # noqa: E402
+from rubato.engines.torch import Engine, bundled_model  # noqa: E402
+from rubato.engines.torch.drafters import Drafter  # noqa: E402
+from rubato.engines.torch.drafters.suffix import SuffixDrafter  # noqa: E402
+from rubato.engines.torch.model import bytes_per_token  # noqa: E402
+from rubato.engines.torch.model_config import load_config  # noqa: E402
+from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
+from tests.engines.torch.harness import Harness, Toy, mixed_requests  # noqa: E402
+
+PROMPTS, NEW = 50, 48
+BLOCK, BLOCKS = 16, 64
+CHUNKS = (1, 8, 30, 120)
+Truth = dict[str, list[int]]  # all tokens of each sequence in the end
+
+pytestmark = pytest.mark.full
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What each request gives when it runs by itself."""
+
+    folder: Path
+    requests: tuple[Request, ...]
+    tokens: Truth
+
+
+def engine(folder: Path, drafter: Drafter | None = None) -> Engine:
+    gib = BLOCKS * BLOCK * bytes_per_token(load_config(folder), torch.float32) / 2**30
+    return Engine(folder, dtype="float32", device="cpu", kv_gib=gib, block=BLOCK, drafter=drafter)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    try:
+        folder = bundled_model.ensure()
+    except RuntimeError as error:
+        pytest.skip(f"the bundled model is not here: {error}")
+    tokens = {}
+    with Driver(engine(folder)) as drive:
+        sampling = Sampling(max_tokens=NEW, ignore_eos=True)
+        requests = tuple(mixed_requests(drive.engine.text, PROMPTS, sampling))  # type: ignore[attr-defined]
+        for request in requests:
+            drive.add_request(request)
+            drive.run()
+            tokens[request.id] = [*request.stages[0].token_ids, *drive.ids[request.id]]
+    return Alone(folder, requests, tokens)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "accepted"),
+    [
+        pytest.param(lambda truth: SuffixDrafter(), 200, id="suffix"),
+        pytest.param(lambda truth: Toy(random.Random(3), 0.9, truth), 800, id="knows-the-output"),
+    ],
+)
+def test_greedy_output_is_that_of_each_alone(drafter: Callable[[Truth], Drafter], accepted: int, alone: Alone) -> None:
+    with_trees = engine(alone.folder, drafter(alone.tokens))
+    replica, loop = started_behind_replica(with_trees, False)
+    run = Harness(with_trees, replica, loop, random.Random(1), CHUNKS)
+    try:
+        run.run(alone.requests)
+    finally:
+        loop.run_until_complete(with_trees.close())
+        loop.close()
+    for request in alone.requests:
+        assert run.served[request.id].ids == alone.tokens[request.id][request.prompt :], request.id
+    assert run.preempted > 20
+    assert run.branched > 100
+    assert run.together > 20
+    assert run.accepted > accepted
