@@ -179,8 +179,7 @@ def branches(entry: Entry, tree: Tree | None) -> bool:
 
 def random_plan(view: View, rng: random.Random, preempt: float, drafts: bool, chunks: Sequence[int] = CHUNKS) -> Plan:
     """Each sequence with probability 0.8, chunks of random sizes, as far as KV goes, with a random part of its tree.
-    At random one loses its KV, or the one that began last: where nothing fits, now and then where a running one lacks
-    some."""
+    One loses its KV at random, or the last where a running one lacks some (recompute, as vLLM's)."""
     gone: list[str] = []
     if view.running and rng.random() < preempt:
         gone.append(rng.choice(view.running).id)
@@ -199,7 +198,7 @@ def random_plan(view: View, rng: random.Random, preempt: float, drafts: bool, ch
         if need <= free and rng.random() < 0.8:
             work.append(Work(seq.id, tokens, verify, draft))
             free -= need
-    if view.running and not gone and (not work or (lacking and rng.random() < 0.1)):
+    if lacking and not gone:
         gone = [view.running[-1].id]
         work = [one for one in work if one.seq != gone[0]]
     return Plan(tuple(work), tuple(gone), wake_at=view.now + 1.0)
