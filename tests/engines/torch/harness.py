@@ -104,6 +104,7 @@ class Harness:
     loop: asyncio.AbstractEventLoop
     rng: random.Random
     chunks: Sequence[int] = CHUNKS
+    planner: Callable[[View, random.Random], Plan] | None = None  # in place of random plans
     served: dict[str, Served] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)  # all that the engine has of each
     branched: int = 0  # entries with a tree that is no chain
@@ -135,7 +136,10 @@ class Harness:
 
     def _step(self, now: float, preempt: float, cancel: str) -> None:
         view = self.replica.view(now)
-        plan = random_plan(view, self.rng, preempt, "draft" in view.supports, self.chunks)
+        if self.planner is not None:
+            plan = self.planner(view, self.rng)
+        else:
+            plan = random_plan(view, self.rng, preempt, "draft" in view.supports, self.chunks)
         if not plan.work and not plan.preempt:
             return
         batch, events = self.replica.apply(plan, now, "random")

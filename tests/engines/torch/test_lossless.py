@@ -13,6 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order  # noqa: E402
+from rubato.core.interfaces import View  # noqa: E402
+from rubato.core.plan import Plan  # noqa: E402
 from rubato.core.request import Request, Sampling  # noqa: E402
 from rubato.engines.torch import Engine, bundled_model  # noqa: E402
 from rubato.engines.torch.drafters import Drafter  # noqa: E402
@@ -20,11 +23,11 @@ from rubato.engines.torch.drafters.suffix import SuffixDrafter  # noqa: E402
 from rubato.engines.torch.model import bytes_per_token  # noqa: E402
 from rubato.engines.torch.model_config import load_config  # noqa: E402
 from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
-from tests.engines.torch.harness import Harness, Toy, mixed_requests  # noqa: E402
+from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, mixed_requests, some_nodes  # noqa: E402
 
 PROMPTS, NEW = 50, 48
 BLOCK, BLOCKS = 16, 64
-CHUNKS = (1, 8, 30, 120)
+BUDGET = 160  # tokens of a step
 Truth = dict[str, list[int]]  # all tokens of each sequence in the end
 
 pytestmark = pytest.mark.full
@@ -61,6 +64,16 @@ def alone() -> Alone:
     return Alone(folder, requests, tokens)
 
 
+def planned(view: View, rng: random.Random) -> Plan:
+    """vLLM's rule, which preempts the sequence started last, with random parts of all trees."""
+    builder = BatchBuilder(view, BUDGET)
+    drafts = (rng.randint(1, DEEP), rng.randint(1, WIDE))
+    decodes_first = sorted(view.running, key=lambda seq: seq.pending > 1)
+    run_in_order(builder, decodes_first, lambda seq: some_nodes(rng, seq.draft), drafts)
+    admit_in_order(builder, view.waiting, drafts)
+    return builder.plan()._replace(wake_at=view.now + 1.0)
+
+
 @pytest.mark.parametrize(
     ("drafter", "accepted"),
     [
@@ -71,15 +84,16 @@ def alone() -> Alone:
 def test_greedy_output_is_that_of_each_alone(drafter: Callable[[Truth], Drafter], accepted: int, alone: Alone) -> None:
     with_trees = engine(alone.folder, drafter(alone.tokens))
     replica, loop = started_behind_replica(with_trees, False)
-    run = Harness(with_trees, replica, loop, random.Random(1), CHUNKS)
+    run = Harness(with_trees, replica, loop, random.Random(1), planner=planned)
     try:
         run.run(alone.requests)
     finally:
         loop.run_until_complete(with_trees.close())
         loop.close()
+    print(f"{run.steps} steps, {run.preempted} preemptions, {run.branched} trees, {run.accepted} accepted")
     for request in alone.requests:
         assert run.served[request.id].ids == alone.tokens[request.id][request.prompt :], request.id
-    assert run.preempted > 20
+    assert run.preempted > 10
     assert run.branched > 100
-    assert run.together > 20
+    assert run.together > 10
     assert run.accepted > accepted
