@@ -114,13 +114,16 @@ def test_trees_become_shallower_and_narrower_with_more_requests() -> None:
         assert drafts(plan) == {expected}, count
 
 
-def test_nothing_is_drafted_where_that_does_not_pay() -> None:
-    """10 ms and 1 a token, 4 to 8 draft steps: at an acceptance of 0.7 they pay at 1 ms a step and not at 10; when
-    hardly any token has been right, not at 1 ms."""
+def test_trees_are_as_deep_as_pays() -> None:
+    """10 ms and 1 a token: at an acceptance of 0.7 and 1 ms a draft step 7.6, 6.8, 6.7, 6.9 ms a token with 1 to 4
+    steps, at 10 ms a step more than 11, without drafts 11; when hardly any token has been right, more even at 1 ms."""
     policy = load("adaserve")
     one = drafted("r", None)
-    assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {(8, 3)}
+    assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {(3, 3)}
     assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.01)))) == {None}
+    assert drafts(load("adaserve", {"verify_tokens": 9}).plan(seen([one], latency=Drafting(per_draft=0.01)))) == {
+        (8, 3)
+    }
     policy.observe([Tokens(0.0, "r", 1, tried=1) for _ in range(500)])
     assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {None}
     assert drafts(policy.plan(seen([one]))) == {(8, 3)}  # a drafter that costs nothing may always try

@@ -7,9 +7,10 @@ Prompts run beside, first come, first served, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
 per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
-pays. Nothing is drafted where that would not pay at the acceptance seen so far. n_max is the depth and the root; c1 and
-c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs what brings it there at an even
-pace; best effort needs nothing.
+pays. Equation 8 leaves out what a draft step costs: trees are shallower than it says, or none, where that brings more
+tokens per second at the acceptance seen so far. With `verify_tokens` both are the paper's. n_max is the depth and the
+root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs what brings it
+there at an even pace; best effort needs nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ Draft = tuple[int, int]
 
 @dataclass
 class Scheduler:
-    """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model.
-    draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: of the trees drafted (defaults: the
-    authors' artifact for Llama-70B, whose B1 is 512). prefill_chunk: prompt tokens of a step."""
+    """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model, of
+    trees as deep as pays. draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: bounds of
+    equations 8 and 9 (the defaults are the authors' for Llama-70B, with a B1 of 512). prefill_chunk: prompt tokens of a
+    step."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
     verify_tokens: int = 0
@@ -74,21 +76,29 @@ class Scheduler:
         return builder.plan()
 
     def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
-        """(depth, width) of the next trees (equations 8 and 9); None where none would pay, were they as good as those
-        so far, or none could be verified."""
+        """(depth, width) of the next trees; None where nothing is to be drafted."""
         n = max(1, len(decodes))
         verify = self.verify_tokens or n + view.latency.knee(view.decodes)
-        if self.verify_tokens and verify <= n:
-            return None
-        draft = adaptive(n, verify, self.draft_tokens, 0, 0, self.min_depth, self.max_depth, self.max_width)
-        drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
-        alone = view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
-        if view.latency.step_time(with_nodes(drafts, n, kv, 0)) <= alone * n:
-            return draft  # it costs nothing
+        bounds = self.min_depth, self.max_depth, self.max_width
+        depth, width = adaptive(n, verify, self.draft_tokens, 0, 0, *bounds)
+        if self.verify_tokens:
+            return (depth, width) if verify > n else None
+        return self._fastest(view, decodes, depth, width)
+
+    def _fastest(self, view: View, decodes: Sequence[SeqView], depth: int, width: int) -> Draft | None:
+        """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
+        far; the deepest that costs no more than none."""
+        n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
         means = [self._accepted.mean(s.request) for s in decodes] or [self._accepted.prior]
-        chains = sorted((mean**i for mean in means for i in range(1, draft[0] + 1)), reverse=True)
-        best = fastest(view.latency, drafts, n, kv, chains[: verify - n] if self.verify_tokens else chains)
-        return draft if best.token < alone else None
+        best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
+        likely: list[float] = []
+        for d in range(1, depth + 1):
+            likely += [mean**d for mean in means]
+            likely.sort(reverse=True)
+            token = fastest(view.latency, drafting((d, width), n), n, kv, likely).token
+            if token <= least:
+                best, least = (d, width), token
+        return best
 
     def _chosen(
         self, view: View, decodes: Sequence[SeqView], prompts: Sequence[SeqView], draft: Draft | None
