@@ -1,0 +1,56 @@
+"""Every set of drafted nodes that is a tree, of every request: what AdaServe's selection is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+
+from rubato.core.plan import Tree
+
+UNBOUND = 1 << 30  # n_max that never binds
+NOTHING = -1.0  # expected tokens where there is no such set
+Chosen = Sequence[Sequence[int]]
+
+
+def is_tree(tree: Tree | None, nodes: Sequence[int]) -> bool:
+    """Each once, after its parent."""
+    seen = {-1}
+    for node in nodes:
+        if tree is None or node in seen or tree.parents[node] not in seen:
+            return False
+        seen.add(node)
+    return True
+
+
+def expected(tree: Tree | None, nodes: Sequence[int]) -> float:
+    return 1.0 + (sum(tree.paths[node] for node in nodes) if tree is not None else 0.0)
+
+
+def total(trees: Sequence[Tree | None], chosen: Chosen) -> float:
+    return sum(expected(tree, nodes) for tree, nodes in zip(trees, chosen, strict=True))
+
+
+def met(trees: Sequence[Tree | None], chosen: Chosen, needed: Sequence[float]) -> int:
+    return sum(expected(t, nodes) >= need for t, nodes, need in zip(trees, chosen, needed, strict=True))
+
+
+def most_by_size(tree: Tree) -> list[float]:
+    """The most tokens that a subtree of 0, 1, ... drafted nodes can bring, by looking at each of them."""
+    nodes = range(len(tree.parents))
+    return [max(expected(tree, s) for s in combinations(nodes, n) if is_tree(tree, s)) for n in range(len(nodes) + 1)]
+
+
+def brute_force(trees: Sequence[Tree], needed: Sequence[float], budget: int) -> tuple[float, float, int]:
+    """The most tokens in all with every need met (NOTHING if they cannot be), the most whoever goes short, and of how
+    many requests the needs can be met at once."""
+    sizes = [most_by_size(tree) for tree in trees]
+    best, any_, most = NOTHING, NOTHING, 0
+    for counts in product(*(range(len(s)) for s in sizes)):
+        if len(trees) + sum(counts) > budget:
+            continue
+        got = [s[n] for s, n in zip(sizes, counts, strict=True)]
+        enough = sum(tokens >= need for tokens, need in zip(got, needed, strict=True))
+        any_, most = max(any_, sum(got)), max(most, enough)
+        if enough == len(trees):
+            best = max(best, sum(got))
+    return best, any_, most
