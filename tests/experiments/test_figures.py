@@ -23,8 +23,8 @@ FULL = sorted((ROOT / "docs" / "figures").glob("*.json"))
 
 # whose parts other tests of this folder try, or which run as another figure does
 LONG = (
-    "ascendra-capacity", "ascendra-parts", "sa-gain", "simulator-fidelity", "simulator-speed", "slos-serve-ablation",
-    "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
+    "adaserve-urgent", "ascendra-capacity", "ascendra-parts", "sa-gain", "simulator-fidelity", "simulator-speed",
+    "slos-serve-ablation", "slos-serve-capacity", "slos-serve-margin", "slos-serve-overload",
 )  # fmt: skip
 
 
@@ -88,6 +88,18 @@ def test_a_figure_with_other_claims_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(experiments, "claims", lambda: known)
     with pytest.raises(ValueError, match=r"figure 'slos-serve-toy': sarathi-third-prefill stand"):
         experiments.run("slos-serve-toy", small=True, workers=1)
+
+
+def test_a_figure_of_a_recorded_stream(tmp_path: Path) -> None:
+    trace = tmp_path / "stream.csv"
+    rows = [f"{0.4 * i},{('coding,1.2', 'chat,-50', 'summarization,-150')[i % 3]},40,20" for i in range(12)]
+    trace.write_text("\n".join(["t_s,category,slo_ratio,input_tokens,output_tokens", *rows]))
+    data = experiments.run("adaserve-scale", small=True, workers=1, trace=trace)
+    assert data["trace"] == "stream.csv"
+    assert {v["requests"] for v in data["data"]} == {12}
+    assert set(data["data"][0]["systems"]["adaserve"]["by_tier"]) == {"code", "chat", "summary"}
+    with pytest.raises(ValueError, match=r"'adaserve-urgent' takes no trace: .*adaserve-rate, adaserve-scale take one"):
+        experiments.run("adaserve-urgent", small=True, trace=trace)
 
 
 # --------------------------------------------------------------------------- the command
@@ -157,6 +169,7 @@ def test_the_page_opens_with_the_headline_claims_and_takes_full_runs_only() -> N
         (data | {"small": True}, "was run with --small"),
         (data | {"claims": data["claims"][1:]}, "run it again"),
         (data | {"format": "x"}, "format 'x' is no figure's"),
+        (data | {"trace": "t.csv"}, "was run with --trace"),
     ):
         with pytest.raises(ValueError, match=says):
             page([bad])

@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
     parser.add_argument("name", nargs="?")
     parser.add_argument("--names", action="store_true", help="print every figure's name, one a line")
     parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
+    parser.add_argument("--trace", metavar="FILE", help="offer this recorded stream, where the figure takes one")
     parser.add_argument("--json", metavar="FILE", help="write claims and data as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG, where the figure has a picture")
     parser.add_argument(
@@ -61,8 +62,8 @@ def _figure(args: argparse.Namespace) -> int:
         again = f"if interrupted, the same command goes on from {file}"
         print(f"{args.name}: about {figure.SECONDS:g} s of one core; {again}", file=sys.stderr, flush=True)
     data = experiments.run(
-        args.name, small=args.small, file=file, workers=args.workers, progress=not args.no_progress
-    )  # fmt: skip
+        args.name, small=args.small, trace=args.trace, file=file, workers=args.workers, progress=not args.no_progress
+    )
     rows = [["claim", "kind", "paper", "ours", "low", "high", "unit", "verdict"]]
     for c in data["claims"]:
         numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]

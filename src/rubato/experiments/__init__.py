@@ -5,8 +5,9 @@ A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS
     def jobs(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the jobs returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `draw(data, axes)`,
-its picture, and `tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
+and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `TRACED = True`, where
+`jobs` takes a `trace` as well, the path of a recorded stream to offer, `draw(data, axes)`, its picture, and
+`tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
 claims and what they are held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is
 one module and its claims; modules without claims of their own help the others.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from math import inf, isnan
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -81,7 +83,7 @@ class Figure(Protocol):
     SOURCE: str
     SECONDS: float
 
-    def jobs(self, small: bool) -> list[Job]: ...
+    def jobs(self, small: bool, **trace: str) -> list[Job]: ...
     def found(self, values: Sequence[Any], small: bool) -> Found: ...
 
 
@@ -107,12 +109,21 @@ def claims() -> dict[str, dict[str, Claim]]:
     return {figure: {name: Claim(name, **claim) for name, claim in own.items()} for figure, own in tree.items()}
 
 
-def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
-    """A figure's JSON. how: as `jobs.run` takes it. Raises ValueError when its estimates are not its claims."""
-    figure = load(name)
+def run(name: str, *, small: bool = False, trace: str | Path | None = None, **how: Any) -> dict[str, Any]:
+    """A figure's JSON. trace: a recorded stream to offer instead of a synthetic one. how: as `jobs.run` takes it.
+    Raises ValueError when its estimates are not its claims, or for a trace that it does not take; OSError for one that
+    cannot be read."""
+    figure, given, recorded = load(name), {}, {}
+    if trace is not None:
+        if not getattr(figure, "TRACED", False):
+            takers = ", ".join(other for other in names() if getattr(load(other), "TRACED", False))
+            raise ValueError(f"figure {name!r} takes no trace: leave out --trace ({takers} take one)")
+        given = {"trace": str(trace)}
+        recorded = {"trace": Path(trace).name, "content": blake2b(Path(trace).read_bytes(), digest_size=8).hexdigest()}
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
-    done = jobs.run(figure.jobs(small), head={"figure": name, "small": small}, about=name, **how)
+    todo = figure.jobs(small, **given)
+    done = jobs.run(todo, head={"figure": name, "small": small, **recorded}, about=name, **how)
     found = figure.found(done.values, small)
     known = claims().get(name, {})
     if found.estimates.keys() != known.keys():
@@ -124,6 +135,7 @@ def run(name: str, *, small: bool = False, **how: Any) -> dict[str, Any]:
         "about": about(name),
         "source": figure.SOURCE,
         "small": small,
+        **recorded,
         "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
         "seeds": list(found.seeds),
         "judge": found.judge,

@@ -83,6 +83,8 @@ def _check(run: Mapping[str, Any]) -> None:
         raise ValueError(f"format {run.get('format')!r} is no figure's: give what `rubato figure --json` wrote")
     if run["small"]:
         raise ValueError(f"figure {run['figure']!r} was run with --small: run it in full")
+    if "trace" in run:
+        raise ValueError(f"figure {run['figure']!r} was run with --trace, which not all have: run it without")
     if [claim["name"] for claim in run["claims"]] != list(known.get(run["figure"], {})):
         raise ValueError(f"figure {run['figure']!r} was run with claims that claims.yaml has not: run it again")
 
