@@ -1,9 +1,10 @@
 """AdaServe's simulated runs, for the figures `adaserve-*`: models, drafters, systems, and what comes out of a run.
 
 Streams are synthetic (`scenarios`), or a recorded one whose times are stretched to the rate. Judged by the mean TPOT.
-KV never binds here: 60 requests of 1,000 tokens are 15 % of the Llama profile's, 20 % of the Qwen profile's, so that
-`reserve_kv` changes nothing. `edf` is left out: its plans with drafts take longer than the time simulated, and as these
-requests have no TTFT it holds back whom it cannot serve at once, for minutes, which this judge does not see.
+KV never binds here: 60 requests of 1,000 tokens are 13 % of the Llama profile's, 19 % of the Qwen profile's, so that
+`reserve_kv` changes nothing. `edf` and `slos_serve` are left out: with drafts their plans take 1.2 and 0.8 times the
+time simulated, and as these requests have no TTFT both hold back whom they cannot serve at once, for minutes (half of
+30 s of requests waited 85 s under `slos_serve`), which this judge does not see.
 """
 
 from __future__ import annotations
