@@ -43,7 +43,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §6.2, §6.3, Fig. 8, 9 and 12"
-SECONDS = 2600.0
+SECONDS = 2000.0
 TRACED = True
 
 AT, TARGET = 4.0, 0.41  # requests/s; attained by the best baseline

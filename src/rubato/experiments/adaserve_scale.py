@@ -16,7 +16,7 @@ from rubato.experiments._adaserve_runs import MODELS, Sweep, offered
 from rubato.planning.jobs import Job
 
 SOURCE = "AdaServe, §6.2 and Fig. 11"
-SECONDS = 600.0
+SECONDS = 650.0
 TRACED = True
 RATE = 4.0
 
