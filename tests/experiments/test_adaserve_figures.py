@@ -29,7 +29,8 @@ def test_the_compared_point_lies_between_rates() -> None:
     assert found["best"] == pytest.approx(0.41)
     assert found["ours"] == pytest.approx(0.9 - 0.2 * 0.2 / 0.21)
     assert found["best_goodput"] == pytest.approx(410.0)
-    assert point(runs[::-1], TUNED)["rate"] == 6.0  # chains of 2 never fall to 0.41: the least that they attain
+    # chains of 2 never fall to 0.41: a point more than the least that they attain
+    assert point(runs[::-1], TUNED)["rate"] == pytest.approx(5.0 + 0.29 / 0.3)
     assert point(runs[:1], PAPER)["rate"] == 4.0
 
 

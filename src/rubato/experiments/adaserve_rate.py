@@ -103,12 +103,13 @@ def fitted(tries: int) -> dict[str, Any]:
 
 
 def point(values: Sequence[Any], systems: Sequence[str], ours: str = OURS) -> dict[str, float]:
-    """Of one model, acceptance and seed: the rate at which the best baseline attains 0.41 (or the least that it does,
-    as Sarathi keeps all that is not urgent), by straight lines between rates; there, both systems' numbers."""
+    """Of one model, acceptance and seed: the rate at which the best baseline attains 0.41 (or a point more than the
+    least that it does, as Sarathi keeps all that is not urgent), by straight lines between rates; there, both
+    systems' numbers."""
     values = sorted(values, key=lambda v: float(v["rate"]))
     rates = [float(v["rate"]) for v in values]
     best = [best_of(v["systems"], systems) for v in values]
-    target = max(TARGET, min(best))
+    target = max(TARGET, min(best) + 0.01)
     after = next(i for i, share in enumerate(best) if share <= target)
     rate = rates[after]
     if after:
