@@ -38,6 +38,7 @@ SYSTEMS = ("adaserve", "edf", "vllm_spec:n=4", "sarathi")
 TPOT = {"code": 1.2, "chat": 2.0, "summary": 5.0}  # times the unloaded one
 SHARES = {"code": 0.6, "chat": 0.2, "summary": 0.2}
 SECONDS = 20.0  # of arrivals
+AT_ONCE = 8  # requests that any system runs at most; the artifact takes 64 and 80, where a step's knee is at 130 tokens
 DONE = 60.0  # seconds after the last arrival at which a run is given up
 
 
@@ -98,14 +99,14 @@ async def replayed(cluster: Cluster, offered: Sequence[tuple[float, Request]], r
 async def unloaded(cluster: Cluster, text: Text, clients: int, seed: int) -> tuple[float, float]:
     """Requests/s in a closed loop, and seconds a token."""
     sources = prompts(None, seed)
-    some, _ = drawn(sources, text, 6 * clients, f"u{clients}")
+    some, _ = drawn(sources, text, 3 * max(2, clients), f"u{clients}")
     found = await served(cluster, some, clients)
     later = sum(found.tokens.values()) - len(found.tokens)
     return len(some) / found.seconds, sum(found.last[i] - found.first[i] for i in found.tokens) / later
 
 
 async def measured(args: argparse.Namespace) -> None:
-    clusters = {name: await cluster_of(name, 0) for name in args.systems}
+    clusters = {name: await cluster_of(name, 0, AT_ONCE) for name in args.systems}
     text = engine("vllm", 0).text
     plain = await cluster_of("vllm:budget=1024", 0)
     for cluster in [*clusters.values(), plain]:  # latency models begin with a guess

@@ -105,17 +105,17 @@ def class_of(offer: traces.TraceRequest) -> str:
     return "chat" if offer.tpot is not None and offer.tpot < 0.1 else "summary"
 
 
-def engine(policy: str, store: int) -> Engine:
+def engine(policy: str, store: int, seqs: int = 32) -> Engine:
     """With a drafter where the policy needs one."""
     drafter = SuffixDrafter(store) if "draft" in load(policy).needs else None
-    return Engine(bundled_model.ensure(), kv_gib=0.7, max_seqs=32, max_length=2048, drafter=drafter)
+    return Engine(bundled_model.ensure(), kv_gib=0.7, max_seqs=seqs, max_length=2048, drafter=drafter)
 
 
-async def cluster_of(policy: str, store: int) -> Cluster:
+async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:
     choice = PolicyChoice.parse(policy)
     cluster = local_cluster(
-        [engine(choice.policy, store)], [affine.Model()], WallClock(), policy=choice.policy, settings=choice.settings,
-        rule="mean",
+        [engine(choice.policy, store, seqs)], [affine.Model()], WallClock(), policy=choice.policy,
+        settings=choice.settings, rule="mean",
     )  # fmt: skip
     await cluster.start()
     return cluster

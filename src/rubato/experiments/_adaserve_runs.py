@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rubato.core.events import Event, Finished, Tokens
+from rubato.core.plan import Shape
 from rubato.engines.simulated import Drafter, drafter
 from rubato.experiments import Found
 from rubato.measure.confidence import Estimate, over_seeds
@@ -40,43 +41,44 @@ ALPHA = "0.7"
 
 @dataclass(frozen=True)
 class Model:
-    """unloaded: seconds per token. artifact: the authors' settings, B1 among them; ours: the same, with B
-    from the latency model."""
+    """unloaded: seconds per token. artifact: the authors' bounds of depth and width; ours: the same with depths from 1,
+    for B and depth by the latency model. b1: the artifact's."""
 
     scenario: str
     drafter: str
     unloaded: float
     artifact: str
+    b1: int
     ours: str
 
 
 MODELS = {
     "llama": Model(
-        "adaserve-llama70b", "llama-3.2-1b-a100", scenarios.MODELS["llama70b"][1], "adaserve:verify_tokens=512",
+        "adaserve-llama70b", "llama-3.2-1b-a100", scenarios.MODELS["llama70b"][1], "min_depth=4", 512,
         "adaserve",
     ),
     "qwen": Model(
         "adaserve-qwen32b", "qwen2.5-0.5b-a100", scenarios.MODELS["qwen32b"][1],
-        "adaserve:verify_tokens=256,draft_tokens=80,min_depth=3,max_depth=5",
-        "adaserve:draft_tokens=80,min_depth=3,max_depth=5",
+        "draft_tokens=80,min_depth=3,max_depth=5", 256, "adaserve:draft_tokens=80,max_depth=5",
     ),
 }  # fmt: skip
 
-OURS, SHALLOW, ARTIFACT, SMART = "adaserve", "adaserve, depth 2", "adaserve, artifact's B1", "smart_spec"
+OURS, KNEE, ARTIFACT, SMART = "adaserve", "adaserve, B at the knee", "adaserve, artifact's B1", "smart_spec"
 PAPER = ("vllm", "sarathi", "vllm_spec(4)", "vllm_spec(6)", "vllm_spec(8)")  # of which the paper takes the best
 TUNED = (*PAPER, "vllm_spec(2)")
-FEW = (OURS, SHALLOW, "vllm", "sarathi", "vllm_spec(2)", "vllm_spec(4)", SMART)
-ALL = (OURS, SHALLOW, ARTIFACT, *TUNED, SMART)
+FEW = (OURS, KNEE, "vllm", "sarathi", "vllm_spec(2)", "vllm_spec(4)", SMART)
+ALL = (OURS, KNEE, ARTIFACT, *TUNED, SMART)
 
 
 def choice(model: str, system: str) -> str:
     """The policy that a system is, with its settings."""
     of = MODELS[model]
-    if system == SHALLOW:
-        return f"{of.ours.partition(',min_depth')[0]}{',' if ':' in of.ours else ':'}min_depth=2,max_depth=2"
+    if system in (KNEE, ARTIFACT):
+        budget = of.b1 if system == ARTIFACT else 1 + hardware(model).model.knee(Shape().plus(1, 512))
+        return f"adaserve:verify_tokens={budget},{of.artifact}"
     if system.startswith("vllm_spec"):
         return f"vllm_spec:n={system[-2]}"
-    return {OURS: of.ours, ARTIFACT: of.artifact}.get(system, system)
+    return of.ours if system == OURS else system
 
 
 @lru_cache
@@ -208,7 +210,7 @@ class Sweep:
             for name, systems in (("", PAPER), ("-tuned", TUNED)):
                 estimates[f"{model}-violations{name}"] = up_to(own, self.x, lambda v, s=systems: _fewer(v, s))
                 estimates[f"{model}-goodput{name}"] = up_to(own, self.x, lambda v, s=systems: _more(v, s))
-            estimates[f"{model}-depth-2"] = up_to(own, self.x, lambda v: _fewer(v, TUNED, SHALLOW))
+            estimates[f"{model}-knee"] = up_to(own, self.x, lambda v: _fewer(v, TUNED, KNEE))
         return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", dict(settings))
 
     def tables(self, values: Sequence[Any]) -> str:

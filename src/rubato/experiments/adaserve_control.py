@@ -1,8 +1,9 @@
 """AdaServe's adaptive depth and width against every fixed one, by load: is control worth having?
 
 Llama-3.1-70B as in `adaserve-rate`, at three rates, 90 s. Fixed (d, w): every tree that is drafted has this depth and
-width, whatever the load. Adaptive: equations 8 and 9 with the artifact's bounds, and with depths from 1. In all of them
-how many nodes are verified, and whether trees are drafted at all, goes by what pays.
+width, whatever the load. Adaptive: as deep as pays by the latency model, at most as equations 8 and 9 have it; and
+these equations alone, with the artifact's bounds and B at the model's knee. In all but the last, how many nodes are
+verified, and whether trees are drafted at all, goes by what pays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rubato.experiments import Found
-from rubato.experiments._adaserve_runs import ALPHA, OURS, offered, served
+from rubato.experiments._adaserve_runs import ALPHA, KNEE, OURS, choice, offered, served
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -25,8 +26,8 @@ RATES = (2.6, 4.8, 6.0)
 DEPTHS, WIDTHS = (1, 2, 4, 6, 8), (1, 2, 3, 4)
 SEEDS = (1, 2)
 PLENTY = 1 << 14  # draft tokens of a step, so that every width fits
-FROM_1 = "adaserve, depth from 1"
-ADAPTIVE = {OURS: "adaserve", FROM_1: "adaserve:min_depth=1"}
+EQUATIONS = "equations 8 and 9"
+ADAPTIVE = (OURS, EQUATIONS)
 
 
 def fixed(depth: int, width: int) -> str:
@@ -35,7 +36,7 @@ def fixed(depth: int, width: int) -> str:
 
 def policies(small: bool) -> dict[str, str]:
     depths, widths = (DEPTHS[1:3], WIDTHS[:1]) if small else (DEPTHS, WIDTHS)
-    return ADAPTIVE | {
+    return {OURS: choice(MODEL, OURS), EQUATIONS: choice(MODEL, KNEE)} | {
         fixed(d, w): f"adaserve:min_depth={d},max_depth={d},max_width={w},draft_tokens={PLENTY}"
         for d in depths
         for w in widths
@@ -83,7 +84,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     seeds = sorted({v["seed"] for v in values})
     each = [_by_rate(values, seed) for seed in seeds]
     estimates = {}
-    for name, word in ((OURS, "adaptive"), (FROM_1, "from-1")):
+    for name, word in ((OURS, "adaptive"), (EQUATIONS, "equations")):
         for rate in RATES:
             runs = [of.get(rate) or next(iter(of.values())) for of in each]  # a small run has one rate
             estimates[f"{word}-{rate}"] = over_seeds([_behind(shares, name) for shares in runs])

@@ -4,7 +4,8 @@ Code, chat and summaries (60/20/20 %, output 256) as Llama-3.1-70B on four A100 
 of Gamma arrivals, judged by mean TPOT; a drafted token is right with probability 0.7. The paper's ratios stand where
 the best baseline attains 0.41 (they imply it), so here too: between the rates run, which go beyond the paper's because
 our step times are shorter. Its best baseline is that of vLLM, Sarathi and chains of 4, 6 and 8 (the last two, as B1,
-under one seed); *tuned* adds chains of 2, which the paper does not have, and trees of depth 2 to AdaServe. Other
+under one seed); *tuned* adds chains of 2, which the paper does not have. `adaserve` takes B and depth from the
+latency model; beside it the paper's equations with B at the model's knee, and with the artifact's B1. Other
 acceptances, one seed of 120 s, beside. With `--trace` a recorded stream is offered whole, stretched to each rate.
 """
 
@@ -24,10 +25,10 @@ from rubato.experiments._adaserve_runs import (
     ALL,
     ALPHA,
     FEW,
+    KNEE,
     MODELS,
     OURS,
     PAPER,
-    SHALLOW,
     SMART,
     TUNED,
     best_of,
@@ -55,7 +56,7 @@ CHAINS = {"code": (0.90, 1.01), "chat": (0.38, 0.43), "summary": (1.00, 1.16)}  
 
 def jobs(small: bool, trace: str | None = None) -> list[Job]:
     if small:
-        few = (OURS, SHALLOW, "vllm", "vllm_spec(4)")
+        few = (OURS, KNEE, "vllm", "vllm_spec(4)")
         return [
             Job("fit", fitted, (1000,)),
             *(Job(f"llama {r}", measured, ("llama", ALPHA, r, 3.0, 1, few, trace)) for r in (AT, 6.4)),
@@ -152,8 +153,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
             each = [_ratios(point(own, systems)) for own in seeds]
             for what in ("violations", "attained", "goodput"):
                 estimates[f"{model}-{what}{which}"] = over_seeds([float(np.log(r[what])) for r in each]).exp()
-        shallow = [_ratios(point(own, TUNED, SHALLOW)) for own in seeds]
-        estimates[f"{model}-depth-2"] = over_seeds([float(np.log(r["violations"])) for r in shallow]).exp()
+        knee = [_ratios(point(own, TUNED, KNEE)) for own in seeds]
+        estimates[f"{model}-knee"] = over_seeds([float(np.log(r["violations"])) for r in knee]).exp()
         at = [next(v["systems"] for v in own if v["rate"] == AT) for own in seeds]
         estimates[f"{model}-goodput-at-4"] = over_seeds(
             [run[OURS]["goodput"] / best_of(run, PAPER, "goodput") for run in at]
@@ -179,7 +180,7 @@ def tables(data: Any) -> str:
     for model in MODELS:
         for acceptance in ACCEPTANCE:
             for which, systems in (("", PAPER), (", tuned", TUNED)):
-                for ours in (OURS, SHALLOW, SMART):
+                for ours in (OURS, KNEE, SMART):
                     seeds = _chosen(data, model, acceptance)
                     points = [point(own, systems, ours) for own in seeds]
                     mean = {key: float(np.mean([p[key] for p in points])) for key in points[0]}

@@ -37,13 +37,13 @@ Draft = tuple[int, int]
 class Scheduler:
     """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model, of
     trees as deep as pays. draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: bounds of
-    equations 8 and 9 (the defaults are the authors' for Llama-70B, with a B1 of 512). prefill_chunk: prompt tokens of a
-    step."""
+    equations 8 and 9 (the authors' for Llama-70B: B1 512, B2 96, depths 4 to 8, widths to 3). prefill_chunk: prompt
+    tokens of a step."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
     verify_tokens: int = 0
     draft_tokens: int = 96
-    min_depth: int = 4
+    min_depth: int = 1
     max_depth: int = 8
     max_width: int = 3
     prefill_chunk: int = 1024
@@ -95,6 +95,8 @@ class Scheduler:
         for d in range(1, depth + 1):
             likely += [mean**d for mean in means]
             likely.sort(reverse=True)
+            if d < self.min_depth:
+                continue
             token = fastest(view.latency, drafting((d, width), n), n, kv, likely).token
             if token <= least:
                 best, least = (d, width), token
