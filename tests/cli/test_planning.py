@@ -68,7 +68,7 @@ def test_a_drafter_and_a_link_from_the_configuration(
     assert "needs draft" in capsys.readouterr().err
     for wrong, says in (
         ("drafter=opt", "no profile 'opt'"),
-        ("drafter.alpha=0.9", "give the name of a profile"),
+        ("drafter.seed=1", "give the name of a profile"),
         ("link=3", "give kv_bytes, bandwidth, latency"),
         ("link.kv_byte=3", "did you mean 'kv_bytes'"),
     ):
