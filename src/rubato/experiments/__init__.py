@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from math import inf, isnan
 from pathlib import Path
@@ -105,8 +106,16 @@ def about(name: str) -> str:
 
 def claims() -> dict[str, dict[str, Claim]]:
     """Figure -> name -> claim, as the file has them."""
-    tree = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
-    return {figure: {name: Claim(name, **claim) for name, claim in own.items()} for figure, own in tree.items()}
+    return {
+        figure: {name: Claim(name, **claim) for name, claim in own.items()} for figure, own in _claims_file().items()
+    }
+
+
+@lru_cache(maxsize=1)
+def _claims_file() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Read once: PyYAML takes a quarter of a second for it."""
+    tree: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
+    return tree
 
 
 def run(name: str, *, small: bool = False, trace: str | Path | None = None, **how: Any) -> dict[str, Any]:
