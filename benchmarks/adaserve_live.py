@@ -101,8 +101,7 @@ async def unloaded(cluster: Cluster, text: Text, clients: int, seed: int) -> tup
     sources = prompts(None, seed)
     some, _ = drawn(sources, text, 3 * max(2, clients), f"u{clients}")
     found = await served(cluster, some, clients)
-    later = sum(found.tokens.values()) - len(found.tokens)
-    return len(some) / found.seconds, sum(found.last[i] - found.first[i] for i in found.tokens) / later
+    return len(some) / found.seconds, found.tpot
 
 
 async def measured(args: argparse.Namespace) -> None:

@@ -69,11 +69,16 @@ class Served:
             self.verified[id] = self.verified.get(id, 0) + 1
             self.accepted[id] = self.accepted.get(id, 0) + len(event.accepted)
 
-    def figures(self, classes: dict[str, str]) -> dict[str, Any]:
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first, over all requests."""
         later = sum(self.tokens.values()) - len(self.tokens)
+        return sum(self.last[id] - self.first[id] for id in self.tokens) / max(1, later)
+
+    def figures(self, classes: dict[str, str]) -> dict[str, Any]:
         return {
             "rate": sum(self.tokens.values()) / self.seconds,
-            "tpot": sum(self.last[id] - self.first[id] for id in self.tokens) / max(1, later),
+            "tpot": self.tpot,
             "tpot_by": {
                 name: sum(self.last[i] - self.first[i] for i in own) / max(1, sum(self.tokens[i] - 1 for i in own))
                 for name in CLASSES if (own := [i for i in self.tokens if classes[i] == name])

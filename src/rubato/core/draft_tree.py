@@ -96,13 +96,10 @@ def _ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]
     for at, tree in enumerate(trees):
         if tree is None:
             continue
-        depths: list[int] = []
-        for id, (parent, f) in enumerate(zip(tree.parents, tree.paths, strict=True)):
-            depth = depths[parent] + 1 if parent >= 0 else 0
-            depths.append(depth)
-            if depth == len(layers):
+        for id, (depth, f) in enumerate(zip(tree.depths, tree.paths, strict=True)):
+            if depth > len(layers):
                 layers.append([])
-            layers[depth].append((f, at, id))
+            layers[depth - 1].append((f, at, id))
     ranking = [node for layer in layers for node in layer]
     ranking.sort(key=itemgetter(0), reverse=True)  # stable: of equal f, by depth, then request, then id
     own: list[list[Node]] = [[] for _ in trees]

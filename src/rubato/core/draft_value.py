@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rubato.core.interfaces import LatencyModel
-from rubato.core.plan import Shape
+from rubato.core.plan import Shape, later_draft_tokens
 
 
 class Paying(NamedTuple):
@@ -15,6 +15,13 @@ class Paying(NamedTuple):
 
     nodes: int
     token: float
+
+
+def drafting(draft: tuple[int, int] | None, sequences: int) -> Shape:
+    """What drafting a tree of this (depth, width) for so many sequences adds to a step; None: nothing is drafted."""
+    if draft is None:
+        return Shape()
+    return Shape(spec_steps=draft[0], draft_tokens=sequences * later_draft_tokens(draft))
 
 
 def with_nodes(base: Shape, decodes: int, kv: int, nodes: int) -> Shape:

@@ -119,6 +119,14 @@ class Tree:
     parents: tuple[int, ...]
     paths: tuple[float, ...]
 
+    @property
+    def depths(self) -> list[int]:
+        """Of each node: 1 for those that follow the last token itself."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
 
 def later_draft_tokens(draft: tuple[int, int]) -> int:
     """Tokens that the drafter runs after its first step for a tree of this (depth, width): each later step expands the

@@ -78,11 +78,9 @@ def draw(data: Any, axes: Any) -> None:
     colours = {CUT: "#d95f02", REST: "#1b9e77", DROPPED: "#dddddd"}
     for at, tree in enumerate(TREES):
         places = {-1: (4.0 * at, 0.0)}
-        depths: list[int] = []
-        for node, parent in enumerate(tree.parents):
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-            side = sum(depth == depths[-1] for depth in depths[:-1])
-            places[node] = (4.0 * at - 0.8 + 1.6 * side, -float(depths[-1]))
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            side = tree.depths[:node].count(depth)
+            places[node] = (4.0 * at - 0.8 + 1.6 * side, -float(depth))
             axes.plot(*zip(places[parent], places[node], strict=True), color="#888888", zorder=1)
         slo, all_ = data["slo"][at], data["all"][at]
         for node, (x, y) in places.items():

@@ -23,10 +23,10 @@ from typing import ClassVar
 from rubato.core.acceptance import Accepted
 from rubato.core.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
 from rubato.core.draft_tree import adaptive, select
-from rubato.core.draft_value import fastest, with_nodes, worth
+from rubato.core.draft_value import drafting, fastest, with_nodes, worth
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Shape, later_draft_tokens
+from rubato.core.plan import Plan, Shape
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 
@@ -122,7 +122,7 @@ class Scheduler:
                 nodes = worth(view.latency, beside, n, kv, likely, token)
         if nodes < 1:
             return {}
-        depth = max(max_depth_of(tree.parents) for tree in trees if tree is not None)
+        depth = max(max(tree.depths, default=0) for tree in trees if tree is not None)
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
         needed = [min(tokens_needed(s, end, view.now), depth + 1.0) for s in decodes]
         found = select(trees, needed, n + nodes, depth + 1)
@@ -140,18 +140,3 @@ def tokens_needed(seq: SeqView, end: float, now: float) -> float:
         left = seq.request.arrival + seq.away + slo.e2e - now
         most = max(most, remaining(seq) * (end - now) / left if left > 0.0 else inf)
     return most
-
-
-def drafting(draft: Draft | None, sequences: int) -> Shape:
-    """What drafting such a tree for so many sequences adds to a step."""
-    if draft is None:
-        return Shape()
-    return Shape(spec_steps=draft[0], draft_tokens=sequences * later_draft_tokens(draft))
-
-
-def max_depth_of(parents: Sequence[int]) -> int:
-    """Of a tree's nodes the depth of the deepest; parents come before their children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)

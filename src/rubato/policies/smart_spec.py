@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from rubato.core.acceptance import Accepted
 from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
-from rubato.core.draft_value import with_nodes
+from rubato.core.draft_value import drafting, with_nodes
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Plan, Shape, later_draft_tokens
+from rubato.core.plan import Plan
 
 SOURCE = "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024)"
 
@@ -58,7 +58,7 @@ class Scheduler:
         best, most, tokens = 0, 0.0, 0.0
         for length in range(self.most + 1):
             tokens += sum([mean**length for mean in means])
-            drafts = Shape(spec_steps=length, draft_tokens=n * later_draft_tokens((length, 1)) if length else 0)
+            drafts = drafting((length, 1) if length else None, n)
             goodput = tokens / view.latency.step_time(with_nodes(drafts, n, kv, n * length))
             if goodput > most:
                 best, most = length, goodput
