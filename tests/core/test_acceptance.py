@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.acceptance import MEMORY, WEIGHT, Accepted
+from rubato.core.acceptance import MEMORY, PRIOR, WEIGHT, Accepted, Offered
 from rubato.core.events import Finished, Tokens, Verdict
+from rubato.core.plan import Tree
 from rubato.engines.simulated.acceptance import Acceptance
 from tests.doubles import Seq, request
 
@@ -62,3 +63,24 @@ def test_it_comes_to_the_chance_there_is(alpha: float, seed: int) -> None:
         counts.observe(tried("a", len(accepted), of))
         position += len(accepted) + 1
     assert counts.mean(request("a")) == pytest.approx(alpha, abs=0.06)
+
+
+def test_what_trees_offer_is_learned_by_class_and_depth_from_all_of_their_nodes() -> None:
+    offered, code, chat = Offered(), request("a", tier="code"), request("b", tier="chat")
+    assert offered.chances(code, 2) == pytest.approx([PRIOR, PRIOR**2])
+    offered.see(code, Tree((-1, -1, 0), (0.6, 0.2, 0.4)))
+    offered.see(code, Tree((-1,), (0.4,)))
+    # 0.8 and 0.4 at depth 1, 0.4 at depth 2; deeper it falls as from 1 to 2
+    assert offered.chances(code, 4) == pytest.approx([0.6, 0.4, 0.4 * 2 / 3, 0.4 * 4 / 9])
+    assert offered.chances(code, 1) == pytest.approx([0.6])
+    assert offered.chances(chat, 1) == [PRIOR]
+    offered.see(chat, Tree((), ()))
+    offered.see(chat, Tree((-1,), (0.0,)))
+    assert offered.chances(chat, 3) == [0.0, 0.0, 0.0]
+
+
+def test_trees_of_long_ago_are_forgotten() -> None:
+    offered, one = Offered(), request("a")
+    for path in [0.9] * 2000 + [0.1] * 2000:
+        offered.see(one, Tree((-1,), (path,)))
+    assert offered.chances(one, 1)[0] == pytest.approx(0.1, abs=0.02)

@@ -24,13 +24,13 @@ def test_the_compared_point_lies_between_rates() -> None:
         at(6.0, ours=0.7, spec=0.21, two=0.5, sarathi=0.4),
     ]
     found = point(runs, PAPER)
-    # the best is 0.61, then Sarathi's 0.40
-    assert found["rate"] == pytest.approx(5.0 + 0.2 / 0.21)
-    assert found["best"] == pytest.approx(0.41)
-    assert found["ours"] == pytest.approx(0.9 - 0.2 * 0.2 / 0.21)
-    assert found["best_goodput"] == pytest.approx(410.0)
-    # chains of 2 never fall to 0.41: a point more than the least that they attain
-    assert point(runs[::-1], TUNED)["rate"] == pytest.approx(5.0 + 0.29 / 0.3)
+    # the best is 0.61, then Sarathi's 0.40; two points above 0.41 are near enough
+    assert found["rate"] == pytest.approx(5.0 + 0.18 / 0.21)
+    assert found["best"] == pytest.approx(0.43)
+    assert found["ours"] == pytest.approx(0.9 - 0.2 * 0.18 / 0.21)
+    assert found["best_goodput"] == pytest.approx(430.0)
+    # chains of 2 never fall to 0.41: two points more than the least that they attain
+    assert point(runs[::-1], TUNED)["rate"] == pytest.approx(5.0 + 0.28 / 0.3)
     assert point(runs[:1], PAPER)["rate"] == 4.0
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from rubato.core.draft_value import fastest, worth
-from rubato.core.events import Tokens
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan, Shape, Tree
 from rubato.policies import PolicyError
@@ -76,6 +75,15 @@ def test_who_needs_most_comes_first() -> None:
     assert verified(plan) == {"a": (0, 1, 2), "b": (0,)}
 
 
+def test_who_needs_more_than_its_tree_brings_takes_nothing_before_others() -> None:
+    """There is KV for three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
+    the first to be served."""
+    lost, late = drafted("a", FIG5[0], 20, tpot=0.001), drafted("b", FIG5[1], 20, tpot=0.02)
+    now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), kv_free=3)
+    assert verified(load("adaserve").plan(now)) == {"b": (0, 1, 2)}
+    assert verified(load("adaserve", {"verify_tokens": 5}).plan(now)) == {"a": (0, 2, 4)}
+
+
 @pytest.mark.parametrize(
     ("per_token", "nodes"),
     [
@@ -116,7 +124,7 @@ def test_trees_become_shallower_and_narrower_with_more_requests() -> None:
 
 def test_trees_are_as_deep_as_pays() -> None:
     """10 ms and 1 a token: at an acceptance of 0.7 and 1 ms a draft step 7.6, 6.8, 6.7, 6.9 ms a token with 1 to 4
-    steps, at 10 ms a step more than 11, without drafts 11; when hardly any token has been right, more even at 1 ms."""
+    steps, at 10 ms a step more than 11, without drafts 11; when the last tree offered hardly any, more even at 1 ms."""
     policy = load("adaserve")
     one = drafted("r", None)
     assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {(3, 3)}
@@ -124,7 +132,7 @@ def test_trees_are_as_deep_as_pays() -> None:
     assert drafts(load("adaserve", {"verify_tokens": 9}).plan(seen([one], latency=Drafting(per_draft=0.01)))) == {
         (8, 3)
     }
-    policy.observe([Tokens(0.0, "r", 1, tried=1) for _ in range(500)])
+    one.draft = Tree((-1, 0), (0.01, 0.001))
     assert drafts(policy.plan(seen([one], latency=Drafting(per_draft=0.001)))) == {None}
     assert drafts(policy.plan(seen([one]))) == {(8, 3)}  # a drafter that costs nothing may always try
 

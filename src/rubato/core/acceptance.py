@@ -1,4 +1,4 @@
-"""How often drafted tokens turn out right, learned from what verification brings."""
+"""How often drafted tokens turn out right: learned from what verification brings, or from what drafters say."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import SeqView
+from rubato.core.plan import Tree
 from rubato.core.request import Request
 
 PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
 MEMORY = 2000.0  # tries of a class that are remembered
+TREES = 500.0  # trees of a class that are remembered
 
 
 @dataclass
@@ -49,6 +51,42 @@ class Accepted:
         all_ = before[1] + tried
         kept = min(1.0, MEMORY / all_) if all_ else 1.0
         self._counts[name] = ((before[0] + right) * kept, all_ * kept)
+
+
+@dataclass
+class Offered:
+    """By class and depth: the chance that one of a drafted tree's nodes there comes out, the sum of their path
+    probabilities. `TREES` trees of a class are remembered.
+
+    Learned from all that was drafted. Of the nodes that a policy verifies, because they are likely, more turn out right
+    than the next tree's will: `Accepted` would promise too much of deep trees.
+    """
+
+    _layers: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)  # by depth: mean, trees
+
+    def see(self, request: Request, tree: Tree) -> None:
+        """A tree drafted for this request."""
+        if not tree.paths:
+            return
+        depths = tree.depths
+        sums = [0.0] * max(depths)
+        for depth, path in zip(depths, tree.paths, strict=True):
+            sums[depth - 1] += path
+        layers = self._layers.setdefault(class_of(request), [])
+        layers += [(0.0, 0.0)] * (len(sums) - len(layers))
+        for i, chance in enumerate(sums):
+            mean, trees = layers[i]
+            layers[i] = mean + (chance - mean) / (trees + 1.0), min(TREES, trees + 1.0)
+
+    def chances(self, request: Request, depth: int) -> list[float]:
+        """By depth, 1 first, up to `depth`. Below the deepest seen they fall as they fell last; unseen, by `PRIOR`."""
+        found = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
+        fall = PRIOR
+        if len(found) > 1:
+            fall = min(1.0, found[-1] / found[-2]) if found[-2] else 0.0
+        while len(found) <= depth:
+            found.append(found[-1] * fall)
+        return found[1:]
 
 
 def class_of(request: Request) -> str:

@@ -47,7 +47,7 @@ SOURCE = "AdaServe, §6.2, §6.3, Fig. 8, 9 and 12"
 SECONDS = 2000.0
 TRACED = True
 
-AT, TARGET = 4.0, 0.41  # requests/s; attained by the best baseline
+AT, TARGET, NEAR = 4.0, 0.41, 0.02  # requests/s; attained by the best baseline, and what is near enough
 SEEDS = (1, 2, 3)
 RATES = {"llama": (2.6, AT, 4.8, 5.6, 6.6), "qwen": (2.4, AT, 5.6, 6.8, 8.0)}  # the paper's end at 4.8 and 4.2
 OTHERS = {"llama": (AT, 5.0, 6.2), "qwen": (AT, 5.6, 7.2)}  # with other acceptances
@@ -104,13 +104,13 @@ def fitted(tries: int) -> dict[str, Any]:
 
 
 def point(values: Sequence[Any], systems: Sequence[str], ours: str = OURS) -> dict[str, float]:
-    """Of one model, acceptance and seed: the rate at which the best baseline attains 0.41 (or a point more than the
-    least that it does, as Sarathi keeps all that is not urgent), by straight lines between rates; there, both
-    systems' numbers."""
+    """Of one model, acceptance and seed: the rate at which the best baseline comes within two points of 0.41, or of the
+    least that it attains, by straight lines between rates; there, both systems' numbers. Sarathi keeps what is not
+    urgent, 0.39 to 0.40, at any rate: without the two points the rate is where it alone is left, or nowhere."""
     values = sorted(values, key=lambda v: float(v["rate"]))
     rates = [float(v["rate"]) for v in values]
     best = [best_of(v["systems"], systems) for v in values]
-    target = max(TARGET, min(best) + 0.01)
+    target = max(TARGET, min(best)) + NEAR
     after = next(i for i, share in enumerate(best) if share <= target)
     rate = rates[after]
     if after:
@@ -175,8 +175,8 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
 def tables(data: Any) -> str:
     parts = []
-    rows = [["where the best baseline attains 0.41", "acceptance", "requests/s", "best", "ours", "÷ violations",
-             "× attained", "× goodput"]]  # fmt: skip
+    rows = [["where the best baseline is within 0.02 of 0.41", "acceptance", "requests/s", "best", "ours",
+             "÷ violations", "× attained", "× goodput"]]  # fmt: skip
     for model in MODELS:
         for acceptance in ACCEPTANCE:
             for which, systems in (("", PAPER), (", tuned", TUNED)):

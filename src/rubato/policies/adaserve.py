@@ -6,11 +6,12 @@ that each request's TPOT needs by the step's end, and then the most probable of 
 Prompts run beside, first come, first served, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
-per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
-pays. Equation 8 leaves out what a draft step costs: trees are shallower than it says, or none, where that brings more
-tokens per second at the acceptance seen so far. With `verify_tokens` both are the paper's. n_max is the depth and the
-root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs what brings it
-there at an even pace; best effort needs nothing.
+per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where
+none pays. Equation 8 leaves out what a draft step costs: trees are shallower than it says, or none, where that brings
+more tokens per second if they are as good as those so far. With `verify_tokens` both are the paper's. n_max is the
+depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs
+what brings it there at an even pace; best effort needs nothing, nor does, without `verify_tokens`, who needs more
+than its whole tree is likely to bring: those would be the first to be served, and lose all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.acceptance import Accepted
+from rubato.core.acceptance import PRIOR, Offered
 from rubato.core.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
 from rubato.core.draft_tree import adaptive, select
 from rubato.core.draft_value import drafting, fastest, with_nodes, worth
@@ -47,7 +48,7 @@ class Scheduler:
     max_depth: int = 8
     max_width: int = 3
     prefill_chunk: int = 1024
-    _accepted: Accepted = field(default_factory=Accepted, init=False, repr=False)
+    _offered: Offered = field(default_factory=Offered, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if min(self.draft_tokens, self.min_depth, self.max_width, self.prefill_chunk) < 1 or self.verify_tokens < 0:
@@ -60,13 +61,14 @@ class Scheduler:
             raise ValueError(f"depths from {self.min_depth} to {self.max_depth}: give the smaller one first")
 
     def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._accepted.observe(event)
+        pass
 
     def plan(self, view: View) -> Plan:
         decodes = [s for s in view.running if s.pending == 1]
         prompts = [s for s in view.running if s.pending > 1]
-        self._accepted.follow(decodes)
+        for seq in decodes:
+            if seq.draft is not None:
+                self._offered.see(seq.request, seq.draft)
         draft = self._draft(view, decodes)
         chosen = self._chosen(view, decodes, prompts, draft) if decodes else {}
         nodes = sum(map(len, chosen.values()))
@@ -89,11 +91,12 @@ class Scheduler:
         """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
         far; the deepest that costs no more than none."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
-        means = [self._accepted.mean(s.request) for s in decodes] or [self._accepted.prior]
+        unseen = [PRIOR**d for d in range(1, depth + 1)]
+        chances = [self._offered.chances(s.request, depth) for s in decodes] or [unseen]
         best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
         likely: list[float] = []
         for d in range(1, depth + 1):
-            likely += [mean**d for mean in means]
+            likely += [own[d - 1] for own in chances]
             likely.sort(reverse=True)
             if d < self.min_depth:
                 continue
@@ -125,6 +128,9 @@ class Scheduler:
         depth = max(max(tree.depths, default=0) for tree in trees if tree is not None)
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
         needed = [min(tokens_needed(s, end, view.now), depth + 1.0) for s in decodes]
+        if not self.verify_tokens:
+            brings = [1.0 if tree is None else 1.0 + sum(tree.paths) for tree in trees]
+            needed = [a if a <= whole else 0.0 for a, whole in zip(needed, brings, strict=True)]
         found = select(trees, needed, n + nodes, depth + 1)
         return {s.id: verify for s, verify in zip(decodes, found, strict=True)}
 
