@@ -1,8 +1,8 @@
 """AdaServe's adaptive depth and width against every fixed one, by load: is control worth having?
 
 Llama-3.1-70B as in `adaserve-rate`, at three rates, 90 s. Fixed (d, w): every tree that is drafted has this depth and
-width, whatever the load. Adaptive: as deep as pays by the latency model, at most as equations 8 and 9 have it; and
-these equations alone, with the artifact's bounds and B at the model's knee. In all but the last, how many nodes are
+width, whatever the load. Adaptive: as deep as pays by the latency model, as wide as equation 9 has it; and equations 8
+and 9 alone, with the artifact's bounds and B at the model's knee. In all but the last, how many nodes are
 verified, and whether trees are drafted at all, goes by what pays.
 """
 

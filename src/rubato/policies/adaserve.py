@@ -6,12 +6,12 @@ that each request's TPOT needs by the step's end, and then the most probable of 
 Prompts run beside, first come, first served, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
-per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where
-none pays. Equation 8 leaves out what a draft step costs: trees are shallower than it says, or none, where that brings
-more tokens per second if they are as good as those so far. With `verify_tokens` both are the paper's. n_max is the
-depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its end-to-end time needs
-what brings it there at an even pace; best effort needs nothing, nor does, without `verify_tokens`, who needs more
-than its whole tree is likely to bring: those would be the first to be served, and lose all the same.
+per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
+pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees are as deep as brings the most
+tokens per second, if they are as good as those so far, or none. Whoever needs more than its whole tree is likely to
+bring needs nothing: it would be the first to be served, and lose all the same. With `verify_tokens` all of this is the
+paper's. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its
+end-to-end time needs what brings it there at an even pace; best effort needs nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Draft = tuple[int, int]
 class Scheduler:
     """verify_tokens: B and B1, tokens that a step verifies, roots included; 0 = as many as pay by the latency model, of
     trees as deep as pays. draft_tokens: B2, tokens of a drafter's step. min_depth, max_depth, max_width: bounds of
-    equations 8 and 9 (the authors' for Llama-70B: B1 512, B2 96, depths 4 to 8, widths to 3). prefill_chunk: prompt
-    tokens of a step."""
+    equations 8 and 9, or of what pays (the authors' for Llama-70B: B1 512, B2 96, depths 4 to 8, widths to 3).
+    prefill_chunk: prompt tokens of a step."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
     verify_tokens: int = 0
@@ -80,7 +80,7 @@ class Scheduler:
     def _draft(self, view: View, decodes: Sequence[SeqView]) -> Draft | None:
         """(depth, width) of the next trees; None where nothing is to be drafted."""
         n = max(1, len(decodes))
-        verify = self.verify_tokens or n + view.latency.knee(view.decodes)
+        verify = self.verify_tokens or n * (self.max_depth + 1)  # or whatever any tree may need
         bounds = self.min_depth, self.max_depth, self.max_width
         depth, width = adaptive(n, verify, self.draft_tokens, 0, 0, *bounds)
         if self.verify_tokens:
