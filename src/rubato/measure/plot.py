@@ -5,6 +5,7 @@ Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,5 +221,5 @@ def picture(path: str | Path, draw: Callable[[Any], None], title: str) -> None:
     axes = figure.add_subplot()
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(textwrap.fill(title, 100), fontsize=10)  # what is wider than the picture would be cut off
     _save(figure, path)
