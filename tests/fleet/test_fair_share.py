@@ -194,3 +194,18 @@ def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
 def test_settings_that_mean_nothing(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="give"):
         FairShare(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_tpot_below_the_shortest_step_holds_nobody_back_while_nothing_runs() -> None:
+    """A step takes 50 ms and 40 are promised: what a request takes of the replicas is then without bound, what it has
+    to pay back is not. Two tenants with ten requests each, one at a time, are done a little later than `PAUSE` times
+    what all take alone."""
+    requests = [
+        Request(f"{tenant}{i}", (Stage(10, SLO(tpot=0.04)),), 0.0, tenant=tenant, sampling=Sampling(60))
+        for tenant in "ab"
+        for i in range(10)
+    ]
+    setup = SimulationSetup(lambda: Linear(0.05, 0.0, 0.0), LIMITS, "vllm", fair=FairShare)
+    done = [event.at for event in simulate(requests, {}, setup) if isinstance(event, Finished)]
+    assert len(done) == 20
+    assert max(done) < 3 * 20 * 60 * 0.05

@@ -153,9 +153,11 @@ class FairShare:
                     continue
                 paid = self._pay_back(entry.account, shares[tenant], now)
                 if paid > now:
-                    self.wake_at = min(paid, self.wake_at or inf)
+                    self.wake_at = min(paid, self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
-                entry.account.debt = PAUSE * max(entry.load * entry.expected * min(tpot, 1.0), entry.stall)
+                kept = max(entry.load * entry.expected * min(tpot, 1.0), entry.stall)
+                # where no step is as short as the tightest TPOT the load says nothing: no longer than it takes alone
+                entry.account.debt = PAUSE * min(kept, entry.stall + entry.expected * _step(fleet))
             through.append(request)
             spent[tenant] += entry.load
             total += entry.load
@@ -198,10 +200,19 @@ class FairShare:
         active = {
             tenant: account.weight
             for tenant, account in self._accounts.items()
-            if account.placed or account.waiting or now - account.seen < LINGER
+            if account.placed or account.waiting or now < account.seen + LINGER
         }
         total = sum(active.values())
         return {tenant: weight / total for tenant, weight in active.items()}
+
+    def _next_inactive(self, account: _Account, now: float) -> float:
+        """When the next of the others stops being active if nothing happens: shares grow then."""
+        ends = [
+            other.seen + LINGER
+            for other in self._accounts.values()
+            if other is not account and not other.placed and not other.waiting
+        ]
+        return min((end for end in ends if end > now), default=inf)
 
     def _tightest(self, which: int) -> float:
         """The tightest TTFT (0) or TPOT (1) promised lately."""
@@ -233,6 +244,11 @@ class FairShare:
             return low
         idle = view.latency.step_time(Shape(1, 1, 1))
         return max(LEAST, (tpot - idle) / (seconds(1) - idle)) if seconds(1) > idle else LEAST
+
+
+def _step(fleet: Sequence[View]) -> float:
+    """Seconds of the shortest step, where it is fastest."""
+    return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
 
 
 def _alone(request: Request, fleet: Sequence[View]) -> float:
