@@ -330,6 +330,8 @@ def test_what_cannot_be_verified_or_drafted_is_refused(harness: Callable[..., Ha
         (Draft(Tree((-1,), (0.5,)), (300,)), "and token 300"),
         (Draft(Tree((-1,), (0.5,)), ()), "1 parents, 1 paths and 0 tokens"),
         (Draft(Tree((-1, 0), (0.5, 0.5)), (1, 2)), "is 2 deep: at most 1"),
+        (Draft(Tree((-1, 0), (0.5, 0.6)), (1, 2)), "node 1 of the draft for 'a' comes out with probability 0.6"),
+        (Draft(Tree((-1,), (float("nan"),)), (1,)), "probability nan: give the product along its path, here 0 to 1.0"),
     ):
         with pytest.raises(ValueError, match=says):
             check_draft(Wanted("a", (), 1, 3), wrong, 300)

@@ -60,12 +60,12 @@ class Candidates:
 
 
 def check_draft(wanted: Wanted, draft: Draft, vocab: int) -> None:
-    """Raises ValueError unless `draft` is a tree of tokens of the vocabulary, at most as deep as wanted: beyond that
-    the model may have no positions."""
-    parents, tokens = draft.tree.parents, draft.tokens
-    if not len(parents) == len(tokens) == len(draft.tree.paths):
+    """Raises ValueError unless `draft` is a tree of tokens of the vocabulary whose probabilities never rise along a
+    path, at most as deep as wanted: beyond that the model may have no positions."""
+    parents, paths, tokens = draft.tree.parents, draft.tree.paths, draft.tokens
+    if not len(parents) == len(tokens) == len(paths):
         raise ValueError(
-            f"the draft for {wanted.seq!r} has {len(parents)} parents, {len(draft.tree.paths)} paths and {len(tokens)} "
+            f"the draft for {wanted.seq!r} has {len(parents)} parents, {len(paths)} paths and {len(tokens)} "
             "tokens: give one of each for every node"
         )
     depths: list[int] = []
@@ -74,6 +74,12 @@ def check_draft(wanted: Wanted, draft: Draft, vocab: int) -> None:
             raise ValueError(
                 f"node {node} of the draft for {wanted.seq!r} has parent {parent} and token {token}: give a node "
                 f"before it or -1 (the last token), and a token of 0..{vocab - 1}"
+            )
+        most = paths[parent] if parent >= 0 else 1.0
+        if not 0.0 <= paths[node] <= most:
+            raise ValueError(
+                f"node {node} of the draft for {wanted.seq!r} comes out with probability {paths[node]}: give the "
+                f"product along its path, here 0 to {most}"
             )
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
     if depths and max(depths) > wanted.depth:
