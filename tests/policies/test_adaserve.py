@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from rubato.core.draft_value import fastest, worth
 from rubato.core.interfaces import View
-from rubato.core.plan import Plan, Shape, Tree
+from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
 from rubato.policies.adaserve import tokens_needed
 from tests.doubles import Linear, Seq, view
@@ -43,9 +43,9 @@ def drafted(id: str, tree: Tree | None, length: int = 21, **slo: float) -> Seq:
 
 def seen(
     running: list[Seq], waiting: tuple[Seq, ...] = (), *, latency: Linear | None = None, kv_free: int = 40,
-    now: float = 0.0,
+    now: float = 0.0, limits: Limits = LIMITS,
 ) -> View:  # fmt: skip
-    return view(waiting, running, kv_free=kv_free, kv_total=40, limits=LIMITS, latency=latency or Drafting(), now=now)
+    return view(waiting, running, kv_free=kv_free, kv_total=40, limits=limits, latency=latency or Drafting(), now=now)
 
 
 def verified(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -76,10 +76,10 @@ def test_who_needs_most_comes_first() -> None:
 
 
 def test_who_needs_more_than_its_tree_brings_takes_nothing_before_others() -> None:
-    """There is KV for three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
+    """A step takes three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
     the first to be served."""
-    lost, late = drafted("a", FIG5[0], 20, tpot=0.001), drafted("b", FIG5[1], 20, tpot=0.02)
-    now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), kv_free=3)
+    lost, late = drafted("a", FIG5[0], tpot=0.001), drafted("b", FIG5[1], tpot=0.02)
+    now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), limits=replace(LIMITS, max_tokens=5))
     assert verified(load("adaserve").plan(now)) == {"b": (0, 1, 2)}
     assert verified(load("adaserve", {"verify_tokens": 5}).plan(now)) == {"a": (0, 2, 4)}
 
@@ -138,10 +138,22 @@ def test_trees_are_as_deep_as_pays() -> None:
 
 
 def test_nodes_take_only_free_kv() -> None:
-    """A block holds 10 tokens; `r` has 19 of 20 in its two, so its next token needs none and its nodes do."""
-    for free, nodes in [(0, ()), (2, (0, 1)), (9, (0, 1, 2, 3))]:
-        plan = load("adaserve").plan(seen([drafted("r", CHAIN, 20)], latency=Linear(0.01, 0.0), kv_free=free))
-        assert (verified(plan).get("r", ()), plan.preempt) == (nodes, ())
+    """A block holds 10 tokens: `r` has 19 of 20 in its two, so its next token needs none and its nodes do; `s` has 8
+    of 10, so there is room for one more. With one block free it goes to who started first."""
+    free = Linear(0.01, 0.0)
+    for blocks, nodes in [(0, {"s": (0,)}), (1, {"r": (0, 1, 2, 3), "s": (0,)}), (9, {"r": (0, 1, 2, 3)})]:
+        running = [drafted("r", CHAIN, 20), drafted("s", CHAIN, 9)]
+        plan = load("adaserve").plan(seen(running, latency=free, kv_free=blocks))
+        assert verified(plan).items() >= nodes.items(), blocks
+        assert plan.preempt == ()
+
+
+def test_a_prompt_that_cannot_start_takes_no_kv_from_nodes() -> None:
+    """Six blocks are free: a prompt of 90 tokens waits for more, one of 50 leaves one."""
+    for tokens, work in [(90, {"r": 5}), (50, {"r": 5, "p": 50}), (60, {"r": 1, "p": 60})]:
+        running = [drafted("r", CHAIN, 20)]
+        plan = load("adaserve").plan(seen(running, (prompt("p", tokens),), latency=Linear(0.01, 0.0), kv_free=6))
+        assert {w.seq: w.tokens + len(w.verify) for w in plan.work} == work
 
 
 def test_prompts_run_in_chunks_beside_decodes() -> None:

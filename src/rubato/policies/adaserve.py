@@ -94,6 +94,8 @@ class Scheduler:
         unseen = [PRIOR**d for d in range(1, depth + 1)]
         chances = [self._offered.chances(s.request, depth) for s in decodes] or [unseen]
         best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
+        if view.latency.step_time(with_nodes(drafting((depth, width), n), n, kv, 0)) <= least * n:
+            return depth, width
         likely: list[float] = []
         for d in range(1, depth + 1):
             likely += [own[d - 1] for own in chances]
@@ -111,12 +113,10 @@ class Scheduler:
         """Of each request the nodes to verify."""
         trees, n = [s.draft for s in decodes], len(decodes)
         drafts, kv = drafting(draft, n), sum([s.cached for s in decodes])
-        chunk = min(self.prefill_chunk, sum([s.pending for s in [*prompts, *view.waiting]]))
+        chunk, kv_free = self._beside(view, prompts)
         beside = drafts.plus(chunk, 0) if chunk else drafts
-        # a node takes one block at most; nobody is preempted, nor any prompt held back, for what may be wrong
-        free = view.kv_free - view.decode_blocks - (view.limits.blocks(chunk) + len(prompts) if chunk else 0)
-        most = min(view.limits.max_tokens - n, free)
-        likely = sorted((f for tree in trees if tree is not None for f in tree.paths), reverse=True)[: max(0, most)]
+        likely = sorted((f for tree in trees if tree is not None for f in tree.paths), reverse=True)
+        likely = likely[: max(0, view.limits.max_tokens - n)]
         if self.verify_tokens:
             nodes = min(self.verify_tokens - n, len(likely))
         else:
@@ -125,14 +125,42 @@ class Scheduler:
                 nodes = worth(view.latency, beside, n, kv, likely, token)
         if nodes < 1:
             return {}
-        depth = max(max(tree.depths, default=0) for tree in trees if tree is not None)
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
-        needed = [min(tokens_needed(s, end, view.now), depth + 1.0) for s in decodes]
-        if not self.verify_tokens:
-            brings = [1.0 if tree is None else 1.0 + sum(tree.paths) for tree in trees]
-            needed = [a if a <= whole else 0.0 for a, whole in zip(needed, brings, strict=True)]
-        found = select(trees, needed, n + nodes, depth + 1)
-        return {s.id: verify for s, verify in zip(decodes, found, strict=True)}
+        needed: list[float] = []
+        most = 1
+        for seq, tree in zip(decodes, trees, strict=True):
+            depth = max(tree.depths, default=0) if tree is not None else 0
+            need = min(tokens_needed(seq, end, view.now), depth + 1.0)
+            if not self.verify_tokens and need > 1.0 + (sum(tree.paths) if tree is not None else 0.0):
+                need = 0.0
+            needed.append(need)
+            most = max(most, depth + 1)
+        found = select(trees, needed, n + nodes, most)
+        return _within(view, decodes, found, kv_free)
+
+    def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:
+        """Tokens of prompts that run in this step, and the KV blocks that these and the decodes' next tokens leave."""
+        left, free = self.prefill_chunk, view.kv_free - view.decode_blocks
+        for seq in (*prompts, *view.waiting):
+            tokens = min(seq.pending, left)
+            blocks = max(0, view.limits.blocks(seq.cached + tokens) - seq.blocks)
+            if not tokens or blocks > free:
+                break
+            left, free = left - tokens, free - blocks
+        return self.prefill_chunk - left, max(0, free)
+
+
+def _within(
+    view: View, decodes: Sequence[SeqView], found: Sequence[tuple[int, ...]], kv_free: int
+) -> dict[str, tuple[int, ...]]:
+    """Of each request the first of these nodes, as far as its last block and the free ones go, in order of start."""
+    chosen = {}
+    for seq, nodes in zip(decodes, found, strict=True):
+        held = max(seq.blocks, view.limits.blocks(seq.cached + 1))
+        room = (held + kv_free) * view.limits.block - seq.cached - 1
+        chosen[seq.id] = nodes[:room] if room < len(nodes) else nodes
+        kv_free -= max(0, view.limits.blocks(seq.cached + 1 + len(chosen[seq.id])) - held)
+    return chosen
 
 
 def tokens_needed(seq: SeqView, end: float, now: float) -> float:
