@@ -3,7 +3,7 @@
     python benchmarks/speculation_times.py [--trace FILE] [--at 1,4,8,16] [--rounds 3] [--json FILE]
 
 Requests and engine as in `speculation_speed.py`. First some rounds are served from which the latency model learns the
-time of a step, and from which the rest is fitted: drafting, seconds a tree; selection, seconds a step and a sequence.
+time of a step, and from which the rest is fitted: drafting, seconds a step and a tree; selection, a step and a request.
 Then each round's requests are served twice. Predicted are both: each step's time by the latency model before it has
 seen that step, drafting and selection by the fit; verification, with the prompts that run in its steps, is what is left
 of the step. Beside stands how much the two times differ from each other: no prediction can be nearer than that. Last,
@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from speculation_speed import drawn, engine, prompts, served, size
 
 from rubato.core.clock import WallClock
 from rubato.core.interfaces import SeqView, View
-from rubato.core.plan import Sample
+from rubato.core.plan import Plan, Sample
 from rubato.engines.torch import Engine, bundled_model
 from rubato.engines.torch.drafters import Draft, Wanted
 from rubato.engines.torch.drafters.suffix import SuffixDrafter
@@ -42,10 +42,10 @@ CLOCK = WallClock()
 class Times:
     """Seconds so far, and what they are predicted by. steps: measured and predicted seconds of each."""
 
-    drafting: float = 0.0
-    trees: int = 0
+    drafting: list[tuple[int, float]] = field(default_factory=list)  # of each step: trees, seconds
     steps: list[tuple[float, float]] = field(default_factory=list)
     selection: list[tuple[int, float]] = field(default_factory=list)  # sequences, seconds
+    plans: list[float] = field(default_factory=list)  # whole ones, with the batch that they build
     chosen: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by sequence, the nodes that a step verifies
     nodes: list[tuple[float, bool]] = field(default_factory=list)  # of each verified: its probability, whether right
 
@@ -54,18 +54,19 @@ class TimedDrafter(SuffixDrafter):
     def __init__(self, times: Times) -> None:
         super().__init__(0)
         self._times = times
+        self._learning = 0.0  # seconds that this step's verified nodes took it so far
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
         began = CLOCK.now()
         drafts = super().draft(wanted)
-        self._times.drafting += CLOCK.now() - began
-        self._times.trees += len(drafts)
+        self._times.drafting.append((len(drafts), self._learning + CLOCK.now() - began))
+        self._learning = 0.0
         return drafts
 
     def verified(self, seq: str, draft: Draft, tried: Sequence[int], accepted: Sequence[int]) -> None:
         began = CLOCK.now()
         super().verified(seq, draft, tried, accepted)
-        self._times.drafting += CLOCK.now() - began
+        self._learning += CLOCK.now() - began
         right = set(accepted)
         self._times.nodes += [(draft.tree.paths[n], n in right) for n in self._times.chosen.pop(seq)]
 
@@ -89,32 +90,50 @@ def time_selection(times: Times) -> None:
         times.chosen.update({seq: nodes for seq, nodes in found.items() if nodes})
         return found
 
+    plan = adaserve.Scheduler.plan
+
+    def timed_plan(self: Any, view: View) -> Plan:
+        began = CLOCK.now()
+        made = plan(self, view)
+        if made.work:
+            times.plans.append(CLOCK.now() - began)
+        return made
+
     adaserve.Scheduler._chosen = timed  # type: ignore[method-assign,assignment]
+    adaserve.Scheduler.plan = timed_plan  # type: ignore[method-assign]
 
 
 @dataclass
 class Fit:
-    """drafting: seconds a tree. selection: seconds a step, and a sequence."""
+    """Seconds a step, and a tree (drafting) or a sequence (selection)."""
 
-    drafting: float
+    drafting: tuple[float, float]
     selection: tuple[float, float]
 
     @classmethod
     def of(cls, times: Times) -> Fit:
-        rows = np.array([(1.0, n) for n, _ in times.selection])
-        step, each = np.linalg.lstsq(rows, np.array([s for _, s in times.selection]), rcond=None)[0].tolist()
-        return cls(times.drafting / times.trees, (step, each))
+        return cls(_line(times.drafting), _line(times.selection))
+
+
+def _line(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    rows = np.array([(1.0, n) for n, _ in measured])
+    step, each = np.linalg.lstsq(rows, np.array([seconds for _, seconds in measured]), rcond=None)[0].tolist()
+    return step, each
+
+
+def _said(measured: Sequence[tuple[int, float]], line: tuple[float, float]) -> tuple[float, float]:
+    """Seconds measured and predicted."""
+    return sum(seconds for _, seconds in measured), sum(line[0] + line[1] * n for n, _ in measured)
 
 
 def parts_of(times: Times, fit: Fit) -> dict[str, tuple[float, float]]:
     """Of each part, seconds measured and predicted."""
     took, said = (sum(column) for column in zip(*times.steps, strict=True))
-    drafting = times.trees * fit.drafting
-    selection = sum(fit.selection[0] + fit.selection[1] * n for n, _ in times.selection)
+    drafting = _said(times.drafting, fit.drafting)
     return {
-        "drafting": (times.drafting, drafting),
-        "verification": (took - times.drafting, said - drafting),
-        "selection": (sum(seconds for _, seconds in times.selection), selection),
+        "drafting": drafting,
+        "verification": (took - drafting[0], said - drafting[1]),
+        "selection": _said(times.selection, fit.selection),
     }
 
 
@@ -123,10 +142,14 @@ async def measured(args: argparse.Namespace) -> None:
 
     def renewed() -> Times:
         """What was measured since the last call."""
-        done = Times(times.drafting, times.trees, list(times.steps), list(times.selection), {}, list(times.nodes))
-        times.drafting, times.trees = 0.0, 0
+        done = replace(
+            times, drafting=list(times.drafting), steps=list(times.steps), selection=list(times.selection),
+            plans=list(times.plans), chosen={}, nodes=list(times.nodes),
+        )  # fmt: skip
+        times.drafting.clear()
         times.steps.clear()
         times.selection.clear()
+        times.plans.clear()
         times.nodes.clear()
         return done
 
@@ -145,14 +168,16 @@ async def measured(args: argparse.Namespace) -> None:
             requests, _ = drawn(sources, text, size(clients), f"w{clients}-{turn}")
             await served(cluster, requests, clients)
     fit = Fit.of(renewed())
-    print(f"drafting {1e6 * fit.drafting:.0f} us a tree; selection {1e6 * fit.selection[0]:.0f} us a step and "
-          f"{1e6 * fit.selection[1]:.0f} a sequence", flush=True)  # fmt: skip
+    (step, tree), (plan, seq) = ([1e6 * seconds for seconds in line] for line in (fit.drafting, fit.selection))
+    print(
+        f"drafting {step:.0f} us a step and {tree:.0f} a tree; selection {plan:.0f} us a step and {seq:.0f} a sequence"
+    )
     rows: list[dict[str, Any]] = []
     for clients in args.at:
         own = [row async for row in rounds(args, clients, cluster, text, sources, fit, renewed)]
         rows += own
         if args.json:
-            args.json.write_text(json.dumps({"fit": [fit.drafting, *fit.selection], "rows": rows}))
+            args.json.write_text(json.dumps({"fit": asdict(fit), "rows": rows}))
         show(own, clients)
     show_calibration([node for row in rows for node in row["nodes"]])
     await cluster.close()
@@ -170,7 +195,7 @@ async def rounds(
             times = renewed()
             yield {
                 "clients": clients, "round": turn, "steps": len(times.steps), "parts": parts_of(times, fit),
-                "nodes": times.nodes,
+                "plan": sum(times.plans), "nodes": times.nodes,
             }  # fmt: skip
 
 
@@ -188,6 +213,9 @@ def show(rows: Sequence[dict[str, Any]], clients: int) -> None:
             f"{100 * off:5.1f} %  {100 * differ:5.1f} %  {'within' if off <= max(0.1, 1.5 * differ) else 'OUTSIDE'}",
             flush=True,
         )
+
+    plan = sum(row["plan"] for row in rows)
+    print(f"  whole plans   {1e3 * plan / steps:8.3f} {100 * plan / whole:6.2f} %", flush=True)
 
 
 def show_calibration(nodes: Sequence[tuple[float, bool]]) -> None:
