@@ -91,11 +91,11 @@ class Scheduler:
         """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
         far; the deepest that costs no more than none."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
-        unseen = [PRIOR**d for d in range(1, depth + 1)]
-        chances = [self._offered.chances(s.request, depth) for s in decodes] or [unseen]
         best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
         if view.latency.step_time(with_nodes(drafting((depth, width), n), n, kv, 0)) <= least * n:
             return depth, width
+        unseen = [PRIOR**d for d in range(1, depth + 1)]
+        chances = [self._offered.chances(s.request, depth) for s in decodes] or [unseen]
         likely: list[float] = []
         for d in range(1, depth + 1):
             likely += [own[d - 1] for own in chances]
