@@ -112,7 +112,10 @@ def class_of(offer: traces.TraceRequest) -> str:
 
 def engine(policy: str, store: int, seqs: int = 32) -> Engine:
     """With a drafter where the policy needs one."""
-    drafter = SuffixDrafter(store) if "draft" in load(policy).needs else None
+    return engine_with(SuffixDrafter(store) if "draft" in load(policy).needs else None, seqs)
+
+
+def engine_with(drafter: SuffixDrafter | None, seqs: int = 32) -> Engine:
     return Engine(bundled_model.ensure(), kv_gib=0.7, max_seqs=seqs, max_length=2048, drafter=drafter)
 
 

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from speculation_speed import drawn, engine, prompts, served, size
+from speculation_speed import drawn, engine, engine_with, prompts, served, size
 
 from rubato.core.clock import WallClock
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Sample
-from rubato.engines.torch import Engine, bundled_model
 from rubato.engines.torch.drafters import Draft, Wanted
 from rubato.engines.torch.drafters.suffix import SuffixDrafter
 from rubato.fleet.build import local_cluster
@@ -156,8 +155,9 @@ async def measured(args: argparse.Namespace) -> None:
     model = TimedModel()
     model.times = times
     time_selection(times)
-    drafting = Engine(bundled_model.ensure(), kv_gib=0.7, max_seqs=32, max_length=2048, drafter=TimedDrafter(times))
-    cluster = local_cluster([drafting], [model], CLOCK, policy="adaserve", settings={}, rule="mean")
+    cluster = local_cluster(
+        [engine_with(TimedDrafter(times))], [model], CLOCK, policy="adaserve", settings={}, rule="mean"
+    )
     await cluster.start()
     text = engine("vllm", 0).text
     sources = prompts(args.trace, args.seed)

@@ -126,16 +126,12 @@ class Scheduler:
         if nodes < 1:
             return {}
         end = view.now + view.latency.step_time(with_nodes(beside, n, kv, nodes))
-        needed: list[float] = []
-        most = 1
-        for seq, tree in zip(decodes, trees, strict=True):
-            depth = max(tree.depths, default=0) if tree is not None else 0
-            need = min(tokens_needed(seq, end, view.now), depth + 1.0)
-            if not self.verify_tokens and need > 1.0 + (sum(tree.paths) if tree is not None else 0.0):
-                need = 0.0
-            needed.append(need)
-            most = max(most, depth + 1)
-        found = select(trees, needed, n + nodes, most)
+        depths = [max(tree.depths, default=0) if tree is not None else 0 for tree in trees]
+        needed = [min(tokens_needed(s, end, view.now), d + 1.0) for s, d in zip(decodes, depths, strict=True)]
+        if not self.verify_tokens:
+            brings = [1.0 + (sum(tree.paths) if tree is not None else 0.0) for tree in trees]
+            needed = [need if need <= whole else 0.0 for need, whole in zip(needed, brings, strict=True)]
+        found = select(trees, needed, n + nodes, max(depths) + 1)
         return _within(view, decodes, found, kv_free)
 
     def _beside(self, view: View, prompts: Sequence[SeqView]) -> tuple[int, int]:

@@ -68,7 +68,6 @@ def check_draft(wanted: Wanted, draft: Draft, vocab: int) -> None:
             f"the draft for {wanted.seq!r} has {len(parents)} parents, {len(paths)} paths and {len(tokens)} "
             "tokens: give one of each for every node"
         )
-    depths: list[int] = []
     for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
         if not -1 <= parent < node or not 0 <= token < vocab:
             raise ValueError(
@@ -81,9 +80,9 @@ def check_draft(wanted: Wanted, draft: Draft, vocab: int) -> None:
                 f"node {node} of the draft for {wanted.seq!r} comes out with probability {paths[node]}: give the "
                 f"product along its path, here 0 to {most}"
             )
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    if depths and max(depths) > wanted.depth:
-        raise ValueError(f"the draft for {wanted.seq!r} is {max(depths)} deep: at most {wanted.depth} were wanted")
+    depth = max(draft.tree.depths, default=0)
+    if depth > wanted.depth:
+        raise ValueError(f"the draft for {wanted.seq!r} is {depth} deep: at most {wanted.depth} were wanted")
 
 
 @dataclass(slots=True)
