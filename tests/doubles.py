@@ -91,7 +91,7 @@ class Seq:
 
 def shown(*requests: Request) -> list[sequence.Seq]:
     """Requests that are held, as a cluster shows them to a router."""
-    seqs = [sequence.Seq.queued(r, i, r.arrival) for i, r in enumerate(requests)]
+    seqs = [sequence.Seq(r, i, r.arrival) for i, r in enumerate(requests)]
     for one in seqs:
         if one.request.handoff is not None:
             one.cached = one.request.handoff.cached

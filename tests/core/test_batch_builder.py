@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order
+from rubato.core.interfaces import View
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Tree, Work
 from rubato.core.replica import Replica
 from tests.doubles import Linear, request
@@ -74,9 +73,10 @@ def test_in_order_as_many_nodes_are_verified_as_the_budget_holds() -> None:
     run_in_order(builder, view.running, lambda seq: range(5), (2, 1))
     admit_in_order(builder, view.waiting, (2, 1))
     assert builder.plan().work == (Work("q0", 1, (0, 1, 2, 3, 4), (2, 1)), Work("q1", 1, (0, 1), (2, 1)))
-    whole = BatchBuilder(replace(view, running=[]), 64)
+    waiting_only = View("r0", 0.1, view.waiting, [], view.kv_free, view.kv_total, view.limits, view.latency)
+    whole = BatchBuilder(waiting_only, 64)
     admit_in_order(whole, view.waiting, (2, 1))
     assert whole.plan().work == (Work("new", 30, (), (2, 1)),)
-    part = BatchBuilder(replace(view, running=[]), 20)
+    part = BatchBuilder(waiting_only, 20)
     admit_in_order(part, view.waiting, (2, 1))
     assert part.plan().work == (Work("new", 20),)

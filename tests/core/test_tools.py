@@ -46,7 +46,7 @@ def test_it_returns_as_one_that_waits_and_finds_its_full_blocks() -> None:
     (seq,) = r.view(5.0).waiting
     assert (seq.stage, seq.cached, seq.pending, seq.due) == (1, 16, 22 + 10 - 16, 6.0)
     assert step(r, {"a": 16}, 5.5, 5.6)[0] == Started(5.5, "a", cached=16)
-    assert r.running["a"].delays["queue"] >= 0.5
+    assert r.delays(r.running["a"])["queue"] >= 0.5
     (_, end) = step(r, {"a": 1}, 5.6, 5.7, a=Emitted(1, "x", (1,), finish="stop"))
     assert isinstance(end, Finished)
     assert (end.verdict.met, end.output, r.kv.free, r.empty) == (True, 4, 8, True)

@@ -266,7 +266,7 @@ class Dies(LocalHost):
     def noticed(self) -> None:
         assert self.replica is not None
         seqs = [*self.replica.running.values(), *self.replica.waiting]
-        left = [replace(s.request, progress=s.progress if s.total_output else None) for s in seqs]
+        left = [replace(s.request, progress=s.progress({}) if s.total_output else None) for s in seqs]
         self._lost(self.id, RuntimeError("gone"), left)
 
 

@@ -128,7 +128,7 @@ class Elsewhere(LocalHost):
         assert self._task is not None
         self._task.cancel()
         left = [s for s in replica._seqs.values() if not s.ended]
-        requests = [replace(s.request, progress=s.progress if s.total_output or s.demoted else None) for s in left]
+        requests = [replace(s.request, progress=s.progress({}) if s.total_output or s.demoted else None) for s in left]
         self._lost(self.id, RuntimeError("gone"), requests)
 
 

@@ -83,7 +83,7 @@ def test_kv_is_held_before_it_comes() -> None:
     assert r.arrive("a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
     (seq,) = r.view(0.6).running
     assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
-    assert r.running["a"].delays == {"queue": 0.05, "transfer": pytest.approx(0.5)}
+    assert r.delays(r.running["a"]) == {"queue": 0.05, "transfer": pytest.approx(0.5)}
     assert step(r, Plan((Work("a", 1),)), 0.6, 0.7) == [Tokens(0.7, "a", 1, "x", (7,))]
 
 

@@ -5,7 +5,7 @@ Frozen; times in seconds, lengths in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -178,7 +178,8 @@ class Plan(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position).
+    """One sequence's part of a batch: run tokens [start, start + count) of it, KV in `blocks` (in order of position;
+    not to be changed, and the same while the batch runs).
 
     sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
     tree, the last of `count`; their KV follows that of the pending tokens, in this order, while the step runs. When it
@@ -190,7 +191,7 @@ class Entry(NamedTuple):
     seq: str
     start: int
     count: int  # type: ignore[assignment]  # hides tuple's method
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]
     sample: bool
     verify: tuple[int, ...] = ()
     draft: tuple[int, int] | None = None

@@ -10,7 +10,7 @@ from typing import get_args
 
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Emitted, Entry, Plan, Recall, Tree, Work
+from rubato.core.plan import Emitted, Plan, Recall, Tree, Work
 from rubato.core.request import SATURATED
 
 SOONEST = 1e-6  # seconds from now that a router may be asked again
@@ -223,19 +223,19 @@ def _dispatch_problems(
         )
 
 
-def check_emitted(out: Emitted, entry: Entry, draft: Tree | None) -> None:
+def check_emitted(out: Emitted, seq: str, verify: Sequence[int], draft: Tree | None) -> None:
     """Raise RuntimeError unless what a sequence got is the tokens of accepted nodes and one more: nodes of `draft` that
-    `entry` verified, from the root on each the child of the one before."""
+    were verified, from the root on each the child of the one before."""
     if out.tokens != len(out.accepted) + 1:
         raise RuntimeError(
-            f"engine emitted {out.tokens} tokens of {entry.seq!r} with {len(out.accepted)} nodes accepted: give the "
+            f"engine emitted {out.tokens} tokens of {seq!r} with {len(out.accepted)} nodes accepted: give the "
             "tokens of these and one more"
         )
     before = -1
     for node in out.accepted:
-        if draft is None or node not in entry.verify or draft.parents[node] != before:
+        if draft is None or node not in verify or draft.parents[node] != before:
             raise RuntimeError(
-                f"engine accepted nodes {out.accepted} of {entry.seq!r}, of which {entry.verify} were verified: give a "
+                f"engine accepted nodes {out.accepted} of {seq!r}, of which {verify} were verified: give a "
                 "path of these from the root on"
             )
         before = node

@@ -205,7 +205,7 @@ class Cluster:
     def _hold(self, request: Request) -> Seq:
         """It waits here, as a router sees it: with what it has received, and the KV that it would bring along."""
         self._order += 1
-        seq = Seq.queued(request, self._order, self.clock.now(), lengths=self._lengths)
+        seq = Seq(request, self._order, self.clock.now(), lengths=self._lengths)
         if request.handoff is not None:
             seq.cached = request.handoff.cached
         self._held[request.id] = seq

@@ -45,12 +45,14 @@ class Report:
     in_flight: Shape = NO_BATCH
 
 
-@dataclass(eq=False, slots=True)
 class RemoteSeq(Seq):
-    """A sequence of another process's replica: KV is known by number, not by block."""
+    """A sequence of another process's replica: its tokens are counted one by one, its KV is told by number."""
 
-    held_blocks: int = 0
-    held_own: int = 0
+    __slots__ = ("held_blocks", "held_own")
+
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
+        self.held_blocks = self.held_own = 0
 
     @property
     def blocks(self) -> int:
@@ -97,7 +99,7 @@ class Mirror:
 
     def submit(self, request: Request, now: float) -> None:
         self._submitted += 1
-        seq = RemoteSeq.queued(request, self._submitted, now, lengths=self._lengths, token_ids=[])
+        seq = RemoteSeq(request, self._submitted, now, lengths=self._lengths, token_ids=[])
         coming = request.handoff is not None and request.handoff.cached > 0
         (self._arriving if coming else self._waiting)[request.id] = seq
 
@@ -147,7 +149,8 @@ class Mirror:
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
         seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        return [replace(s.request, progress=s.progress if s.total_output or s.demoted else None) for s in seqs]
+        moved = [(s.request, s.progress(s.before) if s.total_output or s.demoted else None) for s in seqs]
+        return [replace(request, progress=progress) for request, progress in moved]
 
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):

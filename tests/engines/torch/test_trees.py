@@ -291,7 +291,7 @@ def test_a_sequence_moves_between_verifications(harness: Callable[..., Harness])
         seq = trees.replica.running.get("r0")
         if not moved and seq is not None and seq.output > 9 and seq.pending == 1:
             kv = trees.loop.run_until_complete(trees.engine.export_kv(seq.block_ids, seq.cached))
-            moved.append((replace(seq.progress, token_ids=tuple(trees.served["r0"].ids)), kv))
+            moved.append((replace(seq.progress({}), token_ids=tuple(trees.served["r0"].ids)), kv))
 
     trees.run([request], check=leave)
     ((progress, kv),) = moved

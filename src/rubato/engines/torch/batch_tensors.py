@@ -308,7 +308,7 @@ def _seen(
 class _Span:
     """The blocks that an entry's tokens see, and the place of its first token in them."""
 
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]
     start: int
 
 
@@ -354,7 +354,7 @@ def _padded(group: Sequence[_Span], width: int) -> list[int]:
     blocks: list[int] = []
     for span in group:
         blocks += span.blocks
-        blocks += span.blocks[-1:] * (width - len(span.blocks))
+        blocks += [span.blocks[-1]] * (width - len(span.blocks))
     return blocks
 
 

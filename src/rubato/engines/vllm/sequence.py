@@ -89,8 +89,7 @@ class Seq:
 
     def __post_init__(self) -> None:
         arrival = self.request.arrival
-        self.books = Books(self.request, self.order, arrival, arrival, self.request.prompt)
-        self.books.renew_due()
+        self.books = Books(self.request, self.order, arrival)
 
     # ----------------------------------------------------------------- SeqView
 
