@@ -19,8 +19,8 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.policies import load
-from rubato.simulation.fast_host import FastHost
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host
+from rubato.simulation.simulated_host import SimulatedHost
 from tests.core import test_speculation
 from tests.doubles import Linear, request
 from tests.fleet import test_cluster, test_handoff
@@ -48,7 +48,9 @@ HARNESSES: dict[str, tuple[object, str, Callable[[], object]]] = {
         Replica, "check_integrity",
         lambda: test_handoff.scenario([(0.0, test_handoff.offer(request("a", 20)))], (1, 1)),
     ),
-    "fast host, replica": (FastHost, "check_integrity", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST)),
+    "simulated host, replica": (
+        Replica, "check_integrity", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST),
+    ),
     "worker, books": (
         test_cluster, "check_books", lambda: test_cluster.scenario([(0.0, test_cluster.offer(request("a")))]),
     ),
@@ -138,11 +140,11 @@ def test_a_listener_s_error_ends_a_run_of_the_fast_driver() -> None:
         cluster.listen(broken_once)
 
     with pytest.raises(Broken):
-        test_equal.drive(LOAD.requests, 1, lean_host, ready, **FAST.given())
+        test_equal.drive(LOAD.requests, 1, host, ready, **FAST.given())
 
 
-def lean_host(number: int, **given: Any) -> FastHost:
-    return FastHost(truth=Linear(), latency=Linear(), limits=LIMITS, targets=LOAD.truth, **given)
+def host(number: int, **given: Any) -> SimulatedHost:
+    return simulated_host(FAST, number, LOAD.truth, **given)
 
 
 async def one_request(clock: Clock) -> None:

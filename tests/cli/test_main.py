@@ -369,7 +369,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
         (
             ["simulate", "--policy", "faulty.policy"],
-            "policy 'faulty.policy': 3 steps in a row failed; the last: KeyError",
+            "policy 'faulty.policy', replica 'r0', t=",
         ),
         (["serve", "--set", "engine.kind=tourch"], "did you mean 'torch'"),
         (["bench", "http://127.0.0.1:9", "--no-progress"], "http://127.0.0.1:9"),

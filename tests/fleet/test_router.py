@@ -20,8 +20,8 @@ from rubato.core.plan import Plan, Shape, Work
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
-from rubato.policies import load, load_router
-from tests.doubles import Linear, request
+from rubato.policies import load
+from tests.doubles import request
 from tests.fleet.routers import CLOCKS, LIMITS, ends, moved, out, places, serve, started
 
 each_clock = pytest.mark.parametrize("clock", CLOCKS)
@@ -269,17 +269,6 @@ def test_who_cannot_be_in_time_is_demoted(clock: str) -> None:
     assert {id: (e.outcome, e.best_effort) for id, e in ends(events).items()} == {
         "good": ("completed", False), "late": ("completed", True),
     }  # fmt: skip
-
-
-def test_the_fast_driver_demotes_and_wakes_up_alike() -> None:
-    """Shown in tests/simulation; here that what it cannot do is known before."""
-    from rubato.simulation.simulate import SimulationSetup, fast_host_suffices
-
-    assert fast_host_suffices(SimulationSetup(Linear, LIMITS, "vllm", learns=False))
-    for name, value in (("wants", frozenset({"step"})), ("needs", frozenset({"recall"}))):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(load_router("least_loaded")), name, value, raising=False)
-            assert not fast_host_suffices(SimulationSetup(Linear, LIMITS, "vllm", learns=False))
 
 
 @each_clock

@@ -1,4 +1,5 @@
-"""The fast driver equals worker, replica and engine on the virtual loop: events, steps, token times."""
+"""The two drivers of a replica, on the virtual event loop and on a queue of events, do the same: events, steps, and
+times of tokens."""
 
 from __future__ import annotations
 
@@ -12,24 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
-from rubato.core.events import Event, Finished, Stepped, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Stepped, Tokens
 from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
-from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
 from rubato.core.slo import StageTimes
+from rubato.core.step_log import Run
+from rubato.fleet.cluster import Cluster
 from rubato.latency import profiles
 from rubato.policies import describe, load, load_router
 from rubato.simulation.driver import drive
-from rubato.simulation.fast_host import FastHost
-from rubato.simulation.fast_view import SUPPORTS
-from rubato.simulation.repeated_steps import RepeatedSteps
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host, tools
+from rubato.simulation.simulated_host import SimulatedHost
 from tests.conftest import few
 from tests.doubles import Linear
-from tests.policies.test_properties import Load, loads
+from tests.policies.test_properties import Load, loads, setup_for
 
-SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler" and load(name).needs <= SUPPORTS})
+SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
+ALL = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
+SCHEDULERS = [name for name in ALL if load(name).needs <= SUPPORTS]
 ROUTERS = sorted(
     {name for name, kind, *_ in describe() if kind == "router" and not isinstance(load_router(name), Assigner)}
 )
@@ -50,49 +53,59 @@ def told(events: Sequence[Event]) -> Story:
         if isinstance(event, Stepped):
             story.steps[event.id].append((event.at, event.shape))
         elif isinstance(event, Tokens):
-            story.times[event.id].append(event.at)
+            story.times[event.id] += [event.at] * event.tokens
         else:
             story.events[event.id].append(event)
     return story
 
 
-def run_fast(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup) -> Story:
+def run_fast(
+    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
+    pauses: Mapping[str, Sequence[float]] = NOTHING,
+) -> Story:  # fmt: skip
+    """On the queue of events. Tokens that are told are not looked at: their times are those of the ends."""
     story = told([])
-    hosts: dict[str, FastHost] = {}
+    hosts: dict[str, SimulatedHost] = {}
 
-    def make(number: int, **given: Any) -> FastHost:
+    def make(number: int, **given: Any) -> SimulatedHost:
         id = given["id"]
 
-        def ran(run: RepeatedSteps) -> None:
+        def ran(run: Run) -> None:
             story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
-            hosts[id].check_integrity()
 
-        hosts[id] = FastHost(
-            truth=setup.latency(), latency=setup.scheduler_model(), limits=setup.limits, targets=truth,
-            noise=setup.noise, seed=setup.seed + number, ran=ran, ended=ended, **given,
+        counts = not (setup.prefix_cache or pauses or any(r.group for r in requests))
+        hosts[id] = simulated_host(
+            setup, number, truth, ran=ran, ended=ended, counts=counts, tokens=bool(pauses), **given
         )  # fmt: skip
         return hosts[id]
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
-        story.times[event.id] += [t for stage in stages for t in stage.tokens]
+        story.times[event.id] = [t for stage in stages for t in stage.tokens]
 
-    ordered = sorted(requests, key=lambda r: r.arrival)
-    drive(ordered, setup.replicas, make, lambda c: c.listen(lambda e: story.events[e.id].append(e)), **setup.given())
+    def follow(event: Event) -> None:
+        if isinstance(event, HandedOff) and event.request.progress is not None:
+            story.times[event.id] = [t for stage in event.request.progress.times for t in stage]
+        if not isinstance(event, Stepped | Tokens):
+            story.events[event.id].append(event)
+            for host in hosts.values():
+                host.replica.check_integrity()
+
+    def ready(cluster: Cluster) -> None:
+        cluster.listen(follow)
+        if pauses:
+            cluster.listen(tools(pauses, cluster, cluster.clock))
+
+    drive(sorted(requests, key=lambda r: r.arrival), setup.replicas, make, ready, **setup.given())
     return story
-
-
-def alone(load: Load) -> list[Request]:
-    """Without what the fast host does not do: shared KV, and tools that take time."""
-    stages = [tuple(Stage(s.prompt, s.slo, s.ends) for s in r.stages) for r in load.requests]
-    return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
 
 
 def same(
     requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
-    lengths: Callable[[], LengthPredictor | None] = lambda: None,
+    lengths: Callable[[], LengthPredictor | None] = lambda: None, pauses: Mapping[str, Sequence[float]] = NOTHING,
 ) -> None:  # fmt: skip
-    plain = told(simulate(sorted(requests, key=lambda r: r.arrival), truth, replace(setup, lengths=lengths())))
-    fast = run_fast(requests, truth, replace(setup, lengths=lengths()))
+    ordered = sorted(requests, key=lambda r: r.arrival)
+    plain = told(simulate(ordered, truth, replace(setup, lengths=lengths()), pauses=pauses))
+    fast = run_fast(requests, truth, replace(setup, lengths=lengths()), pauses)
     assert fast.steps == plain.steps
     ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
     assert len(ends) == len(requests)
@@ -100,6 +113,21 @@ def same(
     for request in requests:
         assert fast.events[request.id] == plain.events[request.id]
         assert fast.times[request.id] == plain.times[request.id]
+
+
+@pytest.mark.parametrize("policy", ALL)
+@few
+@given(load=loads(), noise=st.sampled_from([0.0, 0.3]))
+def test_whatever_a_policy_does_and_requests_are(policy: str, load: Load, noise: float) -> None:
+    """Roles, hand-offs with and without KV, drafts and trees, shared KV, groups, tools; models that learn."""
+    setup = replace(setup_for(policy, load.limits, load.prefix_cache), noise=noise, seed=3)
+    same(load.requests, load.truth, setup, pauses=load.pauses)
+
+
+def alone(load: Load) -> list[Request]:
+    """Without shared KV and tools that take time: KV is counted, and a run has many steps."""
+    stages = [tuple(Stage(s.prompt, s.slo, s.ends) for s in r.stages) for r in load.requests]
+    return [replace(r, stages=s, group="") for r, s in zip(load.requests, stages, strict=True)]
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
@@ -237,15 +265,6 @@ def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
     other = Request("o", (Stage(1),), 0.0, sampling=Sampling(4))
     limits = Limits(max_seqs=1, max_tokens=8, max_length=200, kv_blocks=17, block=1, max_running=1)
     same([other, hopeless], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
-
-
-def test_what_it_cannot_do_is_refused() -> None:
-    request = Request("a", (Stage(4),), 0.0, group="g")
-    setup = SimulationSetup(Linear, Limits(4, 64, 200, 20, 16), "vllm", learns=False)
-    end = run_fast([request], {"a": (3,)}, setup).events["a"][-1]
-    assert isinstance(end, Finished)
-    assert end.outcome == "failed"
-    assert "shares KV" in end.reason
 
 
 def test_what_is_due_at_once_of_one_that_was_preempted() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rubato.core.request import SLO
 from rubato.engines.simulated import Drafter
-from rubato.simulation.simulate import SimulationSetup, fast_host_suffices, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
@@ -45,17 +45,10 @@ def test_of_requests_with_stages(policy: str) -> None:
     same(load, policy)
 
 
-def test_which_driver_is_taken() -> None:
-    assert fast_host_suffices(setup("edf"))
-    assert not fast_host_suffices(replace(setup("edf"), learns=True))
-    assert not fast_host_suffices(replace(setup("edf"), prefix_cache=True))
-    assert not fast_host_suffices(setup("distserve"))
-    assert not fast_host_suffices(setup("vllm_spec"))
-    drafter = Drafter()
-    assert fast_host_suffices(replace(setup("edf"), drafter=drafter))
-    assert fast_host_suffices(setup("slos_serve"))
-    assert not fast_host_suffices(replace(setup("slos_serve"), drafter=drafter))
-    assert fast_host_suffices(replace(setup("slos_serve"), drafter=drafter, settings={"max_draft": 0}))
+@pytest.mark.parametrize("policy", ["vllm_spec", "adaserve", "slos_serve"])
+def test_with_drafts(policy: str) -> None:
+    load, drafts = mix().make(1).rescaled(20.0), replace(setup(policy), drafter=Drafter(latency=MACHINE.model))
+    assert simulated_run(load, drafts).records == simulated_run(load, drafts, plain=True).records
 
 
 def test_a_drafter_that_nobody_asks_changes_nothing() -> None:

@@ -23,14 +23,30 @@ COMPLETION, ARRIVAL, PLAN = 0, 1, 2
 T = TypeVar("T")
 
 
+class Handle(Protocol):
+    """Something that is to happen."""
+
+    def cancel(self) -> object:
+        """It is not to happen any more."""
+        ...
+
+
 class Clock(Protocol):
     """Seconds, ascending. Ranks order what is due at the same instant."""
 
     def now(self) -> float: ...
-    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle: ...
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> Handle: ...
     async def sleep_until(self, when: float, rank: int) -> None: ...
     async def settle(self) -> None:
         """Let everything else that is due at this instant happen first."""
+        ...
+
+    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
+        """Run `main` beside whoever asks, from when that has nothing to do any more."""
+        ...
+
+    def current_task(self) -> Handle | None:
+        """The task, of those spawned, that runs now."""
         ...
 
 
@@ -48,6 +64,12 @@ class WallClock:
 
     async def settle(self) -> None:
         await asyncio.sleep(0)
+
+    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
+        return asyncio.create_task(main, name=name)
+
+    def current_task(self) -> Handle | None:
+        return asyncio.current_task()
 
 
 def unix_time() -> float:
@@ -83,6 +105,12 @@ class VirtualClock:
     async def settle(self) -> None:
         await self.sleep_until(self.now(), PLAN)
 
+    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
+        return asyncio.create_task(main, name=name)
+
+    def current_task(self) -> Handle | None:
+        return asyncio.current_task()
+
 
 class HandClock:
     """A time that whoever drives sets, for hosts that have no tasks."""
@@ -93,7 +121,7 @@ class HandClock:
     def now(self) -> float:
         return self.time
 
-    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> Handle:
         raise RuntimeError("nothing waits on a hand-set clock")
 
     async def sleep_until(self, when: float, rank: int) -> None:
@@ -101,6 +129,12 @@ class HandClock:
 
     async def settle(self) -> None:
         raise RuntimeError("nothing waits on a hand-set clock")
+
+    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
+        raise RuntimeError("nothing runs beside a hand-set clock")
+
+    def current_task(self) -> Handle | None:
+        return None
 
 
 class _Jump(selectors.SelectSelector):

@@ -14,7 +14,7 @@ class DecodePool:
     def __init__(self, steps: StepEnds, block: int, known: bool) -> None:
         self.count = 0
         self.kv = 0
-        self._steps = steps
+        self.steps = steps
         self._block = block
         self._wants = [0] * (2 * block)  # how many need another block at steps that leave this remainder; twice over
         self._who: list[dict[str, Seq]] | None = [{} for _ in range(block)] if known else None
@@ -52,7 +52,7 @@ class DecodePool:
 
     def blocks(self) -> int:
         """KV blocks that the next step of all decodes takes."""
-        return self._wants[self._steps.tick % self._block]
+        return self._wants[self.steps.tick % self._block]
 
     def blocks_until(self, steps: int, first: int) -> int:
         """KV blocks that so many steps of all decodes take from step `first` on."""
@@ -66,4 +66,4 @@ class DecodePool:
     def filling(self) -> Iterable[Seq]:
         """Whose KV fills its last block to the end: those that need one more in the next step."""
         assert self._who is not None
-        return self._who[self._steps.tick % self._block].values()
+        return self._who[self.steps.tick % self._block].values()

@@ -36,7 +36,8 @@ class KVCounts:
         run = self._run
         if run is None:
             return self._free
-        need = self.run_blocks(run, min(run.done + 1, run.steps))
+        assert self._pool is not None
+        need = self.run_blocks(run, run.done + self._pool.steps.under_way)
         return self._free - need - (self._verified(run) if run.speculation else 0)
 
     def held(self, seq: Seq) -> int:
@@ -51,6 +52,15 @@ class KVCounts:
         for chunk in run.chunks:
             need += chunk.blocks(steps, self.block)
         return need
+
+    def fitting(self, run: Run, most: int) -> int:
+        """How many steps of the run there is room for, at most so many; 1 is known to fit."""
+        assert self._pool is not None
+        spare = self._free - sum([chunk.total for chunk in run.chunks])
+        if self._pool.count * most > spare:  # else there is enough, were it a block for every token
+            while most > 1 and self.run_blocks(run, most) > self._free:
+                most -= 1
+        return most
 
     def serve(self, pool: DecodePool) -> None:
         self._pool = pool

@@ -109,7 +109,7 @@ class Replica(ReplicaState):
         self._ended = ended
         self._output_ids = output_ids
         self._groups: dict[str, list[Seq]] = {}
-        self._recalled: list[Seq] = []
+        self.recalled: list[Seq] = []
         self._gone: list[str] = []
         self._drafted: list[Seq] = []  # whose draft is to be verified in the next step that they are in, or never
         self._looked_up = -1  # the version of `kv` at which those that wait were looked up
@@ -225,12 +225,12 @@ class Replica(ReplicaState):
         Whether there are any."""
         here = [s for s in self._seqs.values() if not (s.ended or s.calling or s.id in self.arriving)]
         chosen = [s for s in here if (s.best_effort if kind == "best_effort" else s.id not in self.running)]
-        self._recalled += chosen
+        self.recalled += chosen
         return bool(chosen)
 
     def hand_back(self, now: float) -> list[Event]:
         """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
-        marked, self._recalled = self._recalled, []
+        marked, self.recalled = self.recalled, []
         here = {s.id: s for s in marked if self._seqs.get(s.id) is s and not s.calling}  # marked twice, it goes once
         return [self._hand_off(s, "recalled", now, with_kv=False) for s in sorted(here.values(), key=_order)]
 
@@ -351,13 +351,16 @@ class Replica(ReplicaState):
         run, events = self.begin(plan, now, policy)
         if run is None:
             return Batch(), events
+        batch = self.in_flight = self.batch(run)
+        return batch, events
+
+    def batch(self, run: Run) -> Batch:
+        """The run of one step that has just begun, with an entry for each sequence."""
         seqs = run.order
         if run.decode:
-            named = {work.seq for work in plan.work}
+            named = {seq.id for seq in run.order}
             seqs = [*(seq for seq in self.running.values() if seq.decoding and seq.id not in named), *run.order]
-        entries = [self._entry(seq, run) for seq in seqs]
-        batch = self.in_flight = Batch(tuple(entries), run.shape(0).spec_steps)
-        return batch, events
+        return Batch(tuple([self._entry(seq, run) for seq in seqs]), run.shape(0).spec_steps)
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
         """`end`, of a batch that an engine has run: KV written, tokens out, stages and requests ended. Raises
@@ -703,6 +706,10 @@ class Replica(ReplicaState):
         if self._causes is not None:
             self._causes.forget(before)
         self._most_kept = 2 * self.steps.kept + KEPT
+
+    def forget_all(self) -> None:
+        """No step is asked about any more."""
+        self._log.clear()
 
     def delays(self, seq: Seq) -> Mapping[Cause, float]:
         """Seconds lost so far, by cause."""

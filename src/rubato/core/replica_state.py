@@ -80,6 +80,7 @@ class ReplicaState:
         self.sync()
         run = self.run
         between = run is None or run.done == run.steps or (run.done and run.ends[run.done - 1] >= self.clock.time)
+        self.steps.under_way = not between
         return None if between else run
 
     @property
@@ -139,12 +140,12 @@ class _LiveView(View):
         state = self._state
         if state.run is None:
             return list(state.running.values())
-        state.sync()
+        state.under_way()
         return [seq for seq in state.running.values() if not seq.ended]
 
     @property
     def kv_free(self) -> int:
-        self._state.sync()
+        self._state.under_way()
         return self._state.kv.free
 
     @property
@@ -157,7 +158,7 @@ class _LiveView(View):
 
     @property
     def known(self) -> Mapping[str, SeqView]:
-        self._state.sync()
+        self._state.under_way()
         return self._state.here
 
     @property

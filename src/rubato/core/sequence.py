@@ -76,7 +76,8 @@ class KVHeld(Protocol):
     def own(self, seq: Seq) -> int: ...
 
 
-NO_STEPS = StepEnds()  # of those that are not on a replica
+NO_STEPS = StepEnds()  # of those that are not on a replica: what is said of them is as it is
+NO_STEPS.under_way = True
 
 
 class Seq:
@@ -184,7 +185,9 @@ class Seq:
 
     @property
     def in_flight(self) -> int:
-        return self._flying + 1 if self.decoding and self.steps.under_way else self._flying
+        if not self.steps.under_way:
+            return 0
+        return self._flying + 1 if self.decoding else self._flying
 
     @in_flight.setter
     def in_flight(self, tokens: int) -> None:

@@ -24,7 +24,9 @@ from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.spec import Hardware, PolicyChoice, packaged_hardware, running_mean
 from rubato.planning.sweep import markdown
-from rubato.simulation.simulate import SimulationSetup, fast_host_suffices, simulate, simulated_run, uncollected
+from rubato.policies import load as load_policy
+from rubato.policies import optional
+from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run, uncollected
 from rubato.workloads import Workload, scenarios, traces
 
 # acceptance of a drafted token: assumed, and what the suffix drafter shows live on 60 held-out prompts, of which a
@@ -134,7 +136,8 @@ def served(model: str, policy: str, load: Workload, acceptance: str, seed: int) 
         lambda: machine.model, machine.limits, chosen.policy, chosen.settings, rule="mean", seed=seed, learns=False,
         lengths=running_mean({}), drafter=drafting(model, acceptance, seed),
     )  # fmt: skip
-    if fast_host_suffices(setup):
+    scheduler = load_policy(chosen.policy, chosen.settings)
+    if "draft" not in scheduler.needs | optional(scheduler):
         records = simulated_run(load, setup, times=False, causes=False).records
         return Served(load, [r.verdict.met for r in records], [r.output for r in records], None, ())
     with uncollected():

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rubato.core.clock import PLAN, Clock
+from rubato.core.clock import PLAN, Clock, Handle
 from rubato.core.events import Demoted, Event, Finished, HandedOff, Lost, Offered, Placed, Preempted, Stepped
 from rubato.core.interfaces import (
     Assigner,
@@ -20,6 +20,7 @@ from rubato.core.interfaces import (
     TransferError,
     View,
 )
+from rubato.core.plan import Role
 from rubato.core.plan_check import PlanError, check_dispatch
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.sequence import Seq
@@ -84,15 +85,15 @@ class Cluster:
         self._fair = fair
         self._lengths = lengths
         self._steps = "step" in wants  # asked when a step has ended, and once an instant
-        self._soon: asyncio.TimerHandle | None = None  # to ask the router at the end of this instant
-        self._timer: asyncio.TimerHandle | None = None
+        self._soon: Handle | None = None  # to ask the router at the end of this instant
+        self._timer: Handle | None = None
         self._wake_at: float | None = None  # as the router said
         self._opens_at: float | None = None  # when the tenants' shares let something pass
         self._failures = 0  # of the router, in a row
         self._order = 0
         self._held: dict[str, Seq] = {}
         self._placed: dict[str, tuple[str, Request]] = {}
-        self._transfers: dict[str, asyncio.Task[None]] = {}
+        self._transfers: dict[str, Handle] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = EventBus()
@@ -110,14 +111,29 @@ class Cluster:
         return len(self._held) + len(self._placed)
 
     @property
+    def wants_steps(self) -> bool:
+        """Whether the end of any step has the router asked."""
+        return self._steps or any(seq.request.handoff is not None for seq in self._held.values())
+
+    @property
     def listener_errors(self) -> Mapping[str, int]:
         """By its name, how many events a listener failed on."""
         return self._listeners.errors
 
     async def start(self) -> None:
         """Raises ValueError when the router wants more replicas than there are, or needs what one of them lacks."""
-        roles = self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}
+        roles = self._roles()
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
+        self._assign(roles)
+
+    def begin(self) -> None:
+        """`start`, for hosts that have nothing to start."""
+        self._assign(self._roles())
+
+    def _roles(self) -> Mapping[str, Role]:
+        return self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}
+
+    def _assign(self, roles: Mapping[str, Role]) -> None:
         for id, host in self.hosts.items():
             if missing := self._router.needs - (supports := host.view().supports):
                 raise ValueError(
@@ -343,7 +359,7 @@ class Cluster:
                     self._end(seq, "failed", why)
         else:
             moving = self._transfer(request.id, self.hosts[source], self.hosts[replica])
-            self._transfers[request.id] = asyncio.create_task(moving, name=f"KV of {request.id}")
+            self._transfers[request.id] = self.clock.spawn(moving, f"KV of {request.id}")
         return True
 
     async def _transfer(self, id: str, source: Host, target: Host) -> None:
@@ -364,7 +380,7 @@ class Cluster:
     def _take_back(self, id: str) -> Seq:
         """Stop a transfer; the request is held again, with its KV where that still is."""
         task = self._transfers.pop(id)
-        if task is not asyncio.current_task():
+        if task is not self.clock.current_task():
             task.cancel()
         replica, request = self._placed[id]
         self._forget(id)
@@ -435,7 +451,7 @@ class Cluster:
     def _place_moved(self) -> None:
         """A step has ended, or KV memory may have come free: all that a request with KV of its own may be waiting for.
         With nothing placed, what ended was cancelled, and no other event will come."""
-        if self._steps or not self._placed or any(seq.request.handoff is not None for seq in self._held.values()):
+        if self.wants_steps or not self._placed:
             self._ask()
 
     def _let_go(self, id: str) -> None:
@@ -444,7 +460,7 @@ class Cluster:
         request = self._forget(id) if seq is None else seq.request
         self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)
-        if task is not None and task is not asyncio.current_task():
+        if task is not None and task is not self.clock.current_task():
             task.cancel()
         if request is not None and request.handoff is not None and request.handoff.source in self.hosts:
             self.hosts[request.handoff.source].release(id)

@@ -173,6 +173,7 @@ class LocalHost:
 
     async def _step(self, replica: Replica) -> None:
         await self.clock.settle()
+        self._wake.clear()  # the plan is made with all that has come
         self._forget(replica)
         began = self.clock.now()
         self._outbox += replica.hand_back(began)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
-from rubato.core.events import Event, Finished, Offered, Tokens
+from rubato.core.clock import ARRIVAL, Clock, VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, HandedOff, Offered, Tokens
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.plan import Limits, Sample
 from rubato.core.request import Request
@@ -22,10 +22,8 @@ from rubato.fleet.fair_share import FairShare
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.measure.records import Record, Run
-from rubato.policies import load, optional, router_for
 from rubato.simulation.driver import drive
-from rubato.simulation.fast_host import FastHost
-from rubato.simulation.fast_view import SUPPORTS
+from rubato.simulation.simulated_host import SimulatedHost
 from rubato.workloads import Arrival, Workload
 
 
@@ -133,7 +131,7 @@ async def _run(
     events: list[Event] = []
     cluster.listen(events.append)
     if pauses:
-        cluster.listen(_tools(pauses, cluster, clock))
+        cluster.listen(tools(pauses, cluster, clock))
     if watch is not None:
         cluster.listen(lambda event: watch(cluster, event))
     await cluster.start()
@@ -148,7 +146,7 @@ async def _run(
     return events
 
 
-def _tools(pauses: Mapping[str, Sequence[float]], cluster: Cluster, clock: VirtualClock) -> Callable[[Event], None]:
+def tools(pauses: Mapping[str, Sequence[float]], cluster: Cluster, clock: Clock) -> Callable[[Event], None]:
     """A listener that runs the tools: each returns so many seconds after the stage before it is done."""
 
     def follow(event: Event) -> None:
@@ -166,15 +164,15 @@ def simulated_run(
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
 
     times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
-    miss why; without, the fast driver is faster where many miss. That driver is taken where it can do what is
-    asked, unless plain.
+    miss why; without, it is faster where many miss. plain: on the virtual event loop, token by token.
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
-    if plain or pauses or not fast_host_suffices(setup):
-        events = simulate(list(workload.requests()), workload.truth(), setup, pauses=pauses)
+    requests = list(workload.requests())
+    if plain:
+        events = simulate(requests, workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}
     else:
-        lines = simulate_fast(workload.requests(), workload.truth(), setup, times=times, causes=causes)
+        lines = simulate_fast(requests, workload.truth(), setup, times=times, causes=causes, pauses=pauses)
     # out of `lines`, which the cluster's cycles hold: else all of it would stay until the next search for such
     records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
     settings = {
@@ -190,31 +188,21 @@ def simulated_run(
     return Run(label or setup.policy, workload, records, setup.rule, settings=settings)
 
 
-def fast_host_suffices(setup: SimulationSetup) -> bool:
-    """Whether the fast driver can simulate this: a model that does not learn, plain steps, no drafts by a policy that
-    would, no KV shared or moved, no shares that are paid back with time, no router that takes work back or follows
-    steps."""
-    router = router_for(setup.policy, setup.router, setup.router_settings, setup.settings)
-    scheduler = load(setup.policy, setup.settings)
-    uses = optional(scheduler) if setup.drafter is not None else frozenset[str]()
-    needs = scheduler.needs | uses | router.needs
-    plain = needs <= SUPPORTS and not hasattr(router, "roles") and not getattr(router, "wants", None)
-    return plain and not (setup.learns or setup.prefix_cache or setup.fair)
-
-
 def simulate_fast(
     requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup, *, times: bool = True,
-    causes: bool = True,
+    causes: bool = True, pauses: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
-    """What became of each request, by id, with the times of its tokens if wanted. Raises as `driver.drive` does."""
+    """What became of each request, by id, with the times of its tokens if wanted. The same as `simulate`, but that the
+    steps between two decisions are not walked. requests: a sequence, if some are of one group, or wait for tools.
+    Raises as `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
+    shared = isinstance(requests, Sequence) and any(r.group or r.tools for r in requests)
 
-    def make(number: int, **given: Any) -> FastHost:
-        model = setup.scheduler_model()
-        return FastHost(
-            truth=setup.latency(), latency=model, limits=setup.limits, targets=truth, noise=setup.noise,
-            seed=setup.seed + number, ended=ended if times else None, causes=causes, **given,
+    def make(number: int, **given: Any) -> SimulatedHost:
+        return simulated_host(
+            setup, number, truth, ended=ended if times else None, causes=causes, tokens=bool(pauses),
+            counts=not (shared or pauses or setup.prefix_cache), **given,
         )  # fmt: skip
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
@@ -223,16 +211,40 @@ def simulate_fast(
     def follow(event: Event) -> None:
         if isinstance(event, Offered):
             lines[event.id] = Timeline(event.request)
+        elif isinstance(event, HandedOff):
+            progress = event.request.progress  # should no replica take it, this is all that it had
+            came[event.id] = [] if progress is None else [t for stage in progress.times for t in stage]
         elif isinstance(event, Finished):
             line = lines[event.id]
             line.end = event
             if times:
                 line.times = came.pop(event.id, [])
                 line.tokens = list(range(1, len(line.times) + 1))
+                if setup.drafter is not None:  # of those that came together the last tells how many
+                    together = dict(zip(line.times, line.tokens, strict=True))
+                    line.times, line.tokens = list(together), list(together.values())
+
+    def ready(cluster: Cluster) -> None:
+        cluster.listen(follow)
+        if pauses:
+            cluster.listen(tools(pauses, cluster, cluster.clock))
 
     with uncollected():
-        drive(requests, setup.replicas, make, lambda cluster: cluster.listen(follow), **setup.given())
+        drive(requests, setup.replicas, make, ready, **setup.given())
     return lines
+
+
+def simulated_host(
+    setup: SimulationSetup, number: int, truth: Mapping[str, Sequence[int]], **given: Any
+) -> SimulatedHost:
+    """Replica `number` of a setup. given: what else a `SimulatedHost` takes."""
+    engine = Engine(
+        setup.latency(), setup.limits, given["clock"], lengths=truth, link=setup.link, drafter=setup.drafter
+    )
+    return SimulatedHost(
+        truth=setup.latency(), latency=setup.scheduler_model(), engine=engine, targets=truth, noise=setup.noise,
+        seed=setup.seed + number, learns=setup.learns, **given,
+    )  # fmt: skip
 
 
 @contextmanager

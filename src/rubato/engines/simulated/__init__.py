@@ -168,8 +168,22 @@ class Engine:
             for number in range(1, seq.total + 1):  # its client has had these
                 seq.stop.add(WORDS[number % len(WORDS)])
 
+    def place(self, request: Request, stage: int, output: int, total: int) -> None:
+        """A sequence that a batch will mention is so far: `output` tokens of this stage are out, `total` of all."""
+        seq = self._seqs.get(request.id)
+        if seq is None:
+            self.add(request)
+            seq = self._seqs[request.id]
+        seq.stage, seq.output, seq.total = stage, output, total
+
     async def execute(self, batch: Batch) -> StepResult:
         """Raises ValueError for tree nodes to verify that were not drafted here."""
+        result = self.run(batch)
+        await self._clock.sleep_until(self._clock.now() + result.seconds, COMPLETION)
+        return result
+
+    def run(self, batch: Batch) -> StepResult:
+        """What the batch brings, and the seconds it will have taken. Raises as `execute`."""
         shape = batch.shape
         if self._drafter is not None and self._drafter.latency is not None:
             shape = without_drafts(shape)
@@ -179,7 +193,6 @@ class Engine:
             seconds += self._draft(batch, emitted)
         if self._noise:
             seconds *= float(factors(self._rng, self._noise, 1)[0])
-        await self._clock.sleep_until(self._clock.now() + seconds, COMPLETION)
         return StepResult(emitted, seconds)
 
     def forget(self, seqs: Iterable[str]) -> None:

@@ -1,98 +1,21 @@
-"""Equal steps in a row: what is in each of them, and when each ends."""
+"""How long simulated steps take: a run's ends, worked out for all of its steps at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import accumulate
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from rubato.core.interfaces import LatencyModel, Line
-from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Shape
+from rubato.core.step_log import Run
 from rubato.engines.simulated import check_noise, factors
-
-if TYPE_CHECKING:
-    from rubato.simulation.fast_sequence import FastSeq
 
 DRAWN = 1024  # step-time factors drawn at a time
 
 Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.seconds_of`
-
-
-class ChunkShare(NamedTuple):
-    """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
-    with what is left of `total`."""
-
-    seq: FastSeq
-    start: int
-    tokens: int
-    total: int
-
-    def at(self, i: int) -> tuple[int, int]:
-        """(tokens, tokens in KV before) of the i-th step."""
-        before = i * self.tokens
-        return min(self.tokens, self.total - before), self.start + before
-
-    def blocks(self, steps: int, block: int) -> int:
-        """KV blocks that so many steps of it take."""
-        held = self.start + min(steps * self.tokens, self.total)
-        return blocks_for(held, block) - blocks_for(self.start, block)
-
-
-@dataclass(slots=True)
-class RepeatedSteps:
-    """Steps tick, tick + 1, ..., the first of which begins at `begin`: one token of each of `seqs` sequences that
-    together have `kv` tokens in KV before the first, and chunks. order: whom the plan named, in its order.
-    ends: when each step ends, while the run is under way (then the log has it). steps: how many; done: booked."""
-
-    begin: float
-    tick: int
-    seqs: int
-    kv: int
-    chunks: Sequence[ChunkShare]
-    order: Sequence[FastSeq]
-    ends: list[float]
-    steps: int = 0
-    done: int = 0
-
-    def shape(self, i: int) -> Shape:
-        """Of the i-th step."""
-        tokens, seqs, kv, context, square, chunks, chunk_kv = self.features(i)
-        return Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv)
-
-    def features(self, i: int) -> tuple[int, int, int, int, int, int, int]:
-        """Of the i-th step's shape, but for draft steps."""
-        tokens = seqs = self.seqs
-        kv = self.kv + (i + 1) * seqs
-        context = square = chunks = chunk_kv = 0
-        for part in self.chunks:
-            count, start = part.at(i)
-            tokens += count
-            seqs += 1
-            kv += start + count
-            if count > 1:
-                context += count * start
-                square += count * count
-                chunks += 1
-                chunk_kv += start + count
-        return tokens, seqs, kv, context, square, chunks, chunk_kv
-
-    def decodes(self, i: int) -> Shape:
-        """The i-th step's entries of one token that are not in `chunks`."""
-        return Shape(self.seqs, self.seqs, self.kv + (i + 1) * self.seqs)
-
-    def all_decodes(self, i: int) -> Shape:
-        """All entries of one token of the i-th step."""
-        shape = self.decodes(i)
-        for part in self.chunks:
-            tokens, before = part.at(i)
-            if tokens == 1:
-                shape = shape.plus(1, before)
-        return shape
 
 
 class StepTimes:
@@ -107,7 +30,7 @@ class StepTimes:
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
-    def take(self, run: RepeatedSteps, steps: int) -> None:
+    def take(self, run: Run, steps: int) -> None:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
@@ -123,11 +46,11 @@ class StepTimes:
         else:
             took = _along(self._line, n, kv, steps)
         if self._noise:
-            took = [seconds * self._factor(run.tick + i) for i, seconds in enumerate(took)]
+            took = [seconds * self.factor(run.tick + i) for i, seconds in enumerate(took)]
         took[0] += run.begin
         run.ends = list(accumulate(took))
 
-    def _with_chunks(self, run: RepeatedSteps, steps: int, seconds: Seconds) -> list[float]:
+    def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
@@ -144,7 +67,7 @@ class StepTimes:
         took.append(seconds(*run.features(steps - 1)))
         return took
 
-    def _with_one(self, run: RepeatedSteps, steps: int, seconds: Seconds) -> list[float]:
+    def _with_one(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
         """`Run.features` of each step, for the chunk that most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []
@@ -160,7 +83,10 @@ class StepTimes:
             left -= here
         return took
 
-    def _factor(self, tick: int) -> float:
+    def factor(self, tick: int) -> float:
+        """What the time of this step is multiplied by; no step much earlier is asked for again."""
+        if not self._noise:
+            return 1.0
         at = tick - self._first
         if at >= len(self._factors):
             keep = max(0, at - DRAWN)  # steps that were worked out in vain are worked out again

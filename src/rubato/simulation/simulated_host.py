@@ -1,0 +1,430 @@
+"""A host without tasks: a replica, its scheduler, an engine that only takes time (`Host`), on a hand-set clock.
+
+It calls the same replica as `local_host.LocalHost` does, in the same order. Where nobody asks for every token, a plan
+is carried out as a run of one or more equal steps, which ends where the next plan may differ: at the first token or the
+end of a stage, at the end of a prefill, when KV runs short, and when something arrives. Other steps are run one by one
+by the simulated engine: those whose tokens are told, which a policy that drafts asks for, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Protocol
+
+from rubato.core.clock import COMPLETION, PLAN, HandClock
+from rubato.core.events import Event, Finished, Stepped
+from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
+from rubato.core.kv_ledger import KVCounts
+from rubato.core.plan import Emitted, Plan, Recall, Role, Sample
+from rubato.core.plan_check import PlanError
+from rubato.core.replica import Replica
+from rubato.core.request import Request
+from rubato.core.sequence import Seq
+from rubato.core.slo import StageTimes
+from rubato.core.step_log import Run
+from rubato.engines.simulated import Engine
+from rubato.policies import optional
+from rubato.simulation.step_times import StepTimes
+
+LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+NEVER = 1 << 60
+AGAIN = Plan(decode=True)
+ONE = Emitted(1)
+STAGE_DONE = Emitted(1, stage_done=True)
+STOP = Emitted(1, finish="stop")
+LENGTH = Emitted(1, finish="length")
+
+
+class Called(Protocol):
+    """What stands in an `EventQueue`."""
+
+    def complete(self, version: int) -> bool: ...
+    def plan(self, version: int) -> None: ...
+
+
+class EventQueue:
+    """When which host is to be called (`complete`, `plan`), by time, rank and order of asking, with its version."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, Called, int]] = []
+        self.count = itertools.count()
+
+    def add(self, when: float, rank: int, called: Called, version: int) -> None:
+        heappush(self.heap, (when, rank, next(self.count), called, version))
+
+
+class SimulatedHost:
+    """truth: the time steps take; latency: what the scheduler believes. engine: of the same limits, for drafts and for
+    moving KV; it adds no noise, which is this host's. targets: request id -> output tokens of each stage. learns:
+    whether `latency` goes on learning. counts: KV as counts. tokens: tell of every step and token (`Stepped`,
+    `Tokens`); so they are where a policy drafts. every_step: whether the cluster has to hear of every step now. ran:
+    given each run when it is over; ended: each end with the times of its tokens. causes: work out why requests miss.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        truth: LatencyModel,
+        latency: LatencyModel,
+        engine: Engine,
+        scheduler: Scheduler,
+        clock: HandClock,
+        *,
+        emit: Callable[[Event], None],
+        queue: EventQueue,
+        policy: str,
+        targets: Mapping[str, Sequence[int]],
+        every_step: Callable[[], bool],
+        lengths: LengthPredictor | None = None,
+        rule: str = "deadline",
+        prefix_cache: bool = False,
+        noise: float = 0.0,
+        seed: int = 0,
+        learns: bool = False,
+        counts: bool = True,
+        tokens: bool = False,
+        causes: bool = True,
+        ran: Callable[[Run], None] | None = None,
+        ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
+    ) -> None:
+        supports = engine.supports | {"handoff", "recall"}
+        if missing := scheduler.needs - supports:
+            raise ValueError(
+                f"policy {policy!r} needs {', '.join(sorted(missing))}, which a simulated engine lacks here (it "
+                f"supports {', '.join(sorted(supports))}): give it a drafter, or choose another policy"
+            )
+        # Each step is the engine's then, and each token told: what a drafter has in KV goes with what the engine has,
+        # and policies learn from the events how much of it was right.
+        self._walk = tokens = tokens or ("draft" in supports and "draft" in scheduler.needs | optional(scheduler))
+        self.id = id
+        self.scheduler = scheduler
+        self.clock = clock
+        self.replica = Replica(
+            id, engine.limits, latency, supports=supports, lengths=lengths, rule=rule, prefix_cache=prefix_cache,
+            counts=counts, tokens=tokens, causes=causes, clock=clock, decodes=self._aim,
+            ended=ended, output_ids=None if tokens else _output_ids,
+        )  # fmt: skip
+        self._steps = self.replica.steps
+        self._pool = self.replica.pool
+        self._engine = engine
+        self._times = StepTimes(truth, noise, seed)
+        self._emit = emit
+        self._queue = queue
+        self._policy = policy
+        self._targets = targets
+        self._every_step = every_step
+        self._learns = learns
+        self._ran = ran
+        self._outbox: list[Event] = []
+        self._milestones: list[tuple[int, int, Seq]] = []
+        self._aims = itertools.count()  # when somebody's first or last token of a stage comes
+        self._spoken: set[str] = set()  # whose tokens have to be looked at one by one
+        self._emitted: dict[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
+        self._version = 0
+        self._planned = False
+        self._steady = 0  # for how many more steps the last plan stands, unless something happens
+        self._refresh = learns or not counts
+        self._live_view = self.replica.view(clock.time)
+        self._plan_at(clock.time)  # hosts that begin together plan in the order in which they began
+
+    # ----------------------------------------------------------------- Host
+
+    async def start(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def view(self) -> View:
+        return self.replica.view(self.clock.time) if self._refresh else self._live_view
+
+    def submit(self, request: Request) -> None:
+        self._forget()
+        self._come(self.replica.submit(request, self.clock.time), request)
+
+    def reserve(self, request: Request) -> bool:
+        self._forget()
+        events = self.replica.reserve(request, self.clock.time)
+        if events is None:
+            return False
+        self._listen_to(request, events)
+        self._outbox += events
+        self._changed()
+        return True
+
+    def cancel(self, id: str, reason: str) -> None:
+        self.replica.sync()
+        self._tell(self.replica.cancel(id, self.clock.time, reason))
+
+    def resume(self, id: str) -> None:
+        self.replica.sync()
+        self._tell(self.replica.resume(id, self.clock.time))
+
+    def assign(self, role: Role) -> None:
+        self.replica.role = role
+        self._changed()
+
+    def recall(self, kind: Recall) -> None:
+        self.replica.sync()
+        if self.replica.recall(kind):
+            self._changed()
+
+    async def transfer(self, id: str, to: Host) -> None:
+        seq = self.replica.leaving.get(id)
+        if seq is None:
+            raise TransferError(f"replica {self.id} has no KV of request {id!r} any more")
+        kv = await self._engine.export_kv(seq.block_ids, seq.cached)
+        await to.receive(id, kv)
+        self.release(id)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        seq = self.replica.arriving.get(id)
+        if seq is not None:
+            await self._engine.import_kv(range(self.replica.limits.blocks(kv.tokens)), kv)
+        if seq is None or self.replica.arriving.get(id) is not seq:
+            raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
+        self.replica.sync()
+        self._tell(self.replica.arrive(id, kv.size, self.clock.time))
+
+    def release(self, id: str) -> None:
+        self.replica.sync()
+        if self.replica.release(id):
+            self._changed()
+
+    # ----------------------------------------------------------------- time passes
+
+    def complete(self, version: int) -> bool:
+        """The run's last step is over. False if it is not, since something came between."""
+        replica, run = self.replica, self.replica.run
+        if run is None or version != self._version:
+            return False
+        replica.sync()
+        now = run.ends[-1]
+        if self._ran is not None:
+            self._ran(run)
+        last = run.steps - 1
+        told = run.shape(last) if self._learns or self._walk or self._every_step() else None
+        looked_at = [] if self._emitted is not None else self._came()
+        if self._emitted is not None:
+            emitted, self._emitted = self._emitted, None
+        elif run.chunks or looked_at:
+            emitted = self._due(run, looked_at)
+        else:
+            emitted = {}
+        busy = bool(emitted or run.chunks or replica.resting or replica.ending)
+        events = replica.end(emitted, now)
+        if told is not None:
+            seconds = now - (run.ends[last - 1] if last else run.begin)
+            if self._learns:
+                replica.latency.update(Sample(told, seconds))
+            self._outbox.append(Stepped(now, self.id, told, seconds))
+        self._outbox += events
+        run.ends = []
+        self._planned = True
+        for seq in looked_at:
+            if seq.decoding and seq.milestone < 0:
+                self._aim(seq)
+        if busy and (replica.waiting or replica.prefilling):
+            self._steady = 0
+        return True
+
+    def plan(self, version: int) -> None:
+        """Ask the policy, and begin what it says, unless it was asked since."""
+        replica = self.replica
+        if replica.run is not None or not (self._planned or version == self._version):
+            return
+        self._planned = False
+        self._version += 1
+        now = self.clock.time
+        if replica.recalled:
+            self._outbox += replica.hand_back(now)
+        if replica.idle:
+            self._flush()
+            return
+        if self._steady > 0 and self._pool.blocks() <= replica.kv.free:  # the last plan stands
+            run, _ = replica.begin(AGAIN, now, self._policy)
+            if run is not None:
+                self._start(run, True)
+            self._flush()
+            return
+        if self._refresh:
+            replica.view(now)
+        plan = self._ask()
+        run, events = replica.begin(plan, now, self._policy)
+        self._outbox += events
+        if run is not None:
+            self._start(run, plan.decode)
+            self._flush()
+            return
+        self._flush()
+        self._steady = 0  # nothing was run that could go on
+        if self._planned:
+            return
+        if events:
+            self._plan_at(now)
+        elif plan.wake_at is not None:
+            self._queue.add(plan.wake_at, PLAN, self, self._version)
+
+    def _ask(self) -> Plan:
+        """What the policy says."""
+        view = self._live_view
+        try:
+            plan = self.scheduler.plan(view)
+            again = plan.steady and plan.decode and not (plan.preempt or plan.drop or plan.demote or plan.promote)
+        except PlanError:
+            raise
+        except Exception as error:
+            where = f"policy {self._policy!r}, replica {self.id!r}, t={view.now:.6f}"
+            raise PlanError(f"{where}: {type(error).__name__}: {error}") from error
+        self._steady = plan.steady + 1 if again else 0
+        return plan
+
+    def _start(self, run: Run, goes_on: bool) -> None:
+        """The run begins: how many steps it has, and when each ends."""
+        if self._walk or self._spoken:
+            self._spell(run)
+        else:
+            most = 1
+            if goes_on and self._steady > 1 and not (self._refresh or self._every_step()):
+                most = min(self._steady, LONGEST, self._next_milestone() - run.tick)
+                for chunk in run.chunks:
+                    most = min(most, -(-chunk.total // chunk.tokens))
+                kv = self.replica.kv
+                assert isinstance(kv, KVCounts)
+                most = kv.fitting(run, most)
+            self._steady -= most
+            self._times.take(run, most)
+        self._version += 1
+        self._queue.add(run.ends[-1], COMPLETION, self, self._version)
+
+    def _spell(self, run: Run) -> None:
+        """The engine says what each sequence of a single step gets."""
+        replica, engine = self.replica, self._engine
+        self._steady = 0
+        batch = replica.batch(run)
+        for entry in batch.entries:
+            seq = replica.running[entry.seq]
+            engine.place(seq.request, seq.stage, seq.output, seq.total_output)
+        result = engine.run(batch)
+        self._emitted = {e.seq: result.emitted[e.seq] for e in batch.entries if e.sample}
+        run.ends = [run.begin + result.seconds * self._times.factor(run.tick)]
+
+    # ----------------------------------------------------------------- who is to be looked at
+
+    def _target(self, seq: Seq) -> int:
+        """Output tokens of its stage: what was drawn for it, unless max_tokens comes first."""
+        left = seq.request.sampling.max_tokens - seq.earlier
+        targets = self._targets.get(seq.id)
+        return left if targets is None else min(left, targets[seq.stage])
+
+    def _aim(self, seq: Seq) -> None:
+        """Somebody must look at it when its first or its last token of the stage comes."""
+        if self._walk:
+            return
+        tick = self._steps.tick
+        at = seq.milestone = tick + 1 if seq.first_token_at is None else self._target(seq) - seq._output
+        heappush(self._milestones, (at, next(self._aims), seq))
+
+    def _came(self) -> list[Seq]:
+        """Whose first or last token of a stage has come."""
+        found: list[Seq] = []
+        milestones, tick = self._milestones, self._steps.tick
+        while milestones and milestones[0][0] <= tick:
+            at, _, seq = heappop(milestones)
+            if seq.milestone == at and seq.decoding and not seq.ended:
+                seq.milestone = -1  # it may be there twice, having rested
+                found.append(seq)
+        return found
+
+    def _next_milestone(self) -> int:
+        """No step before this one brings anybody's first or last token of a stage."""
+        for seq in self._came():  # told by the engine in a step of its own
+            self._aim(seq)
+        return self._milestones[0][0] if self._milestones else NEVER
+
+    def _due(self, run: Run, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
+        """What those get who have to be looked at, in the batch's order."""
+        came = [(seq, seq.output) for seq in looked_at]
+        came += [(c.seq, c.seq.output + 1) for c in run.chunks if not c.seq.ended and c.seq.pending == 0]
+        if len(came) > 1:  # decodes in order of start, then whom the plan named
+            place = {seq.id: i for i, seq in enumerate(run.order)}
+            came.sort(key=lambda item: (place.get(item[0].id, -1), item[0].nth))
+        return {seq.id: self._brought(seq, output) for seq, output in came}
+
+    def _brought(self, seq: Seq, output: int) -> Emitted:
+        if output < self._target(seq):
+            return ONE
+        if seq.earlier + output >= seq.request.sampling.max_tokens:
+            return LENGTH
+        return STOP if seq.stage + 1 == len(seq.request.stages) else STAGE_DONE
+
+    # ----------------------------------------------------------------- telling
+
+    def _come(self, events: Sequence[Event], request: Request) -> None:
+        self._listen_to(request, events)
+        self._tell(events)
+
+    def _listen_to(self, request: Request, refused: Sequence[Event]) -> None:
+        if not refused and (request.sampling.stop or request.sampling.stop_ids):
+            self._engine.add(request)
+            self._spoken.add(request.id)
+
+    def _forget(self) -> None:
+        """A request may come back that the engine still has from when it was handed off."""
+        self.replica.sync()
+        gone = self.replica.gone()
+        if gone:
+            self._engine.forget(gone)
+            self._spoken.difference_update(gone)
+
+    def _changed(self) -> None:
+        """Something came: the run ends with the step that is under way, and the policy is asked."""
+        self._steady = 0
+        if self.replica.run is not None:
+            self.cut()
+        elif not self._planned:
+            self._plan_at(self.clock.time)
+
+    def cut(self) -> None:
+        """No step of the run begins after the one under way."""
+        run, now = self.replica.run, self.clock.time
+        if run is None:
+            return
+        self.replica.sync()
+        keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
+        if keep < run.steps:
+            self._steady += run.steps - keep if self._steady else 0
+            del run.ends[keep:]
+            run.steps = keep
+            self._version += 1
+            self._queue.add(run.ends[-1], COMPLETION, self, self._version)
+
+    def _plan_at(self, when: float) -> None:
+        self._planned = True
+        self._queue.add(when, PLAN, self, self._version)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Publish what a call from outside caused, after what was still to be told."""
+        self._outbox += events
+        if events:
+            self._flush()
+        self._changed()
+
+    def _flush(self) -> None:
+        if not self._outbox:
+            return
+        events, self._outbox = self._outbox, []
+        for event in events:
+            self._emit(event)
+        self.scheduler.observe(events)
+
+    def clear(self) -> None:
+        """It is in cycles: what it holds would stay until the next search for such."""
+        self.replica.forget_all()
+
+
+def _output_ids(first: int, after: int) -> list[int]:
+    """Ids of a request's output tokens, as the engine has them."""
+    return [(n + 1) % 256 for n in range(first, after)]
