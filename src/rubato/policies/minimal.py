@@ -39,10 +39,10 @@ class _Load:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        decodes = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_seqs]
-        self._shape = Shape(len(decodes), len(decodes), sum(decodes) + len(decodes))
+        self._shape, prefills = _running(view)
         self._pending = 0
-        for seq in (*(s for s in view.running if s.pending > 1), *view.waiting):
+        self._cost: tuple[float, int] | None = None  # until something is added
+        for seq in (*prefills, *view.waiting):
             self.add(seq.pending, seq.cached)
 
     def add(self, pending: int, cached: int) -> None:
@@ -51,7 +51,22 @@ class _Load:
         if tokens > 0:
             self._shape = shape.plus(tokens, cached)
         self._pending += pending
+        self._cost = None
 
     @property
     def cost(self) -> tuple[float, int]:
-        return (self.view.latency.step_time(self._shape) if self._shape.seqs else 0.0, self._pending)
+        if self._cost is None:
+            seconds = self.view.latency.step_time(self._shape) if self._shape.seqs else 0.0
+            self._cost = (seconds, self._pending)
+        return self._cost
+
+
+def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
+    """The decodes of the next iteration, in one shape, and who prefills. As the replica counts them, unless one that
+    runs is in neither count, such as a decode left out of the step under way."""
+    decodes, prefills = view.decodes, view.prefilling
+    if decodes.seqs <= view.limits.max_seqs and decodes.seqs + len(prefills) == view.count - len(view.waiting):
+        return decodes, prefills
+    running = view.running
+    cached = [seq.cached for seq in running if seq.pending == 1][: view.limits.max_seqs]
+    return Shape(len(cached), len(cached), sum(cached) + len(cached)), [s for s in running if s.pending > 1]
