@@ -106,6 +106,10 @@ class BatchBuilder:
     def lacks_kv(self, seq: SeqView, tokens: int) -> bool:
         return self._new_blocks(seq, tokens) > self.kv_left
 
+    def lacking(self, seq: SeqView, tokens: int) -> int:
+        """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
+        return blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks - self.kv_left
+
     def verifiable(self, seq: SeqView, drafted: int) -> int:
         """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
         most = max(0, min(drafted, self.tokens_left - seq.pending))
@@ -131,20 +135,41 @@ class BatchBuilder:
             self._draft_tokens += later_draft_tokens(draft)
 
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
-        """One token of each in one go, where all run and there is KV for a block more of each; else False, and nothing
-        is done. drafts: what to draft at the end of the step, by id (`Work.draft`)."""
-        count = len(seqs)
-        if count > min(self.seqs_left, self.tokens_left, self.kv_left) or any(s.id not in self.running for s in seqs):
+        """One token of each in one go, where all run and there is room for all; else False, and nothing is done.
+        drafts: what to draft at the end of the step, by id (`Work.draft`)."""
+        count, running, block = len(seqs), self.running, self.view.limits.block
+        if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
-        shape, kv = self.shape, sum([s.cached for s in seqs]) + count
-        self._base = shape._replace(tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + kv)
-        self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
+        cached = [s.cached for s in seqs]
+        # only who has filled its last block needs one more
+        blocks = sum([s.blocks * block <= c for c, s in zip(cached, seqs, strict=True) if c % block == 0])
+        if blocks > self.kv_left:
+            return False
+        shape = self.shape
+        self._base = shape._replace(
+            tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + sum(cached) + count
+        )
         if drafts:
+            self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
             self._count_drafts()
+        else:
+            self.work.update([(s.id, Work(s.id, 1)) for s in seqs])
         self.tokens_left -= count
         self.seqs_left -= count
-        self.kv_left -= sum([self._new_blocks(s, 1) for s in seqs])
+        self.kv_left -= blocks
         return True
+
+    def fold_decodes(self) -> None:
+        """Say `decode` instead of naming each, where every running sequence that has one token pending is in the batch
+        with just that: who carries the plan out is done sooner. The last thing before `plan`."""
+        running, prefilling = self.running, {s.id for s in self.view.prefilling}
+        each = {
+            id for id, (_, tokens, verify, draft) in self.work.items()
+            if tokens == 1 and not verify and draft is None and id in running and id not in prefilling
+        }  # fmt: skip
+        if each and len(each) == self.decodes.seqs:
+            self.decode = True
+            self.work = {id: work for id, work in self.work.items() if id not in each}
 
     def remove(self, seq: SeqView) -> None:
         """Take its work out of the batch again."""
@@ -189,6 +214,26 @@ class BatchBuilder:
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
+
+
+def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
+    Whether it has them now."""
+    if not builder.lacks(seq, tokens):
+        return True
+    taken, lacking = [], builder.lacking(seq, tokens)
+    for victim in victims:
+        if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
+            taken.append(victim)
+            lacking -= own
+            if lacking <= 0:  # whoever goes leaves a slot, too
+                break
+    else:
+        return False
+    for one in taken:
+        if builder.lacks(seq, tokens):  # less, once somebody was taken out of the batch
+            builder.preempt(one)
+    return True
 
 
 def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder
+from rubato.core.batch_builder import BatchBuilder, make_room
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
@@ -111,27 +111,6 @@ def tightness(seq: SeqView) -> tuple[float, float, float]:
     """Priority, smaller is sooner: seconds of the tightest TTFT, TPOT and e2e over all stages, inf where none."""
     slos = [stage.slo for stage in seq.request.stages]
     return _least(s.ttft for s in slos), _least(s.tpot for s in slos), _least(s.e2e for s in slos)
-
-
-def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
-
-    Victims must not be in the batch yet.
-    """
-    lacking = builder.view.limits.blocks(seq.cached + tokens) - seq.blocks - builder.kv_left
-    slot = builder.lacks_slot(seq)
-    if lacking <= 0 and not slot:
-        return True
-    taken: list[SeqView] = []
-    for victim in victims:
-        if victim.own_blocks and victim is not seq and victim not in builder.preempted:
-            taken.append(victim)
-            lacking -= victim.own_blocks
-            if lacking <= 0:  # whoever goes leaves a slot, too
-                for one in taken:
-                    builder.preempt(one)
-                return True
-    return False
 
 
 def _least(values: Iterable[float | None]) -> float:

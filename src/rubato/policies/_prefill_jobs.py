@@ -1,0 +1,159 @@
+"""Prefills as jobs of one machine, which does one after another: which of them can have their first token in time,
+and whether their decodes can go together."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Shape
+
+PROBE = 256  # tokens of prefill whose marginal time stands for all
+MARGIN = 1.2  # times the tokens: what comes back after it was set aside must fit with so many
+
+Job = tuple[float, float, int, int, SeqView]  # due, arrival, place among all here, tokens pending: sorted by deadline
+
+
+class PrefillRate:
+    """How fast prefill can go beside the decodes: at full speed while they have time to spare, then at what each TPOT
+    leaves after a token for everyone."""
+
+    def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
+        latency = view.latency
+        alone = latency.step_time(decodes) * safety if decodes.seqs else 0.0
+        self._first = latency.step_time(decodes.plus(1, 0)) * safety
+        self._token = (latency.step_time(decodes.plus(PROBE, 0)) * safety - self._first) / (PROBE - 1)
+        self._sprint = max(0.0, spare - self._first)
+        self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
+
+    def seconds_alone(self, tokens: int) -> float:
+        """As if nothing were decoded meanwhile: no sooner than this."""
+        return self._first + tokens * self._token
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds until `tokens` tokens of prefill are done."""
+        work = tokens * self._token
+        late = max(0.0, work - self._sprint)
+        return self._first + work - late + late / self._share
+
+    def seconds_each(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`seconds` of each of these."""
+        work = tokens * self._token
+        late = np.maximum(0.0, work - self._sprint)
+        each: NDArray[np.float64] = self._first + work - late + late / self._share
+        return each
+
+    def tokens_each(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The inverse of `seconds_each`, to rounding: tokens that each of these suffices for."""
+        left = seconds - self._first
+        sprint = min(self._sprint, 1e12)
+        work: NDArray[np.float64] = np.minimum(left, sprint) + np.maximum(left - sprint, 0.0) * self._share
+        return work / max(self._token, 1e-12)
+
+
+def schedulable(
+    jobs: Sequence[Job], rate: PrefillRate, now: float, reserve: float, protected: Container[str]
+) -> list[Job]:
+    """Go through the jobs by deadline, less `reserve` seconds; whenever one is late, set aside the longest so far, the
+    first of equally long ones, that is not of a protected tier (Moore 1968; with a heap, in Hodgson's form).
+
+    A protected one may count on decodes that end meanwhile, and others are not started at its expense; not so if even
+    alone it would be late."""
+    longest: list[tuple[int, int]] = []  # a heap
+    gone: set[int] = set()
+    tokens, seconds = 0, rate.seconds
+    for i, (due, _, _, pending, seq) in enumerate(jobs):
+        tokens += pending
+        if not (protected and seq.request.tier in protected and now + rate.seconds_alone(pending) <= due):
+            heappush(longest, (-pending, i))
+        while longest and now + seconds(tokens) > due - reserve:
+            less, one = heappop(longest)
+            tokens += less
+            gone.add(one)
+    return [job for i, job in enumerate(jobs) if i not in gone]
+
+
+def fitting_beside(
+    kept: Sequence[Job], more: Sequence[Job], rate: PrefillRate, now: float, reserve: float
+) -> list[Job]:
+    """Those of `more`, cheapest first, that fit beside all that are kept, by a margin.
+
+    All stand in line by deadline. One of p tokens fits where nobody behind it has fewer than p tokens to spare; that is
+    found in tokens, to rounding, and then decided in seconds."""
+    able = [job for job in more if rate.seconds(int(job[3] * MARGIN)) <= job[0] - now]
+    if not able:
+        return []
+    line = sorted([*kept, *able])
+    places = {job[2] for job in kept}
+    taken = np.array([job[2] in places for job in line])
+    done = np.cumsum(np.where(taken, np.array([job[3] for job in line], dtype=np.float64), 0.0))
+    ends = np.array([job[0] for job in line]) - reserve
+    within = rate.tokens_each(ends - now)
+    back: list[Job] = []
+
+    def in_time(done: NDArray[np.float64], taken: NDArray[np.bool_]) -> bool:
+        return not np.any(taken & (now + rate.seconds_each(done) > ends))
+
+    def room() -> NDArray[np.float64]:
+        """Tokens that whoever stands here, and all behind, can spare."""
+        spare = np.where(taken, within - done, inf)
+        return np.minimum.accumulate(spare[::-1])[::-1]
+
+    if not in_time(done, taken):
+        return []
+    order = sorted(range(len(line)), key=lambda i: (line[i][3], line[i][2]))
+    todo = np.array([i for i in order if line[i][2] not in places])
+    tokens = np.array([line[i][3] for i in todo], dtype=np.float64)
+    spare = room()
+    fit = (tokens <= spare[todo] + 1.0) & (done[todo] + tokens <= within[todo] + 1.0)
+    for i, need in zip(todo[fit].tolist(), tokens[fit].tolist(), strict=True):
+        if need > spare[i] + 1.0 or done[i] + need > within[i] + 1.0:
+            continue
+        later, with_it = done.copy(), taken.copy()
+        later[i:] += need
+        with_it[i] = True
+        if in_time(later, with_it):
+            back.append(line[i])
+            done, taken = later, with_it
+            spare = room()
+    return back
+
+
+class DecodesToBe:
+    """Those that hold KV, who decode together sooner or later: could one more, with all of them within the tightest
+    TPOT? (The first always may.)"""
+
+    def __init__(self, view: View, seqs: Sequence[SeqView], safety: float, share: float) -> None:
+        self._latency, self._safety, self._share = view.latency, safety, share
+        self._count = len(seqs)
+        self._length = sum([s.length for s in seqs])
+        self._tpot = min(map(tpot_of, seqs), default=inf)
+        self._refused = (inf, -inf)  # length and TPOT: whoever is as long, with as tight a one, is too much
+
+    def sustain(self, seq: SeqView) -> bool:
+        tpot, length = min(self._tpot, tpot_of(seq)), seq.length
+        if not self._count:
+            return True
+        if length >= self._refused[0] and tpot <= self._refused[1]:
+            return False
+        shape = Shape(self._count + 1, self._count + 1, self._length + length)
+        if self._latency.step_time(shape) * self._safety <= self._share * tpot:
+            return True
+        self._refused = (length, tpot)
+        return False
+
+    def add(self, seq: SeqView) -> None:
+        self._count += 1
+        self._length += seq.length
+        self._tpot = min(self._tpot, tpot_of(seq))
+
+
+def tpot_of(seq: SeqView) -> float:
+    """Seconds; inf: none is asked for."""
+    tpot = seq.request.stages[seq.stage].slo.tpot
+    return inf if tpot is None else tpot
