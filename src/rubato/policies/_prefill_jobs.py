@@ -96,15 +96,12 @@ def fitting_beside(
     within = rate.tokens_each(ends - now)
     back: list[Job] = []
 
-    def in_time(done: NDArray[np.float64], taken: NDArray[np.bool_]) -> bool:
-        return not np.any(taken & (now + rate.seconds_each(done) > ends))
-
     def room() -> NDArray[np.float64]:
         """Tokens that whoever stands here, and all behind, can spare."""
         spare = np.where(taken, within - done, inf)
         return np.minimum.accumulate(spare[::-1])[::-1]
 
-    if not in_time(done, taken):
+    if np.any(taken & (now + rate.seconds_each(done) > ends)):
         return []
     order = sorted(range(len(line)), key=lambda i: (line[i][3], line[i][2]))
     todo = np.array([i for i in order if line[i][2] not in places])
@@ -114,12 +111,11 @@ def fitting_beside(
     for i, need in zip(todo[fit].tolist(), tokens[fit].tolist(), strict=True):
         if need > spare[i] + 1.0 or done[i] + need > within[i] + 1.0:
             continue
-        later, with_it = done.copy(), taken.copy()
-        later[i:] += need
-        with_it[i] = True
-        if in_time(later, with_it):
+        later, held = done[i:] + need, taken[i:].copy()
+        held[0] = True
+        if not np.any(held & (now + rate.seconds_each(later) > ends[i:])):
             back.append(line[i])
-            done, taken = later, with_it
+            done[i:], taken[i] = later, True
             spare = room()
     return back
 

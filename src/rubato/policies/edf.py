@@ -344,6 +344,8 @@ class Scheduler:
                 continue
             if not shut and self._chunk(builder, seq, bound):
                 shut = _shut(builder, bound, bound) >= bound
+                if shut:  # nobody starts any more
+                    todo = [s for s in todo if s.id in running]
 
     def _leading_decodes(self, builder: BatchBuilder, todo: list[SeqView], bound: float) -> bool:
         """Give the decodes that come first (at the end of `todo`) a token each, if all can have one."""
@@ -413,8 +415,10 @@ class _Rest:
         held = self.running if running is None else running
         if pending < 1:
             return list(held)
-        short = [s for s in self._view.waiting if s.pending <= pending]
-        return sorted([*held, *(s for s in self._of(short) if s.request.arrival >= since)], key=ARRIVAL)
+        short = self._of([s for s in self._view.waiting if s.pending <= pending])
+        if since > -inf:
+            short = [s for s in short if s.request.arrival >= since]
+        return sorted([*held, *short], key=ARRIVAL)
 
     def oldest(self) -> SeqView | None:
         return min([*self.running[:1], *self._of(self._view.waiting)], key=ARRIVAL, default=None)
