@@ -31,7 +31,9 @@ PROCESSES = (
     "processes/",
     "serving/test_openapi.py",
 )
-TIMED = tuple(f"{FIGURE}[{name}]" for name in ("simulator-fidelity", "simulator-speed", "slos-serve-planning"))
+TIMED = tuple(
+    f"{FIGURE}[{name}]" for name in ("policy-plan-time", "simulator-fidelity", "simulator-speed", "slos-serve-planning")
+)
 # Tests that one worker of pytest-xdist runs one after another: those with processes, sockets and real time; PyTorch's;
 # those of a file whose fixture takes long.
 GROUPS = (
