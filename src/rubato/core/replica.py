@@ -38,7 +38,7 @@ from rubato.core.miss_cause import MissCauses
 from rubato.core.plan import Batch, Emitted, Entry, Limits, Plan, Recall, StepResult
 from rubato.core.plan_check import check, check_emitted
 from rubato.core.replica_state import ReplicaState
-from rubato.core.request import Cause, Handoff, HandoffReason, Outcome, Request
+from rubato.core.request import NOTHING, Cause, Handoff, HandoffReason, Outcome, Request
 from rubato.core.sequence import Seq, Wait
 from rubato.core.slo import StageTimes, judge
 from rubato.core.step_log import Chunk, Run, Speculation, StepLog
@@ -159,8 +159,7 @@ class Replica(ReplicaState):
         seq = self.arriving.pop(id)
         assert seq.request.handoff is not None
         self._run_from_now(seq, now, "transfer")
-        self.here[id] = seq
-        self.pending += seq.pending
+        self._here(seq)
         self.kv.name(seq, 0)
         if seq.pending > 1:
             self._prefills(seq)
@@ -258,7 +257,7 @@ class Replica(ReplicaState):
             self.latency.idle(now - max(self.idle_since, self._asked_since))
         if self.kv.by_block:
             self._look_up()
-        return self._view
+        return self.shown
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[Run | None, list[Event]]:
         """Carry out a plan up to the engine's part: the run of one step that it is, if anybody is in it. Whoever
@@ -266,7 +265,7 @@ class Replica(ReplicaState):
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
         if not self._plainly_possible(plan):
-            check(plan, self._view, policy)
+            check(plan, self.shown, policy)
         if self.kv.by_block:  # before anything is given back or reused: what the plan counted on is still there
             for work in plan.work:
                 if work.seq not in self.running:
@@ -292,13 +291,23 @@ class Replica(ReplicaState):
                 seq.in_flight = tokens + len(verify)
         if not order and not (plan.decode and self.pool.count):
             return None, events
-        run = Run(now, self.steps.tick, self.pool.count, self.pool.kv, chunks, order, plan.decode, [inf], speculation)
+        return self._begun(now, chunks, order, plan.decode, speculation), events
+
+    def go_on(self, now: float) -> Run:
+        """`begin`, of the plan that gives all that decode a token, and for which there is KV."""
+        return self._begun(now, (), (), True, NOTHING)
+
+    def _begun(
+        self, now: float, chunks: Sequence[Chunk], order: Sequence[Seq], decode: bool,
+        speculation: Mapping[str, Speculation],
+    ) -> Run:  # fmt: skip
+        steps, pool = self.steps, self.pool
+        self.run = run = Run(now, steps.tick, pool.count, pool.kv, chunks, order, decode, [inf], speculation)
         self.kv.begin(run)
-        self.run = run
-        self.steps.under_way = True
+        steps.under_way = True
         if self._causes is not None:
             self._log.keep(run)
-        return run, events
+        return run
 
     def end(self, emitted: Mapping[str, Emitted], now: float) -> list[Event]:
         """The run's last step has ended now, or when `Run.ends` says. emitted: what sequences got out of it, in the
@@ -314,6 +323,8 @@ class Replica(ReplicaState):
         self.kv.end(run)
         self._landed(now)
         events: list[Event] = []
+        if not (emitted or run.chunks or self.resting or self.ending or self._drafted or self._groups):
+            return events
         for chunk in run.chunks:
             seq = chunk.seq
             if seq.ended:
@@ -322,12 +333,15 @@ class Replica(ReplicaState):
             if seq.pending == 1:
                 self.prefilling.pop(seq.id, None)
                 self._join(seq)
-        drafted = [seq for seq in self._drafted if seq.decoding]
-        self._drafted = [seq for seq in self._drafted if not seq.decoding]
-        for seq in self.resting:
-            if not seq.ended and self.running.get(seq.id) is seq:
-                self._join(seq)
-        self.resting.clear()
+        drafted: list[Seq] = []
+        if self._drafted:
+            drafted = [seq for seq in self._drafted if seq.decoding]
+            self._drafted = [seq for seq in self._drafted if not seq.decoding]
+        if self.resting:
+            for seq in self.resting:
+                if not seq.ended and self.running.get(seq.id) is seq:
+                    self._join(seq)
+            self.resting.clear()
         for name, group in self._groups.items():
             if any(seq.id in self.running for seq in group):
                 self._release_group(name)
@@ -338,9 +352,10 @@ class Replica(ReplicaState):
         for seq in drafted:
             if seq.id not in emitted:
                 seq.draft = None
-        for seq in self.ending:
-            self._release(seq)
-        self.ending.clear()
+        if self.ending:
+            for seq in self.ending:
+                self._release(seq)
+            self.ending.clear()
         return events
 
     def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
@@ -471,8 +486,9 @@ class Replica(ReplicaState):
         if self.run is not None:
             for chunk in self.run.chunks:
                 chunk.seq.in_flight = 0
-            for spec in self.run.speculation.values():
-                spec.seq.in_flight = 0
+            if self.run.speculation:
+                for spec in self.run.speculation.values():
+                    spec.seq.in_flight = 0
         self.run = self.in_flight = None
         self.steps.under_way = False
         self.idle_since = now
@@ -495,7 +511,7 @@ class Replica(ReplicaState):
             seq._cached += more
             seq.spans.append((self.steps.tick - 1, self.steps.tick))
             self.prefilling.pop(seq.id, None)
-            self.pending += 1
+            self.shown.pending += 1
         if self._output_ids is None:
             if seq.token_ids is not None:
                 seq.token_ids += out.token_ids
@@ -534,7 +550,7 @@ class Replica(ReplicaState):
             self._stop(seq, keep=True)
             return
         self._next_stage(seq, now)
-        self.pending += seq.pending - 1
+        self.shown.pending += seq.pending - 1
         if seq.pending > 1:
             self._prefills(seq)
         else:
@@ -573,14 +589,20 @@ class Replica(ReplicaState):
     def _wait(self, seq: Seq) -> None:
         """It is in the queue from now on."""
         insort(self.waiting, seq, key=_order)
-        self.here[seq.id] = seq
-        self.pending += seq.pending
+        self._here(seq)
         self._unseen = True
+
+    def _here(self, seq: Seq) -> None:
+        """Plans can be about it from now on."""
+        self.here[seq.id] = seq
+        self.shown.count += 1
+        self.shown.pending += seq.pending
 
     def _no_longer_here(self, seq: Seq) -> None:
         """No plan can be about it from now on."""
         if self.here.pop(seq.id, None) is not None:
-            self.pending -= seq.pending
+            self.shown.count -= 1
+            self.shown.pending -= seq.pending
             if seq.id not in self.running:
                 self.waiting.remove(seq)
 
@@ -592,9 +614,9 @@ class Replica(ReplicaState):
         self._looked_up, self._unseen = version, False
         for seq in self.waiting:
             if seq.seen != version:
-                self.pending += seq.cached
+                self.shown.pending += seq.cached
                 self.kv.look_up(seq)
-                self.pending -= seq.cached
+                self.shown.pending -= seq.cached
 
     def _prompt_is_in(self, first: Seq) -> bool:
         """Whether the others of its group, if they start now, find its prompt's KV."""
@@ -737,7 +759,8 @@ class Replica(ReplicaState):
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         running = [s for s in self.running.values() if not s.ended]
         assert sorted(self.here) == sorted(s.id for s in [*self.waiting, *running]), "who a plan can be about"
-        assert self.pending == sum(s.pending for s in self.here.values()), "pending tokens"
+        assert self.shown.count == len(self.here)
+        assert self.shown.pending == sum(s.pending for s in self.here.values()), "pending tokens"
         decodes = [s for s in self.running.values() if s.decoding]
         assert self.pool.count == len(decodes), "those that decode"
         assert self.pool.kv == sum(s.cached for s in decodes), "their KV"

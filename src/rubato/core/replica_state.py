@@ -47,12 +47,11 @@ class ReplicaState:
         self.arriving: dict[str, Seq] = {}  # reserved, KV not yet here
         self.here: dict[str, Seq] = {}  # that a plan can be about: waiting or running, not ended
         self.ending: list[Seq] = []  # ended, and in the run under way
-        self.pending = 0  # tokens, of all that a plan can be about
         self.role = ANY
         self.run: Run | None = None
         self.idle_since = 0.0  # when the last run ended
         self._dues: DueTimes | None = None  # once somebody has asked for them
-        self._view = _LiveView(self)
+        self.shown = LiveView(self)
 
     # ----------------------------------------------------------------- time passes
 
@@ -65,14 +64,14 @@ class ReplicaState:
     def _advance(self, run: Run, done: int) -> None:
         """The first `done` steps of the run are over."""
         steps = done - run.done
-        self.steps.add(run.ends[run.done : done])
+        self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.done : done])
         self.pool.kv += steps * run.seqs
         for chunk in run.chunks:
             tokens = min(steps * chunk.tokens, chunk.total - run.done * chunk.tokens)
             chunk.seq._cached += tokens
             chunk.seq.in_flight = min(chunk.tokens, chunk.total - done * chunk.tokens)
             if not chunk.seq.ended:
-                self.pending -= tokens
+                self.shown.pending -= tokens
         run.done = done
 
     def under_way(self) -> Run | None:
@@ -99,18 +98,22 @@ class ReplicaState:
         return begun + self.latency.step_time(run.shape(run.done))
 
 
-class _LiveView(View):
-    """One for each replica, always of now: whoever reads it finds the steps booked that are over."""
+class LiveView(View):
+    """One for each replica, always of now: whoever reads it finds the steps booked that are over; but for `pending`,
+    which is of the last `sync` while a run of several steps with chunks is under way."""
 
-    __slots__ = ("_state",)
+    __slots__ = ("_state", "count", "pending")
     __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
 
     _state: ReplicaState
+    count: int  # kept as numbers, for routers that ask every replica at every arrival
+    pending: int
 
     def __init__(self, state: ReplicaState) -> None:
         for name, value in (
             ("_state", state), ("id", state.id), ("kv_total", state.limits.kv_blocks), ("latency", state.latency),
             ("supports", state.supports), ("as_of", inf), ("waiting", state.waiting),
+            ("count", 0), ("pending", 0),
         ):  # fmt: skip
             setattr(self, name, value)
 
@@ -208,12 +211,3 @@ class _LiveView(View):
         if state.ending:
             return super().newest
         return state.running[next(reversed(state.running))] if state.running else None
-
-    @property
-    def pending(self) -> int:
-        self._state.sync()
-        return self._state.pending
-
-    @property
-    def count(self) -> int:
-        return len(self._state.here)

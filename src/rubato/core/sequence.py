@@ -27,9 +27,9 @@ class StepEnds:
         self._ends = array("d")
         self._first = 0  # the step whose end is first in the array
 
-    def add(self, ends: Sequence[float]) -> None:
+    def add(self, ends: list[float]) -> None:
         """As many further steps are over."""
-        self._ends.fromlist(list(ends))
+        self._ends.fromlist(ends)
         self.tick += len(ends)
 
     @property

@@ -113,7 +113,8 @@ class Cluster:
     @property
     def wants_steps(self) -> bool:
         """Whether the end of any step has the router asked."""
-        return self._steps or any(seq.request.handoff is not None for seq in self._held.values())
+        held = self._held
+        return self._steps or (bool(held) and any(seq.request.handoff is not None for seq in held.values()))
 
     @property
     def listener_errors(self) -> Mapping[str, int]:

@@ -139,7 +139,7 @@ def drive(
     def follow(event: Event) -> None:
         if isinstance(event, HandedOff) and cluster.wants_steps:  # it waits for what the end of a step may bring
             for host in hosts:
-                host.cut()
+                host.hear()
 
     cluster = cluster_of([maker(i) for i in range(replicas)], clock, **given)
     ready(cluster)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import Protocol
 
 from rubato.core.clock import COMPLETION, PLAN, HandClock
@@ -30,7 +31,6 @@ from rubato.simulation.step_times import StepTimes
 
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 NEVER = 1 << 60
-AGAIN = Plan(decode=True)
 ONE = Emitted(1)
 STAGE_DONE = Emitted(1, stage_done=True)
 STOP = Emitted(1, finish="stop")
@@ -121,12 +121,15 @@ class SimulatedHost:
         self._milestones: list[tuple[int, int, Seq]] = []
         self._aims = itertools.count()  # when somebody's first or last token of a stage comes
         self._spoken: set[str] = set()  # whose tokens have to be looked at one by one
+        self._heard = False  # whether the end of the step under way is told
         self._emitted: dict[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
         self._version = 0
         self._planned = False
         self._steady = 0  # for how many more steps the last plan stands, unless something happens
         self._refresh = learns or not counts
         self._live_view = self.replica.view(clock.time)
+        self._at_once = repeat(self._live_view).__next__  # asked of every host at every arrival
+        self.view: Callable[[], View] = self._refreshed if self._refresh else self._at_once
         self._plan_at(clock.time)  # hosts that begin together plan in the order in which they began
 
     # ----------------------------------------------------------------- Host
@@ -136,9 +139,6 @@ class SimulatedHost:
     async def drain(self) -> None: ...
 
     async def close(self) -> None: ...
-
-    def view(self) -> View:
-        return self.replica.view(self.clock.time) if self._refresh else self._live_view
 
     def submit(self, request: Request) -> None:
         self._forget()
@@ -163,6 +163,7 @@ class SimulatedHost:
         self._tell(self.replica.resume(id, self.clock.time))
 
     def assign(self, role: Role) -> None:
+        self.replica.sync()
         self.replica.role = role
         self._changed()
 
@@ -193,6 +194,13 @@ class SimulatedHost:
         if self.replica.release(id):
             self._changed()
 
+    def _refreshed(self) -> View:
+        return self.replica.view(self.clock.time)
+
+    def _synced(self) -> View:
+        self.replica.sync()
+        return self._live_view
+
     # ----------------------------------------------------------------- time passes
 
     def complete(self, version: int) -> bool:
@@ -205,7 +213,7 @@ class SimulatedHost:
         if self._ran is not None:
             self._ran(run)
         last = run.steps - 1
-        told = run.shape(last) if self._learns or self._walk or self._every_step() else None
+        told = run.shape(last) if self._heard else None
         looked_at = [] if self._emitted is not None else self._came()
         if self._emitted is not None:
             emitted, self._emitted = self._emitted, None
@@ -223,6 +231,8 @@ class SimulatedHost:
         self._outbox += events
         run.ends = []
         self._planned = True
+        if run.chunks and not self._refresh:
+            self.view = self._at_once
         for seq in looked_at:
             if seq.decoding and seq.milestone < 0:
                 self._aim(seq)
@@ -244,9 +254,7 @@ class SimulatedHost:
             self._flush()
             return
         if self._steady > 0 and self._pool.blocks() <= replica.kv.free:  # the last plan stands
-            run, _ = replica.begin(AGAIN, now, self._policy)
-            if run is not None:
-                self._start(run, True)
+            self._start(replica.go_on(now), True)
             self._flush()
             return
         if self._refresh:
@@ -283,17 +291,21 @@ class SimulatedHost:
 
     def _start(self, run: Run, goes_on: bool) -> None:
         """The run begins: how many steps it has, and when each ends."""
+        every = self._every_step()
+        self._heard = every or self._learns or self._walk
         if self._walk or self._spoken:
             self._spell(run)
         else:
             most = 1
-            if goes_on and self._steady > 1 and not (self._refresh or self._every_step()):
+            if goes_on and self._steady > 1 and not (self._refresh or every):
                 most = min(self._steady, LONGEST, self._next_milestone() - run.tick)
                 for chunk in run.chunks:
                     most = min(most, -(-chunk.total // chunk.tokens))
                 kv = self.replica.kv
                 assert isinstance(kv, KVCounts)
                 most = kv.fitting(run, most)
+                if run.chunks and most > 1:
+                    self.view = self._synced
             self._steady -= most
             self._times.take(run, most)
         self._version += 1
@@ -340,9 +352,11 @@ class SimulatedHost:
 
     def _next_milestone(self) -> int:
         """No step before this one brings anybody's first or last token of a stage."""
-        for seq in self._came():  # told by the engine in a step of its own
-            self._aim(seq)
-        return self._milestones[0][0] if self._milestones else NEVER
+        milestones = self._milestones
+        if milestones and milestones[0][0] <= self._steps.tick:
+            for seq in self._came():  # told by the engine in a step of its own
+                self._aim(seq)
+        return milestones[0][0] if milestones else NEVER
 
     def _due(self, run: Run, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
         """What those get who have to be looked at, in the batch's order."""
@@ -387,12 +401,17 @@ class SimulatedHost:
         elif not self._planned:
             self._plan_at(self.clock.time)
 
-    def cut(self) -> None:
-        """No step of the run begins after the one under way."""
-        run, now = self.replica.run, self.clock.time
-        if run is None:
-            return
+    def hear(self) -> None:
+        """From the step under way on, the cluster has to hear of every one."""
+        self._heard = True
         self.replica.sync()
+        self.cut()
+
+    def cut(self) -> None:
+        """No step of the run begins after the one under way. The steps that are over are booked."""
+        run, now = self.replica.run, self.clock.time
+        if run is None or run.steps == 1:
+            return
         keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
         if keep < run.steps:
             self._steady += run.steps - keep if self._steady else 0
