@@ -2,15 +2,15 @@
 
 Replicas of Llama-3.1-8B on an H200, inputs uniform from 1 to 8192 tokens, outputs from 1 to 2048, Poisson arrivals at
 80 % of the rate at which `sarathi` attains 90 % (TTFT 1 s, TPOT 50 ms): `sarathi` with a budget of 2048 tokens, and a
-policy that looks at every running request in every step. The check: the fast driver says what the plain one does.
+policy that looks at every running request in every step. The check: the two drivers say the same.
 
 The same load with more of what a replica can do (`CASES`): roles and requests handed on without KV; prefill and decode
 replicas, KV moved between them at 50 GB/s; chains of drafted tokens, and trees, by a drafter of 1B parameters that is
 right with probability 0.7; a prefix cache, where the first half of each prompt is the beginning of one of 64 texts.
 Each is offered what it holds without queues that grow, 80 % of sarathi's capacity, but 60 % under `distserve` (beyond,
 TPOT grows in its decode replicas) and `vllm_spec` (TTFT grows: drafts take the budget that prompts need). These runs
-are timed with the making of their requests and records (`simulated_run`). They are as long as a driver of 10 to 40
-requests a second, which takes each step on an event loop, does in two minutes, too short to fill the replicas.
+are timed with the making of their requests and records (`simulated_run`). They are short, too short to fill the
+replicas, as where each step is walked they take longest.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def jobs(small: bool) -> list[Job]:
 
 
 def same(count: int) -> dict[str, int]:
-    """Requests whose end differs between the fast driver and the plain one."""
+    """Requests whose end differs between the two drivers."""
     sizes, setup = lengths(count, 0), _setup(SARATHI, 2)
     plain = timelines(simulate(list(requests(sizes, 4.0, 0)), _truth(sizes), setup))
     fast = simulate_fast(requests(sizes, 4.0, 0), _truth(sizes), setup)

@@ -154,7 +154,7 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 @dataclass(frozen=True)
 class RunSpec:
     """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
-    Off by default: step times are exact already, and the fast driver takes only models that do not learn. link,
+    Off by default: step times are exact already, and steps are simulated one by one where models learn. link,
     drafter: as in `SimulationSetup`."""
 
     hardware: Hardware

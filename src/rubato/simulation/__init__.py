@@ -1,6 +1,5 @@
-"""A replica for simulation at speed: the state that `Replica` keeps, counted instead of walked.
+"""Clusters in virtual time: on the virtual event loop, and on a queue of events, which is faster.
 
-A running sequence with one pending token advances by one token in every step that decodes, so its lengths follow from
-the number of steps; a plan that stays the same (`Plan.steady`) is carried out many steps at a time. Tests hold it equal
-to `Replica`, `LocalHost` and engine event for event.
+Both drive the same `Replica`. On the queue a plan that stays the same (`Plan.steady`) is carried out many steps at a
+time. Tests hold the two equal event for event.
 """
