@@ -322,6 +322,7 @@ class Replica(ReplicaState):
                 self._catch_up(seq)
         self.kv.end(run)
         self._landed(now)
+        run.order = ()  # the log keeps the run, and need not keep who has long ended
         events: list[Event] = []
         if not (emitted or run.chunks or self.resting or self.ending or self._drafted or self._groups):
             return events
