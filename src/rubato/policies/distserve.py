@@ -78,6 +78,9 @@ class Scheduler:
 def _decode(view: View) -> Plan:
     """Who needs a prefill gives up its KV and, holding none, goes."""
     builder = BatchBuilder(view)
+    if not view.waiting and not view.prefilling and builder.decode_all():
+        return builder.plan(steady=builder.steady())
+    builder = BatchBuilder(view)
     for seq in view.running:
         if seq.pending > 1:
             builder.preempt(seq)
@@ -122,7 +125,7 @@ class Router:
         decodes = [v for v in fleet if v.role.phase == "decode"]
         place: dict[str, str] = {}
         reject: dict[str, str] = {}
-        load = {v.id: sum(s.pending for s in [*v.waiting, *v.running]) for v in prefills}
+        load = {v.id: v.pending for v in prefills}
         free = {v.id: self._free(v) for v in decodes}
         full = False
         for seq in held:
