@@ -251,12 +251,10 @@ class Replica(ReplicaState):
 
     def view(self, now: float) -> View:
         """As it is now; the same object each time, which goes on showing what is."""
-        self.clock.time = now
         self._asked_since = min(self._asked_since, now)
         if self.run is None:
             self.latency.idle(now - max(self.idle_since, self._asked_since))
-        if self.kv.by_block:
-            self._look_up()
+        self._show(now)
         return self.shown
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[Run | None, list[Event]]:
@@ -361,9 +359,7 @@ class Replica(ReplicaState):
 
     def apply(self, plan: Plan, now: float, policy: str) -> tuple[Batch, list[Event]]:
         """`begin`, for an engine: the step as a batch with an entry for each sequence."""
-        self.clock.time = now
-        if self.kv.by_block:
-            self._look_up()
+        self._show(now)
         run, events = self.begin(plan, now, policy)
         if run is None:
             return Batch(), events
@@ -376,7 +372,9 @@ class Replica(ReplicaState):
         if run.decode:
             named = {seq.id for seq in run.order}
             seqs = [*(seq for seq in self.running.values() if seq.decoding and seq.id not in named), *run.order]
-        return Batch(tuple([self._entry(seq, run) for seq in seqs]), run.shape(0).spec_steps)
+        chunks = {chunk.seq.id: chunk.tokens for chunk in run.chunks}  # the others decode
+        entries = [self._entry(seq, chunks.get(seq.id, 1), run.speculation.get(seq.id)) for seq in seqs]
+        return Batch(tuple(entries), run.shape(0).spec_steps)
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
         """`end`, of a batch that an engine has run: KV written, tokens out, stages and requests ended. Raises
@@ -465,20 +463,16 @@ class Replica(ReplicaState):
 
     def _leave_pool(self, seq: Seq) -> None:
         self.pool.leave(seq)
-        if self._output_ids is not None:
-            self._catch_up(seq)
+        self._catch_up(seq)
         self._renew(seq)
 
     def _renew(self, seq: Seq) -> None:
         if self._dues is not None:
             self._dues.renew(seq)
 
-    def _entry(self, seq: Seq, run: Run) -> Entry:
-        spec = run.speculation.get(seq.id)
+    def _entry(self, seq: Seq, tokens: int, spec: Speculation | None) -> Entry:
         verify, draft = (spec.verify, spec.draft) if spec is not None else ((), None)
-        pending = 1 if seq.decoding else next(chunk.tokens for chunk in run.chunks if chunk.seq is seq)
-        sample = pending == seq.pending
-        return Entry(seq.id, seq.cached, pending + len(verify), seq.block_ids, sample, verify, draft)
+        return Entry(seq.id, seq.cached, tokens + len(verify), seq.block_ids, tokens == seq.pending, verify, draft)
 
     # ----------------------------------------------------------------- what a step brought
 
@@ -607,8 +601,11 @@ class Replica(ReplicaState):
             if seq.id not in self.running:
                 self.waiting.remove(seq)
 
-    def _look_up(self) -> None:
-        """What those that wait need not compute."""
+    def _show(self, now: float) -> None:
+        """The view is of now, and says of those that wait what they need not compute."""
+        self.clock.time = now
+        if not self.kv.by_block:
+            return
         version = self.kv.version
         if version == self._looked_up and not self._unseen:
             return

@@ -11,8 +11,6 @@ from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Shape, later_draft_tokens
 from rubato.core.sequence import Seq, StepEnds
 
-LEAST = 1024  # runs kept before anybody asks which are still wanted
-
 
 class Chunk(NamedTuple):
     """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
@@ -126,7 +124,6 @@ class StepLog:
     def __init__(self, steps: StepEnds) -> None:
         self._steps = steps
         self._runs: list[Run] = []
-        self._most = LEAST
 
     def keep(self, run: Run) -> None:
         """A run that begins; it may still be cut."""
@@ -136,23 +133,12 @@ class StepLog:
         """The last run has come to nothing."""
         self._runs.pop()
 
-    @property
-    def long(self) -> bool:
-        """Whether it is time to `forget`."""
-        return len(self._runs) > self._most
-
     def forget(self, before: int) -> None:
         """The runs that ended before this step."""
         del self._runs[: max(0, bisect_right(self._runs, before, key=_tick) - 1)]
-        self._most = 2 * len(self._runs) + LEAST
 
     def clear(self) -> None:
         self._runs.clear()
-
-    @property
-    def first(self) -> int:
-        """The step that the first run kept begins with; the next step if there is none."""
-        return self._runs[0].tick if self._runs else self._steps.tick
 
     def runs(self, first: int, after: int) -> Sequence[Run]:
         """Those with the steps first, ..., after - 1."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, memory, run_in_order
+from rubato.core.batch_builder import BatchBuilder, memory, run_all, run_in_order
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
@@ -77,15 +77,15 @@ class Scheduler:
 
 def _decode(view: View) -> Plan:
     """Who needs a prefill gives up its KV and, holding none, goes."""
-    builder = BatchBuilder(view)
-    if not view.waiting and not view.prefilling and builder.decode_all():
-        return builder.plan(steady=builder.steady())
-    builder = BatchBuilder(view)
-    for seq in view.running:
-        if seq.pending > 1:
-            builder.preempt(seq)
-    run_in_order(builder, [s for s in view.running if s.pending == 1])
     back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
+    prefilling = view.prefilling
+    if not prefilling:
+        builder = run_all(view)
+        return builder.plan(handoff=back, steady=0 if back else builder.steady())
+    builder = BatchBuilder(view)
+    for seq in prefilling:
+        builder.preempt(seq)
+    run_in_order(builder, [s for s in view.running if s.pending == 1])
     return builder.plan(handoff=back)
 
 

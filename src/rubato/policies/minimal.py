@@ -62,11 +62,10 @@ class _Load:
 
 
 def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
-    """The decodes of the next iteration, in one shape, and who prefills. As the replica counts them, unless one that
-    runs is in neither count, such as a decode left out of the step under way."""
+    """The decodes of the next iteration, in one shape, and who prefills. As the replica counts them, unless more decode
+    than a batch takes."""
     decodes, prefills = view.decodes, view.prefilling
-    if decodes.seqs <= view.limits.max_seqs and decodes.seqs + len(prefills) == view.count - len(view.waiting):
+    if decodes.seqs <= view.limits.max_seqs:
         return decodes, prefills
-    running = view.running
-    cached = [seq.cached for seq in running if seq.pending == 1][: view.limits.max_seqs]
-    return Shape(len(cached), len(cached), sum(cached) + len(cached)), [s for s in running if s.pending > 1]
+    cached = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_seqs]
+    return Shape(len(cached), len(cached), sum(cached) + len(cached)), prefills

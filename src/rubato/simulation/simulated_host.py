@@ -142,7 +142,9 @@ class SimulatedHost:
 
     def submit(self, request: Request) -> None:
         self._forget()
-        self._come(self.replica.submit(request, self.clock.time), request)
+        events = self.replica.submit(request, self.clock.time)
+        self._listen_to(request, events)
+        self._tell(events)
 
     def reserve(self, request: Request) -> bool:
         self._forget()
@@ -214,13 +216,10 @@ class SimulatedHost:
             self._ran(run)
         last = run.steps - 1
         told = run.shape(last) if self._heard else None
-        looked_at = [] if self._emitted is not None else self._came()
-        if self._emitted is not None:
-            emitted, self._emitted = self._emitted, None
-        elif run.chunks or looked_at:
-            emitted = self._due(run, looked_at)
-        else:
-            emitted = {}
+        emitted, self._emitted, looked_at = self._emitted, None, list[Seq]()
+        if emitted is None:
+            looked_at = self._came()
+            emitted = self._due(run, looked_at) if run.chunks or looked_at else {}
         busy = bool(emitted or run.chunks or replica.resting or replica.ending)
         events = replica.end(emitted, now)
         if told is not None:
@@ -375,10 +374,6 @@ class SimulatedHost:
         return STOP if seq.stage + 1 == len(seq.request.stages) else STAGE_DONE
 
     # ----------------------------------------------------------------- telling
-
-    def _come(self, events: Sequence[Event], request: Request) -> None:
-        self._listen_to(request, events)
-        self._tell(events)
 
     def _listen_to(self, request: Request, refused: Sequence[Event]) -> None:
         if not refused and (request.sampling.stop or request.sampling.stop_ids):
