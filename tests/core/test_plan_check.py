@@ -80,7 +80,7 @@ FLEET = [
 
 
 def dispatched(dispatch: Dispatch, placed: int = 2, fleet: Sequence[View] = FLEET) -> None:
-    check_dispatch(dispatch, HELD, fleet, 5.0, "mine", placed=placed)
+    check_dispatch(dispatch, HELD, fleet, 5.0, "mine", placed=placed, replicas=[view.id for view in fleet])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ request has missed, or when it moves; steps that nobody asks about cost nothing.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
@@ -49,9 +48,6 @@ class MissCauses:
         self._steps = steps
         self._log = log
         self._latency = latency
-        self._first = 0  # the step whose shares are first in the arrays
-        self._by_prefill = array("d")
-        self._by_decode = array("d")
 
     def delays(self, seq: Seq) -> dict[Cause, float]:
         """Seconds lost to each cause until the first token that was late, elsewhere and here."""
@@ -76,27 +72,20 @@ class MissCauses:
                         _book(delays, cause, seconds)
         return delays
 
-    def forget(self, before: int) -> None:
-        """The steps before this one are asked about no more."""
-        gone = before - self._first
-        if gone > 0:
-            del self._by_prefill[:gone], self._by_decode[:gone]
-            self._first = before
-
     def _shares(self, first: int, after: int) -> NDArray[np.float64]:
         """(2, after - first): seconds that each step cost each that decoded in it, the same for all, lost to prefill
-        and to decodes of others; none below 0. Worked out once, when wanted."""
-        until = self._first + len(self._by_prefill)
-        if until < after:
-            for run in self._log.runs(until, after):
-                for tick in range(max(until, run.tick), min(run.tick + run.steps, after)):
-                    by_prefill, by_decode = self._of_decodes(run, tick - run.tick)
-                    self._by_prefill.append(by_prefill)
-                    self._by_decode.append(by_decode)
-        at = slice(first - self._first, after - self._first)
-        return np.array([self._by_prefill[at], self._by_decode[at]])
+        and to decodes of others; none below 0. Worked out once for each run, when wanted."""
+        shares: list[Shares] = []
+        for run in self._log.runs(first, after):
+            until = min(after - run.tick, run.steps)
+            if len(run.shares) < until:
+                run.shares = [*run.shares, *(self._of_decodes(run, i) for i in range(len(run.shares), until))]
+            shares += run.shares[max(first - run.tick, 0) : until]
+        return np.array(shares).T
 
     def _of_decodes(self, run: Run, i: int) -> Shares:
+        if not (run.chunks or run.speculation):
+            return 0.0, self._of_decodes_alone(run, i)
         decodes = run.decodes(i)
         if not decodes.seqs:
             return 0.0, 0.0
@@ -104,6 +93,14 @@ class MissCauses:
         scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
         by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
+
+    def _of_decodes_alone(self, run: Run, i: int) -> float:
+        """`of_decode`, of a step with nothing else in it."""
+        n, seconds_of = run.seqs, self._latency.seconds_of
+        kv = run.kv + (i + 1) * n
+        predicted = seconds_of(n, n, kv, 0, 0, 0, 0)
+        scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
+        return max((predicted - seconds_of(1, 1, kv // n + 1, 0, 0, 0, 0)) * scale, 0.0)
 
     def _of_step(self, seq: Seq, at: int, decodes: bool) -> tuple[tuple[Cause, float], ...]:
         """What one step cost it, beyond what it would have taken alone."""

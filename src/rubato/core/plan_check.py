@@ -13,6 +13,7 @@ from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Emitted, Plan, Recall, Tree, Work
 from rubato.core.request import SATURATED
 
+ONLY_PLACES = Dispatch()[1:]
 SOONEST = 1e-6  # seconds from now that a router may be asked again
 
 
@@ -146,15 +147,28 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
 
 
 def check_dispatch(
-    dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, policy: str, *, placed: int
-) -> None:
+    dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, policy: str, *, placed: int,
+    replicas: Collection[str],
+) -> None:  # fmt: skip
     """Raise PlanError unless `dispatch` can be carried out: held requests, each either placed or rejected, replicas of
     the fleet, KV not sent to where it is, and no standing still while nothing else would have the router asked again.
 
     held, fleet, now: what the router was shown. placed: requests that are at replicas, and will end or come back.
+    replicas: the ids of the fleet.
     """
+    if _plainly_right(dispatch, held, replicas):
+        return
     for problem in chain(_malformed(dispatch), _dispatch_problems(dispatch, held, fleet, now, placed)):
         raise PlanError(f"policy {policy!r}, router, t={now:.6f}: {problem}")
+
+
+def _plainly_right(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
+    """Whether it only places, and nothing is wrong with that. False is no verdict."""
+    if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:] != ONLY_PLACES:
+        return False
+    place = dispatch.place
+    known = {seq.id for seq in held if seq.request.handoff is None}
+    return bool(place) and place.keys() <= known and all(type(to) is str and to in replicas for to in place.values())
 
 
 def _malformed(dispatch: object) -> Iterable[str]:

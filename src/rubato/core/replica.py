@@ -696,6 +696,8 @@ class Replica(ReplicaState):
         seq.ended = True
         run = self.run
         busy = run is not None and (seq.decoding or any(seq is chunk.seq for chunk in run.chunks))
+        if seq.decoding and not busy:
+            seq.settle()
         event = self._finished(seq, now, outcome, reason)
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, event.output)
@@ -723,8 +725,6 @@ class Replica(ReplicaState):
         before = min((seq.begun[0][0] for seq in self._seqs.values() if seq.begun), default=self.steps.tick)
         self._log.forget(before)
         self.steps.forget(before - 1)  # the first step kept begins when the one before it ended
-        if self._causes is not None:
-            self._causes.forget(before)
         self._most_kept = 2 * self.steps.kept + KEPT
 
     def forget_all(self) -> None:

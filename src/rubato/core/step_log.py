@@ -50,7 +50,7 @@ class Run:
 
     order: whom the plan named, in its order; decode: after all that decode. speculation: of those in it that verify or
     draft, by id; only a single step has any. ends: when each step ends, as far as it is known beforehand. steps: how
-    many; done: how many of them are over.
+    many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far as anybody asked.
     """
 
     begin: float
@@ -64,6 +64,7 @@ class Run:
     speculation: Mapping[str, Speculation]
     steps: int = 1
     done: int = 0
+    shares: Sequence[tuple[float, float]] = ()
 
     def shape(self, i: int) -> Shape:
         """Of the i-th step."""

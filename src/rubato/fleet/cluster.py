@@ -296,7 +296,7 @@ class Cluster:
         with the error, as a replica's requests do for a plan, and after so many failures in a row it is given up."""
         try:
             dispatch = self._router.place(held, fleet, now)
-            check_dispatch(dispatch, held, fleet, now, self._policy, placed=len(self._placed))
+            check_dispatch(dispatch, held, fleet, now, self._policy, placed=len(self._placed), replicas=self.hosts)
         except Exception as error:  # whatever a policy may raise: told to every client, never hidden
             log.error("router %s failed; %d requests end", self._policy, len(held), exc_info=error)
             why = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from rubato.core.kv_ledger import KVCounts
 from rubato.core.plan import Emitted, Plan, Recall, Role, Sample
 from rubato.core.plan_check import PlanError
 from rubato.core.replica import Replica
-from rubato.core.request import Request
+from rubato.core.request import NOTHING, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes
 from rubato.core.step_log import Run
@@ -122,7 +122,7 @@ class SimulatedHost:
         self._aims = itertools.count()  # when somebody's first or last token of a stage comes
         self._spoken: set[str] = set()  # whose tokens have to be looked at one by one
         self._heard = False  # whether the end of the step under way is told
-        self._emitted: dict[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
+        self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
         self._version = 0
         self._planned = False
         self._steady = 0  # for how many more steps the last plan stands, unless something happens
@@ -216,10 +216,12 @@ class SimulatedHost:
             self._ran(run)
         last = run.steps - 1
         told = run.shape(last) if self._heard else None
-        emitted, self._emitted, looked_at = self._emitted, None, list[Seq]()
+        emitted, self._emitted = self._emitted, None
+        looked_at: Sequence[Seq] = ()
         if emitted is None:
-            looked_at = self._came()
-            emitted = self._due(run, looked_at) if run.chunks or looked_at else {}
+            if self._milestones and self._milestones[0][0] <= self._steps.tick:
+                looked_at = self._came()
+            emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
         busy = bool(emitted or run.chunks or replica.resting or replica.ending)
         events = replica.end(emitted, now)
         if told is not None:
