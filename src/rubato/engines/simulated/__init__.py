@@ -261,7 +261,8 @@ class Engine:
         for entry in batch.entries:
             if entry.start + 1 < self._seqs[entry.seq].drafted:  # it was preempted: the drafter begins afresh, too
                 self._seqs[entry.seq].drafted = entry.start
-        steps = [Shape() for _ in range(batch.spec_steps)]
+        first = Shape()  # the drafter's first step; for its later ones, how many draft how deep, and their tokens
+        deep: dict[tuple[int, int], tuple[int, int]] = {}
         for entry in batch.entries:
             seq, out = self._seqs[entry.seq], emitted.get(entry.seq)
             if entry.draft is None or out is None or out.finish:
@@ -276,13 +277,32 @@ class Engine:
             seq.draft = seq.process.draft(seq.total, depth, entry.draft[1])
             emitted[entry.seq] = out._replace(draft=seq.draft.tree)
             length = entry.start + entry.count - len(entry.verify) + out.tokens
-            steps[0] = steps[0].plus(length - seq.drafted, seq.drafted)
+            first = first.plus(length - seq.drafted, seq.drafted)
             seq.drafted = length
-            for step in range(1, depth):
-                steps[step] = steps[step].plus(entry.draft[1], length)
-        if self._drafter.latency is None:
+            seqs, kv = deep.get((depth, entry.draft[1]), (0, 0))
+            deep[depth, entry.draft[1]] = seqs + 1, kv + length
+        if self._drafter.latency is None or not first.seqs:
             return 0.0
-        return sum(self._drafter.latency.step_time(shape) for shape in steps if shape.seqs)
+        later = [_drafting(deep, step) for step in range(1, max(depth for depth, _ in deep))]
+        return sum(self._drafter.latency.step_time(shape) for shape in (first, *later))
+
+
+def _drafting(deep: Mapping[tuple[int, int], tuple[int, int]], step: int) -> Shape:
+    """The drafter's step number `step`, from 1, of sequences by (depth, width), with their tokens: `Shape.plus` of
+    each."""
+    tokens = all_ = held = context = square = chunks = chunk_kv = 0
+    for (depth, width), (seqs, kv) in deep.items():
+        if depth <= step:
+            continue
+        tokens += width * seqs
+        all_ += seqs
+        held += kv + width * seqs
+        if width > 1:
+            context += width * kv
+            square += width * width * seqs
+            chunks += seqs
+            chunk_kv += kv + width * seqs
+    return Shape(tokens, all_, held, context, square, 0, chunks, chunk_kv)
 
 
 def _stopped(seq: _Progress, out: Emitted) -> Emitted:

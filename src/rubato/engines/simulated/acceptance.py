@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 from zlib import crc32
 
@@ -65,34 +66,22 @@ class Process:
         self.alpha = alpha
         self._rng = rng
         self._certainty = certainty
+        self._fixed = certainty == inf or alpha in (0.0, 1.0)  # c is alpha for every token
         self._drawn: list[tuple[float, int]] = []
 
     def at(self, position: int) -> tuple[float, int]:
         """Of output token `position` (from 0): how sure the drafter is of its first choice, and which is right."""
         while len(self._drawn) <= position:
-            fixed = self._certainty == inf or self.alpha in (0.0, 1.0)
-            sure = [self.alpha] * BLOCK if fixed else _beta(self._rng, self.alpha, self._certainty, BLOCK)
+            sure = [self.alpha] * BLOCK if self._fixed else _beta(self._rng, self.alpha, self._certainty, BLOCK)
             self._drawn += [(c, _choice(c, u)) for c, u in zip(sure, self._rng.random(BLOCK).tolist(), strict=True)]
         return self._drawn[position]
 
     def draft(self, position: int, depth: int, width: int) -> Draft:
         """Beam search (AdaServe): the `width` best children of the last layer's nodes, by path probability, `depth`
         times. Ties go to the parent found first."""
-        parents: list[int] = []
-        paths: list[float] = []
-        choices: list[int] = []
-        layer = [(1.0, -1)]
-        for step in range(depth):
-            c, _ = self.at(position + step)
-            children = [(path * c * (1.0 - c) ** j, node, j) for path, node in layer for j in range(width)]
-            layer = []
-            for path, node, j in sorted(children, key=lambda child: -child[0])[:width]:
-                if path > 0.0:
-                    layer.append((path, len(parents)))
-                    parents.append(node)
-                    paths.append(path)
-                    choices.append(j)
-        return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices))
+        if self._fixed:
+            return _draft_of_equals(self.alpha, depth, width)
+        return _beam([self.at(position + step)[0] for step in range(depth)], width)
 
     def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Of the verified nodes, those that agree with the target from output token `position` on, and how many tokens
@@ -100,22 +89,50 @@ class Process:
         accepted: list[int] = []
         while True:
             node = accepted[-1] if accepted else -1
-            offered = [n for n in verify if draft.tree.parents[n] == node]
+            offered = [n for n in draft.children.get(node, ()) if n in verify]
             if not offered:
                 return tuple(accepted), len(accepted)
             _, right = self.at(position + len(accepted))
-            hit = next((n for n in offered if draft.choices[n] == right), None)
-            if hit is None:
+            for hit in offered:
+                if draft.choices[hit] == right:
+                    accepted.append(hit)
+                    break
+            else:
                 return tuple(accepted), len(accepted) + 1
-            accepted.append(hit)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree, and which of its parent's choices each node is (from 0)."""
+    """A tree, and which of its parent's choices each node is (from 0); the children of each (-1: of the root)."""
 
     tree: Tree
     choices: tuple[int, ...]
+    children: Mapping[int, Sequence[int]]
+
+
+def _beam(sure: Sequence[float], width: int) -> Draft:
+    """The draft where the drafter is so sure of its first choice, at each depth."""
+    parents: list[int] = []
+    paths: list[float] = []
+    choices: list[int] = []
+    of: dict[int, list[int]] = {}
+    layer = [(1.0, -1)]
+    for c in sure:
+        children = [(path * c * (1.0 - c) ** j, node, j) for path, node in layer for j in range(width)]
+        layer = []
+        for path, node, j in sorted(children, key=lambda child: -child[0])[:width]:
+            if path > 0.0:
+                layer.append((path, len(parents)))
+                of.setdefault(node, []).append(len(parents))
+                parents.append(node)
+                paths.append(path)
+                choices.append(j)
+    return Draft(Tree(tuple(parents), tuple(paths)), tuple(choices), of)
+
+
+@lru_cache(1024)
+def _draft_of_equals(c: float, depth: int, width: int) -> Draft:
+    return _beam([c] * depth, width)
 
 
 def _beta(rng: np.random.Generator, mean: float, concentration: float, size: int) -> list[float]:
