@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
+from rubato.core.clock import ARRIVAL
 from rubato.core.events import Event, Finished, HandedOff, Stepped, Tokens
 from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
@@ -21,6 +22,7 @@ from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
 from rubato.core.slo import StageTimes
 from rubato.core.step_log import Run
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.local_host import LocalHost
 from rubato.latency import profiles
 from rubato.policies import describe, load, load_router
 from rubato.simulation.driver import drive
@@ -59,9 +61,70 @@ def told(events: Sequence[Event]) -> Story:
     return story
 
 
+@dataclass(frozen=True)
+class Act:
+    """From outside, at a time: a request is cancelled, or a replica lost."""
+
+    at: float
+    what: str
+
+    def on(self, cluster: Cluster) -> None:
+        if self.what in cluster.hosts:
+            if len(cluster.hosts) > 1:
+                lose(cluster, self.what)
+        else:
+            cluster.cancel(self.what)
+
+
+def acts(what: st.SearchStrategy[str]) -> st.SearchStrategy[list[Act]]:
+    times = st.sampled_from([0.0, 0.012, 0.1, 0.111, 0.15, 0.33, 0.7])
+    return st.lists(st.builds(Act, times, what), max_size=3)
+
+
+CANCELS = acts(st.sampled_from([f"q{i}" for i in range(6)]))
+LOSSES = acts(st.sampled_from(["q0", "q1", "r0", "r1"]))
+
+
+def acting(acts: Sequence[Act]) -> Callable[[Cluster, Event], None]:
+    """A listener that has them happen: after what arrives at the same time."""
+    left = list(acts)
+
+    def listen(cluster: Cluster, event: Event) -> None:
+        while left:
+            act = left.pop(0)
+            cluster.clock.call_at(act.at, ARRIVAL, lambda act=act: act.on(cluster))  # type: ignore[misc]
+
+    return listen
+
+
+def lose(cluster: Cluster, id: str) -> None:
+    """As one in another process is lost: it says nothing more, and what it served goes elsewhere."""
+    host = cluster.hosts[id]
+    assert isinstance(host, LocalHost | SimulatedHost)
+    host._flush()
+    host._emit = lambda event: None
+    replica = host.replica
+    assert replica is not None
+    replica.sync()
+    served = []
+    for seq in replica._seqs.values():
+        ids, total = seq.token_ids or [], seq.total_output
+        seq.token_ids = ids + (list(replica._output_ids(len(ids), total)) if replica._output_ids else [])
+        progress = seq.progress(replica.delays(seq)) if total or seq.demoted else None
+        if not seq.ended:
+            served.append(replace(seq.request, progress=progress, handoff=None, group=""))
+    if isinstance(host, LocalHost) and host._task is not None:
+        host._task.cancel()
+    if isinstance(host, SimulatedHost) and replica.run is not None and host._ran is not None:
+        del replica.run.ends[replica.run.done :]
+        host._ran(replica.run)
+    replica.fail(cluster.clock.now(), "lost")
+    cluster._lost(id, RuntimeError("it is gone"), served)
+
+
 def run_fast(
     requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
-    pauses: Mapping[str, Sequence[float]] = NOTHING,
+    pauses: Mapping[str, Sequence[float]] = NOTHING, acts: Sequence[Act] = (),
 ) -> Story:  # fmt: skip
     """On the queue of events. Tokens that are told are not looked at: their times are those of the ends."""
     story = told([])
@@ -92,6 +155,8 @@ def run_fast(
 
     def ready(cluster: Cluster) -> None:
         cluster.listen(follow)
+        act = acting(acts)
+        cluster.listen(lambda event: act(cluster, event))
         if pauses:
             cluster.listen(tools(pauses, cluster, cluster.clock))
 
@@ -102,12 +167,14 @@ def run_fast(
 def same(
     requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
     lengths: Callable[[], LengthPredictor | None] = lambda: None, pauses: Mapping[str, Sequence[float]] = NOTHING,
+    acts: Sequence[Act] = (),
 ) -> None:  # fmt: skip
     ordered = sorted(requests, key=lambda r: r.arrival)
-    plain = told(simulate(ordered, truth, replace(setup, lengths=lengths()), pauses=pauses))
-    fast = run_fast(requests, truth, replace(setup, lengths=lengths()), pauses)
-    assert fast.steps == plain.steps
+    plain = told(simulate(ordered, truth, replace(setup, lengths=lengths()), watch=acting(acts), pauses=pauses))
+    fast = run_fast(requests, truth, replace(setup, lengths=lengths()), pauses, acts)
     ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
+    last = max(e.at for e in ends)  # a step of those who were all cancelled ends later, if anybody looks
+    assert upto(last, fast.steps) == upto(last, plain.steps)
     assert len(ends) == len(requests)
     assert "failed" not in {e.outcome for e in ends}  # two that fail alike would be equal
     for request in requests:
@@ -115,13 +182,18 @@ def same(
         assert fast.times[request.id] == plain.times[request.id]
 
 
+def upto(last: float, steps: Mapping[str, list[tuple[float, Shape]]]) -> dict[str, list[tuple[float, Shape]]]:
+    heard = {id: [(end, shape) for end, shape in its if end <= last] for id, its in steps.items()}
+    return {id: its for id, its in heard.items() if its}
+
+
 @pytest.mark.parametrize("policy", ALL)
 @few
-@given(load=loads(), noise=st.sampled_from([0.0, 0.3]))
-def test_whatever_a_policy_does_and_requests_are(policy: str, load: Load, noise: float) -> None:
-    """Roles, hand-offs with and without KV, drafts and trees, shared KV, groups, tools; models that learn."""
+@given(load=loads(), noise=st.sampled_from([0.0, 0.3]), acts=CANCELS)
+def test_whatever_a_policy_does_and_requests_are(policy: str, load: Load, noise: float, acts: list[Act]) -> None:
+    """Roles, hand-offs with and without KV, drafts and trees, shared KV, groups, tools; models that learn; cancels."""
     setup = replace(setup_for(policy, load.limits, load.prefix_cache), noise=noise, seed=3)
-    same(load.requests, load.truth, setup, pauses=load.pauses)
+    same(load.requests, load.truth, setup, pauses=load.pauses, acts=acts)
 
 
 def alone(load: Load) -> list[Request]:
@@ -132,11 +204,11 @@ def alone(load: Load) -> list[Request]:
 
 @pytest.mark.parametrize("policy", SCHEDULERS)
 @few
-@given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]))
-def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float) -> None:
+@given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]), acts=CANCELS)
+def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float, acts: list[Act]) -> None:
     limits = load.limits
     setup = SimulationSetup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
-    same(alone(load), load.truth, setup)
+    same(alone(load), load.truth, setup, acts=acts)
 
 
 LINES = profiles.load("llama-3.1-8b-h200").model()
@@ -153,12 +225,12 @@ def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("policy", ["vllm", "sarathi", "edf"])
 @few
-@given(load=loads(), replicas=st.integers(2, 3))
-def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int) -> None:
+@given(load=loads(), replicas=st.integers(2, 3), acts=LOSSES)
+def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int, acts: list[Act]) -> None:
     setup = SimulationSetup(
         Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False
     )
-    same(alone(load), load.truth, setup)
+    same(alone(load), load.truth, setup, acts=acts)
 
 
 class Minding:
@@ -177,7 +249,7 @@ class Minding:
             batch = {s.id: s.in_flight for s in view.running}
             self.seen.append((now, view.in_flight, batch, view.busy_until if view.in_flight.seqs else now))
             assert sum(batch.values()) <= view.in_flight.tokens  # of one that was cancelled nothing is shown
-        if now < self._next:
+        if now < self._next - 1e-6:
             return Dispatch(wake_at=self._next)
         self._next = now + 0.013
         id = held[0].id

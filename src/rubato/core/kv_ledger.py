@@ -73,9 +73,9 @@ class KVCounts:
         self._run = None
         self._free -= self.run_blocks(run, run.steps)
 
-    def give_up(self) -> None:
-        """The run came to nothing."""
-        self._run = None
+    def give_up(self, run: Run) -> None:
+        """The run came to nothing but for the steps that are done."""
+        self.end(run)
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence."""
@@ -170,7 +170,7 @@ class KVByBlock:
             if seq.keys and not seq.ended:
                 self.name(seq, seq.cached - 1)
 
-    def give_up(self) -> None:
+    def give_up(self, run: Run) -> None:
         pass
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:

@@ -202,9 +202,12 @@ class Replica(ReplicaState):
     def fail(self, now: float, reason: str) -> list[Event]:
         """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
         is just forgotten: it has not begun here, or is another's by now."""
-        if self.run is not None:
-            self._log.drop()
-            self.kv.give_up()
+        run = self.run
+        if run is not None:
+            run.steps = run.done
+            if not run.done:
+                self._log.drop()
+            self.kv.give_up(run)
             self._landed(now)
         for id in [*self.leaving, *self.arriving]:
             self.release(id)
@@ -313,8 +316,7 @@ class Replica(ReplicaState):
         tokens that verification cannot have brought (`check_emitted`)."""
         run = self.run
         assert run is not None, "no run is under way"
-        if run.done < run.steps:
-            self._advance(run, run.steps)
+        self.book(run)
         if self._output_ids is not None and self.kv.by_block:
             for seq in self.pool.filling():
                 self._catch_up(seq)

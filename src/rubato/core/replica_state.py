@@ -56,10 +56,15 @@ class ReplicaState:
     # ----------------------------------------------------------------- time passes
 
     def sync(self) -> None:
-        """Book the steps of the run that are over by now."""
+        """Book the steps of the run that are over by now, but for the last: what it brought is told at its end."""
         run = self.run
-        if run is not None and run.done < run.steps and run.ends[run.done] <= self.clock.time:
-            self._advance(run, bisect_right(run.ends, self.clock.time))
+        if run is not None and run.done + 1 < run.steps and run.ends[run.done] <= self.clock.time:
+            self._advance(run, min(bisect_right(run.ends, self.clock.time), run.steps - 1))
+
+    def book(self, run: Run) -> None:
+        """All steps of the run are over."""
+        if run.done < run.steps:
+            self._advance(run, run.steps)
 
     def _advance(self, run: Run, done: int) -> None:
         """The first `done` steps of the run are over."""

@@ -210,7 +210,7 @@ class SimulatedHost:
         replica, run = self.replica, self.replica.run
         if run is None or version != self._version:
             return False
-        replica.sync()
+        replica.book(run)
         now = run.ends[-1]
         if self._ran is not None:
             self._ran(run)
