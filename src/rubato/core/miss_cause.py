@@ -84,23 +84,20 @@ class MissCauses:
         return np.array(shares).T
 
     def _of_decodes(self, run: Run, i: int) -> Shares:
-        if not (run.chunks or run.speculation):
-            return 0.0, self._of_decodes_alone(run, i)
-        decodes = run.decodes(i)
-        if not decodes.seqs:
-            return 0.0, 0.0
-        predicted = self._latency.step_time(run.shape(i))
+        """What step `i` of a run cost each that decoded in it."""
+        if run.chunks or run.speculation:
+            decodes = run.decodes(i)
+            if not decodes.seqs:
+                return 0.0, 0.0
+            predicted = self._latency.step_time(run.shape(i))
+            by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
+        else:  # the same for a step with nothing else in it, as most are
+            n, seconds_of = run.seqs, self._latency.seconds_of
+            kv = run.kv + (i + 1) * n
+            predicted = seconds_of(n, n, kv, 0, 0, 0, 0)
+            by_prefill, by_decode = 0.0, predicted - seconds_of(1, 1, kv // n + 1, 0, 0, 0, 0)
         scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
-        by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
         return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
-
-    def _of_decodes_alone(self, run: Run, i: int) -> float:
-        """`of_decode`, of a step with nothing else in it."""
-        n, seconds_of = run.seqs, self._latency.seconds_of
-        kv = run.kv + (i + 1) * n
-        predicted = seconds_of(n, n, kv, 0, 0, 0, 0)
-        scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
-        return max((predicted - seconds_of(1, 1, kv // n + 1, 0, 0, 0, 0)) * scale, 0.0)
 
     def _of_step(self, seq: Seq, at: int, decodes: bool) -> tuple[tuple[Cause, float], ...]:
         """What one step cost it, beyond what it would have taken alone."""
