@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rubato.core.interfaces import Dispatch, View
-from rubato.core.plan import Limits, Plan, Shape, Work
+from rubato.core.plan import Limits, Plan, Role, Shape, Work
 from rubato.core.plan_check import PlanError, check, check_dispatch
 from rubato.core.request import Handoff
 from tests.doubles import Seq, request, shown, view
@@ -73,9 +73,10 @@ def test_an_engine_with_few_slots_holds_no_more_sequences() -> None:
 
 KV_AT_R0 = replace(request("moved", 20), handoff=Handoff("r0", "prefilled", 0.1, cached=20))
 HELD = shown(request("a", 10, ttft=1.0), KV_AT_R0)
+COMING = shown(replace(request("coming", 20), handoff=Handoff("r0", "prefilled", 0.1, cached=20)))
 FLEET = [
     replace(view(), id="r0", supports=frozenset({"recall"})),
-    replace(view([Seq(request("w"))]), id="r1", in_flight=Shape(1, 1, 5)),
+    replace(view([Seq(request("w"))]), id="r1", in_flight=Shape(1, 1, 5), moving=COMING),
 ]
 
 
@@ -98,6 +99,14 @@ def dispatched(dispatch: Dispatch, placed: int = 2, fleet: Sequence[View] = FLEE
         (Dispatch(recall={"r7": "waiting"}), "recall names 'r7', which is no replica: there are r0, r1"),
         (Dispatch(recall={"r0": "all"}), "recall asks 'r0' for 'all': give waiting or best_effort"),  # type: ignore[dict-item]
         (Dispatch(recall={"r1": "waiting"}), "recall names 'r1', which hands nothing back"),
+        (Dispatch(assign={"r7": Role("decode")}), "assign names 'r7', which is no replica: there are r0, r1"),
+        (Dispatch(assign={"r0": "decode"}), "assign is {'r0': 'decode'}: give a mapping with a Role"),  # type: ignore[dict-item]
+        (
+            Dispatch(assign={"r1": Role("decode")}),
+            "assign turns 'r1' from both to decode while the KV of 'coming' is on",
+        ),
+        (Dispatch({"a": "r0"}, why={"moved": "it is"}), "why explains 'moved', which place does not name"),
+        (Dispatch({"a": "r0"}, why={"a": ""}), "why is {'a': ''}: give a text for each"),
         (Dispatch(wake_at=5.0), "wake_at 5.0 is not 1e-06 s or more in the future"),
         (Dispatch(wake_at=float("inf")), "wake_at inf is not 1e-06 s or more in the future: it would spin, or never"),
         (Dispatch(wake_at=float("nan")), "wake_at nan is not 1e-06 s or more in the future"),
@@ -114,6 +123,7 @@ def test_impossible_dispatches(dispatch: Dispatch, says: str) -> None:
         Dispatch(),
         Dispatch({"a": "r0", "moved": "r1"}, demote=("a",), recall={"r0": "best_effort"}, wake_at=5.1),
         Dispatch(reject={"a": "why", "moved": "why"}),
+        Dispatch({"a": "r1"}, assign={"r0": Role("prefill"), "r1": Role(kind="pool")}, why={"a": "it is empty"}),
     ],
 )
 def test_possible_dispatches(dispatch: Dispatch) -> None:

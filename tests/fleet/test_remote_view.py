@@ -102,6 +102,7 @@ def compare(load: Load, policy: str) -> int:
             assert {i: v for i, v in told(here).items() if i not in missing} == told(there)
             assert (kv(here), here.kv_free) == (kv(there), there.kv_free)
             assert (here.role, here.limits, here.in_flight) == (there.role, there.limits, there.in_flight)
+            assert here.steps == there.steps
             assert [s.id for s in here.waiting if s.id not in missing] == [s.id for s in there.waiting]
             compared += 1
 

@@ -13,14 +13,15 @@ from unittest.mock import ANY
 import pytest
 
 from rubato.core.clock import WallClock
-from rubato.core.events import Demoted, Event, Finished, Offered, Placed, Stepped, Tokens
+from rubato.core.events import Assigned, Demoted, Event, Finished, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.length_prediction import RunningMean
-from rubato.core.plan import Plan, Shape, Work
+from rubato.core.plan import Plan, Role, Shape, Work
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
+from rubato.policies.vllm import Scheduler
 from tests.doubles import request
 from tests.fleet.routers import CLOCKS, LIMITS, ends, moved, out, places, serve, started
 
@@ -195,6 +196,35 @@ def test_the_batch_in_flight_is_shown() -> None:
 
 
 # --------------------------------------------------------------------------- what it says
+
+
+@each_clock
+def test_roles_change_while_requests_are_served_and_a_placement_says_why(clock: str) -> None:
+    """r1 is turned to what comes; the request that has begun there goes on, and is planned by the new role."""
+    seen: list[tuple[str, str]] = []
+
+    class Reads(Scheduler):
+        def plan(self, view: View) -> Plan:
+            seen.append((view.id, view.role.tier))
+            return super().plan(view)
+
+    class Turns(Toy):
+        def roles(self, replicas: Sequence[str]) -> dict[str, Role]:
+            return {id: Role(tier="loose") for id in replicas}
+
+        def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+            to = {s.id: "r1" for s in held}
+            why = {s.id: f"r1 is for {s.request.tier}" for s in held}
+            return Dispatch(to, assign={"r1": Role(tier=held[-1].request.tier)}, why=why)
+
+    first, second = request("a", 10, most=40, tier="first"), request("b", 10, most=4, tier="second")
+    events = serve(clock, Turns(), [first], later=[(out("a", 5), second)], scheduler=Reads)
+    roles = [(e.id, e.role.tier) for e in events if isinstance(e, Assigned)]
+    assert roles == [("r0", "loose"), ("r1", "loose"), ("r1", "first"), ("r1", "second")]
+    assert [tier for id, tier in seen if id == "r1"] == sorted(tier for id, tier in seen if id == "r1")
+    assert {tier for id, tier in seen if id == "r1"} == {"first", "second"}
+    assert [e.why for e in events if isinstance(e, Placed)] == ["r1 is for first", "r1 is for second"]
+    assert places(events, "a") == ["r1"]
 
 
 @dataclass

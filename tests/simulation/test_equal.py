@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
 from rubato.core.clock import ARRIVAL
-from rubato.core.events import Event, Finished, HandedOff, Stepped, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Offered, Stepped, Tokens
 from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
@@ -90,7 +90,7 @@ def acting(acts: Sequence[Act]) -> Callable[[Cluster, Event], None]:
     left = list(acts)
 
     def listen(cluster: Cluster, event: Event) -> None:
-        while left:
+        while left and isinstance(event, Offered):  # before the first, both drivers have only begun
             act = left.pop(0)
             cluster.clock.call_at(act.at, ARRIVAL, lambda act=act: act.on(cluster))  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from rubato.core.events import (
+    Assigned,
     Demoted,
     Event,
     Finished,
@@ -46,6 +47,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         Promoted,
         Returned,
         Finished,
+        Assigned,
         Stepped,
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rubato.core.plan import Logprob, Shape
+from rubato.core.plan import Logprob, Role, Shape
 from rubato.core.request import Cause, Outcome, Request
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class Offered(Event):
 
 @happened(frozen=True, slots=True)
 class Placed(Event):
+    """why: the router's explanation, if it gave one (`Dispatch.why`)."""
+
     replica: str
+    why: str = ""
 
 
 @happened(frozen=True, slots=True)
@@ -141,6 +144,13 @@ class Finished(Event):
     verdict: Verdict
     output: int = 0
     best_effort: bool = False
+
+
+@happened(frozen=True, slots=True)
+class Assigned(Event):
+    """From now on a replica (`id`) is for something else."""
+
+    role: Role
 
 
 @happened(frozen=True, slots=True)

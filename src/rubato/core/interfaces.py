@@ -79,6 +79,7 @@ class View:
 
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.
+    steps: how many steps have ended here so far (0 where that is not counted: inside vLLM).
     in_flight: the batch that runs now, empty between steps. Its tokens (`SeqView.in_flight`) are pending until it
     returns; only inside vLLM, which plans ahead of it and leaves this empty, do `cached` and `output` count them.
     """
@@ -97,6 +98,7 @@ class View:
     role: Role = ANY
     moving: Sequence[SeqView] = ()
     in_flight: Shape = NO_BATCH
+    steps: int = 0
 
     @property
     def age(self) -> float:
@@ -227,8 +229,8 @@ class Scheduler(Protocol):
 
 
 class Dispatch(NamedTuple):
-    """What a Router decides. Carried out in this order: recall, demote, reject, place. A request that is neither placed
-    nor rejected is still held.
+    """What a Router decides. Carried out in this order: assign, recall, demote, reject, place. A request that is
+    neither placed nor rejected is still held.
 
     place: request id -> replica id; a replica queues requests in the order in which they are named here. reject:
     request id -> reason. demote: held requests that are served as best effort from now on.
@@ -236,6 +238,9 @@ class Dispatch(NamedTuple):
     that asked for no more or were demoted, waiting or running. The replica hands them off without KV (`HandedOff`,
     reason "recalled") before its next step.
     wake_at: ask again at this time, should anything be held then; in the place of what the Dispatch before said.
+    assign: replica id -> what it is for from now on (`View.role`, `Assigned`); whoever is there stays unless recalled.
+    The phase of a replica does not change while KV is on its way to it. why: request id -> an explanation of its
+    placement, for people (`Placed.why`).
     """
 
     place: Mapping[str, str] = NOTHING
@@ -243,6 +248,8 @@ class Dispatch(NamedTuple):
     demote: Collection[str] = ()
     recall: Mapping[str, Recall] = NOTHING
     wake_at: float | None = None
+    assign: Mapping[str, Role] = NOTHING
+    why: Mapping[str, str] = NOTHING
 
 
 class Router(Protocol):
@@ -269,7 +276,8 @@ class Assigner(Protocol):
     """A Router that also says what each replica is for."""
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        """The role of each of these replicas, asked once, at start. Raises ValueError for too few of them."""
+        """The role of each of these replicas at the start; `Dispatch.assign` changes them. Raises ValueError for too
+        few of them."""
         ...
 
 

@@ -10,10 +10,10 @@ from typing import get_args
 
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Emitted, Plan, Recall, Tree, Work
+from rubato.core.plan import Emitted, Plan, Recall, Role, Tree, Work
 from rubato.core.request import SATURATED
 
-ONLY_PLACES = Dispatch()[1:]
+ONLY_PLACES = Dispatch()[1:-1]  # but for `why`
 SOONEST = 1e-6  # seconds from now that a router may be asked again
 
 
@@ -164,9 +164,13 @@ def check_dispatch(
 
 def _plainly_right(dispatch: object, held: Sequence[SeqView], replicas: Collection[str]) -> bool:
     """Whether it only places, and nothing is wrong with that. False is no verdict."""
-    if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:] != ONLY_PLACES:
+    if type(dispatch) is not Dispatch or type(dispatch.place) is not dict or dispatch[1:-1] != ONLY_PLACES:
         return False
-    place = dispatch.place
+    place, why = dispatch.place, dispatch.why
+    if why and not (
+        type(why) is dict and why.keys() <= place.keys() and all(type(w) is str and w for w in why.values())
+    ):
+        return False
     known = {seq.id for seq in held if seq.request.handoff is None}
     return bool(place) and place.keys() <= known and all(type(to) is str and to in replicas for to in place.values())
 
@@ -176,12 +180,14 @@ def _malformed(dispatch: object) -> Iterable[str]:
     if not isinstance(dispatch, Dispatch):
         yield f"place returned {type(dispatch).__name__}: return a Dispatch"
         return
-    for name in ("place", "reject", "recall"):
+    for name in ("place", "reject", "recall", "why"):
         value = getattr(dispatch, name)
         if not isinstance(value, Mapping):
             yield f"{name} is {type(value).__name__}: give a mapping"
         elif not all(isinstance(v, str) and v for v in value.values()):
             yield f"{name} is {dict(value)!r}: give a text for each"
+    if not isinstance(dispatch.assign, Mapping) or not all(isinstance(v, Role) for v in dispatch.assign.values()):
+        yield f"assign is {dispatch.assign!r}: give a mapping with a Role for each replica"
     if isinstance(dispatch.demote, str) or not isinstance(dispatch.demote, Collection):
         yield f"demote is {dispatch.demote!r}: give a collection of request ids"
     if dispatch.wake_at is not None and not isinstance(dispatch.wake_at, int | float):
@@ -191,7 +197,7 @@ def _malformed(dispatch: object) -> Iterable[str]:
 def _dispatch_problems(
     dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, placed: int
 ) -> Iterable[str]:
-    place, reject, demote, recall, wake_at = dispatch
+    place, reject, demote, recall, wake_at, assign, why = dispatch
     seqs = {seq.id: seq for seq in held}
     replicas = [view.id for view in fleet]
     unknown = "{} names {!r}, which is not among the {} held: it ended, or is placed already"
@@ -227,6 +233,19 @@ def _dispatch_problems(
             yield f"recall asks {replica!r} for {kind!r}: give {' or '.join(get_args(Recall))}"
         if "recall" not in fleet[replicas.index(replica)].supports:
             yield f"recall names {replica!r}, which hands nothing back: let the router's `needs` say recall"
+    for replica, role in assign.items():
+        if replica not in replicas:
+            yield f"assign names {replica!r}, which is no replica: there are {', '.join(replicas)}"
+        view = fleet[replicas.index(replica)]
+        coming = [s.id for s in view.moving if (h := s.request.handoff) and h.cached and h.source != replica]
+        if coming and role.phase != view.role.phase:
+            yield (
+                f"assign turns {replica!r} from {view.role.phase} to {role.phase} while the KV of {coming[0]!r} is on "
+                "its way there: wait until it has come"
+            )
+    for id in why:
+        if id not in place:
+            yield f"why explains {id!r}, which place does not name"
     if wake_at is not None and not now + SOONEST <= wake_at < inf:
         yield f"wake_at {wake_at!r} is not {SOONEST} s or more in the future: it would spin, or never wake"
     quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)

@@ -165,6 +165,11 @@ class LiveView(View):
         return self._state.shape
 
     @property
+    def steps(self) -> int:
+        self._state.sync()
+        return self._state.steps.tick
+
+    @property
     def known(self) -> Mapping[str, SeqView]:
         self._state.under_way()
         return self._state.here

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rubato.core.clock import PLAN, Clock, Handle
-from rubato.core.events import Demoted, Event, Finished, HandedOff, Lost, Offered, Placed, Preempted, Stepped
+from rubato.core.events import Assigned, Demoted, Event, Finished, HandedOff, Lost, Offered, Placed, Preempted, Stepped
 from rubato.core.interfaces import (
     Assigner,
     Dispatch,
@@ -142,7 +142,11 @@ class Cluster:
                     f"supports {', '.join(sorted(supports)) or 'nothing extra'}): choose another of the two"
                 )
         for id, role in roles.items():
-            self.hosts[id].assign(role)
+            self._give_role(id, role)
+
+    def _give_role(self, replica: str, role: Role) -> None:
+        self.hosts[replica].assign(role)
+        self._emit(Assigned(self.clock.now(), replica, role))
 
     def listen(self, listener: Listener) -> None:
         """Every event from now on, in order, on the event loop."""
@@ -275,6 +279,8 @@ class Cluster:
         dispatch = self._asked(held, views, now)
         if dispatch is None:
             return not self.dead.is_set()
+        for replica, role in dispatch.assign.items():
+            self._give_role(replica, role)
         for replica, kind in dispatch.recall.items():
             self.hosts[replica].recall(kind)
         # From here on each one may end another, or find a host gone.
@@ -288,7 +294,8 @@ class Cluster:
         for id, replica in dispatch.place.items():
             if id in self._held and replica in self.hosts:
                 seq = self._held[id]
-                placed |= self._submit(seq, self._groups.get(seq.request.group, (replica,))[0], now)
+                to = self._groups.get(seq.request.group, (replica,))[0]
+                placed |= self._submit(seq, to, now, dispatch.why.get(id, "") if dispatch.why else "")
         return bool(joining or dispatch.reject or placed)
 
     def _asked(self, held: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:
@@ -337,7 +344,7 @@ class Cluster:
         seq.demoted = True
         self._emit(Demoted(now, seq.id))
 
-    def _submit(self, seq: Seq, replica: str, now: float) -> bool:
+    def _submit(self, seq: Seq, replica: str, now: float, why: str = "") -> bool:
         """Give a held request to a replica; False when that has no KV memory for what the request brings along."""
         request = seq.request
         source = request.handoff.source if request.handoff is not None and request.handoff.cached else None
@@ -349,7 +356,7 @@ class Cluster:
             self._groups.setdefault(request.group, (replica, set()))[1].add(request.id)
         if self._fair is not None and request.handoff is None:
             self._fair.placed(request.id)
-        self._emit(Placed(now, request.id, replica))
+        self._emit(Placed(now, request.id, replica, why))
         if source is None:
             try:
                 self.hosts[replica].submit(request)

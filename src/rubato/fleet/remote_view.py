@@ -91,6 +91,7 @@ class Mirror:
         self._arriving: dict[str, RemoteSeq] = {}
         self._role = ANY
         self._stepped = now
+        self._steps = 0
         self._submitted = 0
 
     @property
@@ -144,6 +145,7 @@ class Mirror:
             role=self._role,
             moving=moving,
             in_flight=self._in_flight,
+            steps=self._steps,
         )
 
     def left(self) -> list[Request]:
@@ -156,6 +158,7 @@ class Mirror:
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
             self._stepped = event.at
+            self._steps += 1
             return
         seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
         if seq is None:

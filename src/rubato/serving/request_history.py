@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from rubato.core.events import (
+    Assigned,
     Demoted,
     Event,
     Finished,
@@ -94,7 +95,7 @@ class RequestHistory:
         self._done: OrderedDict[str, None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
-        if type(event) is Stepped:  # of a replica, not of a request
+        if isinstance(event, Stepped | Assigned):  # of a replica, not of a request
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(event.request)
@@ -131,6 +132,8 @@ def _fold(record: RequestRecord, event: Event) -> None:
         record.stages.append(_Stage(event.request.arrival))
     elif isinstance(event, Placed):
         about["replica"] = event.replica
+        if event.why:
+            about["why"] = event.why
         record.replicas.append(event.replica)
         _wait(record, event.at, TRANSFER if record.brings_kv else QUEUE)
     elif isinstance(event, HandedOff):
