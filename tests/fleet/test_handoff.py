@@ -323,6 +323,24 @@ def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_both_ends() -> N
     assert not of(events, Transferred, "a")
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_client_that_leaves_as_it_is_told_of_its_placement(nth: int) -> None:
+    """Where it is to prefill, and where its KV is to go."""
+    placed: list[Event] = []
+
+    def leave(cluster: Cluster, event: Event) -> None:
+        if isinstance(event, Placed) and event.id == "a":
+            placed.append(event)
+            if len(placed) == nth:
+                cluster.cancel("a")
+
+    requests = [request("a", 20, most=10), request("b", 20, most=10)]
+    setup = SimulationSetup(Linear, LIMITS, "distserve", replicas=2, link=LINK)
+    events = simulate(requests, {"a": [10], "b": [10]}, setup, watch=leave)
+    assert {e.id: e.outcome for e in events if isinstance(e, Finished)} == {"a": "cancelled", "b": "completed"}
+    assert len(placed) == nth
+
+
 def test_a_client_that_leaves_after_the_target_began_afresh() -> None:
     """Its Finished does not depend on whom it is on the way to."""
     leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rubato.core.batch_builder import decode_first
 from rubato.core.clock import ARRIVAL
-from rubato.core.events import Event, Finished, HandedOff, Offered, Stepped, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
@@ -29,7 +29,7 @@ from rubato.simulation.driver import drive
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host, tools
 from rubato.simulation.simulated_host import SimulatedHost
 from tests.conftest import few
-from tests.doubles import Linear
+from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, setup_for
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
@@ -177,9 +177,9 @@ def same(
     assert upto(last, fast.steps) == upto(last, plain.steps)
     assert len(ends) == len(requests)
     assert "failed" not in {e.outcome for e in ends}  # two that fail alike would be equal
-    for request in requests:
-        assert fast.events[request.id] == plain.events[request.id]
-        assert fast.times[request.id] == plain.times[request.id]
+    for each in requests:
+        assert fast.events[each.id] == plain.events[each.id]
+        assert fast.times[each.id] == plain.times[each.id]
 
 
 def upto(last: float, steps: Mapping[str, list[tuple[float, Shape]]]) -> dict[str, list[tuple[float, Shape]]]:
@@ -357,3 +357,36 @@ def test_the_prefill_of_a_later_stage_is_no_preemption(plain: bool) -> None:
     story = told(simulate(alone, truth, setup)) if plain else run_fast(alone, truth, setup)
     (end,) = (e for e in story.events["a"] if isinstance(e, Finished))
     assert (end.verdict.met, end.verdict.cause) == (False, None)
+
+
+def test_steps_that_end_together_end_in_the_order_in_which_they_began() -> None:
+    """Also where the first of several steps began before: a's last step begins after b's only one, both end at 1.75. A
+    listener offers the next request as each ends (a closed loop), so that the order decides who goes where."""
+    first = [replace(request("a", 4, most=5), arrival=0.0), replace(request("b", 8, most=1), arrival=1.0)]
+    last = request("last", 1, most=1, arrival=100.0)
+    limits = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=100, block=4)
+    setup = SimulationSetup(
+        lambda: Linear(0.25, 0.0625), limits, "sarathi", {"budget": 16}, router="round_robin", replicas=2, learns=False
+    )
+    truth = {"a": [5], "b": [1], "last": [1]}
+
+    def closed(cluster: Cluster, event: Event) -> None:
+        if isinstance(event, Finished) and event.id in ("a", "b"):
+            cluster.offer(request(f"{event.id}2", 4, most=3, arrival=cluster.clock.now()))
+
+    def order(events: Sequence[Event]) -> list[tuple[str, str, float]]:
+        return [(type(e).__name__, e.id, e.at) for e in events if isinstance(e, Placed | Finished)]
+
+    plain = simulate([*first, last], truth, setup, watch=closed)
+    fast: list[Event] = []
+
+    def ready(cluster: Cluster) -> None:
+        cluster.listen(fast.append)
+        cluster.listen(lambda event: closed(cluster, event))
+
+    def make(number: int, **given: Any) -> SimulatedHost:
+        return simulated_host(setup, number, truth, **given)
+
+    drive([*first, last], 2, make, ready, **setup.given())
+    assert [what for what in order(plain) if what[2] == 1.75][:1] == [("Finished", "b", 1.75)]
+    assert order(fast) == order(plain)

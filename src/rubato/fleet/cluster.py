@@ -357,9 +357,13 @@ class Cluster:
         if self._fair is not None and request.handoff is None:
             self._fair.placed(request.id)
         self._emit(Placed(now, request.id, replica, why))
+        if request.id not in self._placed:  # cancelled by who was told of its placement
+            return True
         if source is None:
             try:
                 self.hosts[replica].submit(request)
+                if request.id in self._cancelled and request.id in self._placed:  # when told of its placement
+                    self.hosts[replica].cancel(request.id, self._cancelled[request.id])
             except Exception as error:  # a fault of ours: it must not stay in flight for ever, nor go unseen
                 log.exception("replica %s could not take request %r", replica, request.id)
                 if request.id in self._placed:

@@ -169,7 +169,7 @@ def _run(cluster: Cluster, clock: QueueClock, requests: Iterable[Request]) -> No
             coming = next(arriving, None)
             arrival = inf if coming is None else coming.arrival
         else:
-            when, rank, _, called, version = heappop(heap)
+            when, rank, _, _, called, version = heappop(heap)
             clock.time = when
             if rank != COMPLETION:
                 called.plan(version)

@@ -100,8 +100,9 @@ def simulate(
     """Run `requests` (arrivals in virtual seconds) to their ends; every event, in order.
 
     truth: request id -> output tokens of each stage. pauses: request id -> seconds of the tool before each stage, of
-    those with a stage that waits for one. Raises RuntimeError if some request never ends, and whatever an engine or a
-    policy raised.
+    those with a stage that waits for one. As live, a policy that raises fails the requests that are there, and after
+    several times in a row the replica; what comes after the last of `requests` is refused. Raises RuntimeError if some
+    request never ends, and what ended the cluster.
     """
     return run_virtual(_run(requests, truth, setup, watch, pauses or {}))
 
@@ -193,8 +194,9 @@ def simulate_fast(
     causes: bool = True, pauses: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
     """What became of each request, by id, with the times of its tokens if wanted. The same as `simulate`, but that the
-    steps between two decisions are not walked. requests: a sequence, if some are of one group, or wait for tools.
-    Raises as `driver.drive` does."""
+    steps between two decisions are not walked, that a policy that raises ends the simulation, and that requests may
+    come after the last. requests: a sequence, if some are of one group, or wait for tools. Raises as `driver.drive`
+    does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
     shared = isinstance(requests, Sequence) and any(r.group or r.tools for r in requests)

@@ -45,14 +45,15 @@ class Called(Protocol):
 
 
 class EventQueue:
-    """When which host is to be called (`complete`, `plan`), by time, rank and order of asking, with its version."""
+    """When which host is to be called (`complete`, `plan`), by time, rank, when the step that ends began (which is the
+    order in which steps that end together end) and order of asking, with its version."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, int, Called, int]] = []
+        self.heap: list[tuple[float, int, float, int, Called, int]] = []
         self.count = itertools.count()
 
-    def add(self, when: float, rank: int, called: Called, version: int) -> None:
-        heappush(self.heap, (when, rank, next(self.count), called, version))
+    def add(self, when: float, rank: int, called: Called, version: int, since: float = 0.0) -> None:
+        heappush(self.heap, (when, rank, since, next(self.count), called, version))
 
 
 class SimulatedHost:
@@ -309,8 +310,13 @@ class SimulatedHost:
                     self.view = self._synced
             self._steady -= most
             self._times.take(run, most)
+        self._end_with(run)
+
+    def _end_with(self, run: Run) -> None:
+        """The run is over when its last step is."""
         self._version += 1
-        self._queue.add(run.ends[-1], COMPLETION, self, self._version)
+        since = run.ends[-2] if len(run.ends) > 1 else run.begin
+        self._queue.add(run.ends[-1], COMPLETION, self, self._version, since)
 
     def _spell(self, run: Run) -> None:
         """The engine says what each sequence of a single step gets."""
@@ -414,8 +420,7 @@ class SimulatedHost:
             self._steady += run.steps - keep if self._steady else 0
             del run.ends[keep:]
             run.steps = keep
-            self._version += 1
-            self._queue.add(run.ends[-1], COMPLETION, self, self._version)
+            self._end_with(run)
 
     def _plan_at(self, when: float) -> None:
         self._planned = True
