@@ -1,0 +1,103 @@
+"""How much KV a replica will come to hold as its residents grow: asked before one more is placed there.
+
+Each resident grows by a token a step and leaves at its predicted end (PolyServe, §4.5). In steps counted from the
+replica's first, a resident that had `length` tokens at step s has length + (T - s) at any step T before its end, so
+that its share of the sum changes with T alone. The sums are kept for stretches of `WIDTH` steps, each at its last step:
+placing or leaving is one addition over them, the largest sum to come one maximum.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+WIDTH = 16  # steps of a stretch; a resident counts for up to so many tokens too many
+STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
+
+
+class KVForecast:
+    """Tokens in KV, by step, of the residents of one replica. Steps never go back."""
+
+    def __init__(self) -> None:
+        self._first = 0  # the step at which the first stretch begins
+        self._after = WIDTH * np.arange(1, STRETCHES + 1, dtype=np.int64)  # steps from there to each stretch's end
+        self._sums = np.zeros(STRETCHES, dtype=np.int64)
+        self._used = 0  # stretches of which somebody is a resident
+        self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
+        self._ends: list[tuple[int, str]] = []  # by end, some of those who have left
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._of
+
+    def add(self, id: str, length: int, remaining: float, step: int) -> None:
+        """A resident of `length` tokens at `step`, `remaining` to come, takes its place; or gets other numbers."""
+        self.drop(id)
+        base, end = length - step, step + max(1, round(remaining))
+        self._of[id] = base, end
+        heappush(self._ends, (end, id))
+        until = self._stretch(end) + 1
+        self._sums[:until] += base + self._first + self._after[:until]
+        self._used = max(self._used, until)
+
+    def drop(self, id: str) -> None:
+        """It has left. Nothing, if it is not here."""
+        found = self._of.pop(id, None)
+        if found is None:
+            return
+        base, end = found
+        until = max(0, self._stretch(end) + 1)
+        self._sums[:until] -= base + self._first + self._after[:until]
+        if not self._of:
+            self._used = 0
+            self._ends.clear()
+
+    def peak(self, step: int) -> int:
+        """The most tokens from `step` on."""
+        at = self._at(step)
+        return int(self._sums[at : self._used].max()) if at < self._used else 0
+
+    def peak_with(self, length: int, remaining: float, step: int) -> int:
+        """The same with one resident more."""
+        at = self._at(step)
+        base, end = length - step, step + max(1, round(remaining))
+        until = max(at, self._stretch(end)) + 1
+        beside = int((self._sums[at:until] + self._after[at:until]).max()) + base + self._first
+        later = int(self._sums[until : self._used].max()) if until < self._used else 0
+        return max(beside, later)
+
+    def overdue(self, step: int) -> list[str]:
+        """Residents whose predicted end has passed though they are here: to be added again with what is now expected
+        of them, for they are in no sum any more."""
+        late: list[str] = []
+        while self._ends and self._ends[0][0] <= step:
+            end, id = heappop(self._ends)
+            if self._of.get(id, (0, -1))[1] == end:
+                late.append(id)
+        return late
+
+    def _stretch(self, step: int) -> int:
+        """In which a step lies; below 0 if it is before the first."""
+        return min((step - self._first) // WIDTH, STRETCHES - 1)
+
+    def _at(self, step: int) -> int:
+        """The stretch of the present, after what lies behind has been let go, now and then."""
+        at = (step - self._first) // WIDTH
+        if at >= STRETCHES // 2:
+            self._begin_at(step)
+            at = 0
+        return at
+
+    def _begin_at(self, step: int) -> None:
+        """Count stretches from this step on. What ended later than they reached may be told apart now."""
+        self._first = step
+        self._sums[:] = 0
+        self._used = 0
+        for base, end in self._of.values():
+            until = self._stretch(end) + 1
+            if until > 0:
+                self._sums[:until] += base + step + self._after[:until]
+                self._used = max(self._used, until)

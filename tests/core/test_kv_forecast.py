@@ -1,0 +1,72 @@
+"""KVForecast against a walk over all residents and steps."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rubato.core.kv_forecast import STRETCHES, WIDTH, KVForecast
+
+LONGEST = STRETCHES // 2 * WIDTH  # within which no end is cut
+
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "drop", "pass"]),
+        st.sampled_from("abcdef"),
+        st.integers(1, 5000),
+        st.one_of(st.integers(1, 40), st.integers(1, LONGEST)),
+    ),
+    max_size=30,
+)
+
+
+def walked(residents: dict[str, tuple[int, int, int]], step: int) -> int:
+    """The most tokens from `step` on: (length, step of it, end) each, looked at one by one at all ends."""
+    there = [(length - at, end) for length, at, end in residents.values() if end >= step]
+    return max((sum(base + t for base, end in there if end >= t) for _, t in there), default=0)
+
+
+@given(acts=acts, length=st.integers(1, 5000), remaining=st.integers(1, LONGEST))
+def test_it_is_a_walk_but_for_the_width_of_a_stretch(
+    acts: list[tuple[str, str, int, int]], length: int, remaining: int
+) -> None:
+    forecast, residents, step = KVForecast(), dict[str, tuple[int, int, int]](), 0
+    for what, id, size, left in acts:
+        if what == "add":
+            forecast.add(id, size, left, step)
+            residents[id] = size, step, step + left
+        elif what == "drop":
+            forecast.drop(id)
+            residents.pop(id, None)
+        else:
+            step += left
+        assert len(forecast) == len(residents)
+        assert set(forecast.overdue(step)) <= {i for i, (_, _, end) in residents.items() if end <= step}
+        exact = walked(residents, step)
+        assert exact <= forecast.peak(step) <= exact + WIDTH * (len(residents) + 1) + behind(residents, step)
+        more = {**residents, "new": (length, step, step + remaining)}
+        exact = walked(more, step)
+        assert (
+            exact <= forecast.peak_with(length, remaining, step) <= exact + WIDTH * (len(more) + 1) + behind(more, step)
+        )
+
+
+def behind(residents: dict[str, tuple[int, int, int]], step: int) -> int:
+    """Of those that ended earlier in the stretch of `step`, or before it began: they may count in it."""
+    return sum(length + step - at + WIDTH for length, at, end in residents.values() if step - WIDTH < end < step)
+
+
+def test_who_is_overdue_is_told_once_and_counts_when_added_again() -> None:
+    forecast = KVForecast()
+    forecast.add("a", 100, 10, 0)
+    assert forecast.peak(0) == 100 + WIDTH
+    assert forecast.overdue(9) == []
+    assert forecast.overdue(10) == ["a"]
+    assert forecast.overdue(11) == []
+    assert forecast.peak(WIDTH) == 0
+    forecast.add("a", 100 + WIDTH, 20, WIDTH)
+    assert forecast.peak(WIDTH) == 100 + WIDTH + 2 * WIDTH
+    forecast.drop("a")
+    forecast.drop("a")
+    assert forecast.peak(WIDTH) == 0
+    assert "a" not in forecast
