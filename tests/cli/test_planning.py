@@ -111,6 +111,16 @@ def test_plan_on_a_trace(tmp_path: Path, trace: str, capsys: pytest.CaptureFixtu
     assert " of the configured replica** (" in capsys.readouterr().out
 
 
+def test_plan_prints_the_optimum(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    words = ["plan", "--optimum", "--profile", "llama-3.1-8b-h200", "--scenario", "polyserve-uniform-512-512"]
+    assert main([*words, "--count", "50", *QUIET, "--json", "-"]) == 0
+    captured = capsysbinary.readouterr()
+    pd, co = json.loads(captured.out)["optimum"]
+    assert (pd["mode"], co["mode"], pd["requests"]) == ("pd", "co", 50)
+    assert pd["rate"] == pytest.approx(1.0 / pd["cost"])
+    assert b"| co-located" in captured.err
+
+
 def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, jobs = tmp_path / "out.json", tmp_path / "jobs.jsonl"
     words = ["sweep", "--scenario", "slos-serve-chatbot", "--rates", "2", "--seeds", "4", "--count", "30", *QUIET]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rubato.cli import common_options, simulation_options
 from rubato.measure import results
-from rubato.planning import fleet_size, sweep
+from rubato.planning import fleet_size, optimum, sweep
 from rubato.planning.fleet_size_model import FleetQuestion
 
 
@@ -25,10 +26,22 @@ def add(commands: Any) -> None:
         "--exclude-hopeless", action="store_true", help="leave out, and count, what no idle replica can attain"
     )
     parser.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
+    parser.add_argument(
+        "--optimum", action="store_true",
+        help="instead: PolyServe's optimum, the most that a replica could serve with each request in its largest batch",
+    )  # fmt: skip
 
 
 def _run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
+    if args.optimum:
+        load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
+        best = [optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS]
+        data = {"hardware": machine.describe(), "optimum": [asdict(o) | {"rate": o.rate} for o in best]}
+        common_options.write(args.json, optimum.text(best), results.as_json(data))
+        if args.report:
+            sweep.write(args.report, "Optimum", optimum.text(best))
+        return 0
     settings = simulation_options.settings(args, machine, replicas=1)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")

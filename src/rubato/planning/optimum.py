@@ -1,0 +1,196 @@
+"""PolyServe's optimum (§3.4, §3.5): what a request costs at the largest batch that its SLO and the KV memory allow.
+
+A yardstick, no schedule: each request is served in a batch of its own kind, as large as its TPOT permits, with no
+waiting and no gap. PolyServe's formulas, read as follows. GEMM is all of a step that goes by its tokens (collectives
+and the host's share, too); attention is what reading KV adds to that. The printed form of a co-located step has
+PF(d/(p+d)·B); the share of prompts is p/(p+d)·B. A TTFT does not bound the batch, since T_iter/B falls with B: a
+request whose prompt takes longer than its TTFT at the batch that its TPOT allows is counted at that batch, and apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, NamedTuple
+
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Limits
+from rubato.planning.sweep import markdown
+from rubato.workloads import Workload
+
+Mode = Literal["pd", "co"]
+PREFILL_BATCH = 2048  # tokens of a prefill replica's batch; from there on GEMM takes time in proportion (§3.4)
+
+
+class BatchLimit(NamedTuple):
+    """The largest batch for one kind of request. batch: tokens (of decodes alone, with PD, sequences). seconds: of its
+    step. reason: what bounds it: "tpot", "kv", "batch" (the engine's) or, of one token that is too slow, "none"."""
+
+    batch: int
+    seconds: float
+    reason: str
+
+
+class Cost(NamedTuple):
+    """Seconds of a replica that one request takes. limit: of its decodes, with PD, else of the whole batch.
+    late: whether its prompt takes longer than its TTFT at this batch."""
+
+    seconds: float
+    limit: BatchLimit
+    late: bool
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """Of a workload. cost: mean replica-seconds of a request; rate: requests/s that one replica serves at most. late:
+    requests whose TTFT does not fit in the batch that was counted; slow: those whose TPOT not even one token alone
+    keeps, counted one by one."""
+
+    mode: Mode
+    requests: int
+    cost: float
+    late: int
+    slow: int
+
+    @property
+    def rate(self) -> float:
+        return 1.0 / self.cost
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A latency model, taken apart as the paper's formulas want it. Seconds."""
+
+    model: LatencyModel
+    limits: Limits
+
+    def gemm(self, tokens: int, seqs: int) -> float:
+        """Of a batch of so many tokens, `seqs` of which are sampled from; without attention."""
+        return self.model.seconds_of(tokens, seqs, 0, 0, 0, seqs, 0)
+
+    def decode_attention(self, seqs: int, kv: float) -> float:
+        """Of so many decodes that read `kv` tokens together."""
+        return self.model.seconds_of(seqs, seqs, round(kv), 0, 0, 0, 0) - self.gemm(seqs, seqs)
+
+    def prefill_attention(self, tokens: int) -> float:
+        """Of a whole prompt, in chunks of `PREFILL_BATCH`."""
+        seconds, seconds_of = 0.0, self.model.seconds_of
+        for done in range(0, tokens, PREFILL_BATCH):
+            chunk = min(PREFILL_BATCH, tokens - done)
+            if chunk > 1:
+                whole = seconds_of(chunk, 1, done + chunk, chunk * done, chunk * chunk, 1, done + chunk)
+                seconds += whole - self.gemm(chunk, 1)
+        return seconds
+
+
+def decode_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> BatchLimit:
+    """PD: the largest B with GEMM(B) + DcAttn(B(p + d/2)) < TPOT and B(p + d/2) < C."""
+    each = prompt + output / 2
+
+    def seconds(batch: int) -> float:
+        return parts.gemm(batch, batch) + parts.decode_attention(batch, batch * each)
+
+    return _largest(parts, seconds, lambda batch: batch * each, tpot, parts.limits.max_seqs)
+
+
+def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> BatchLimit:
+    """Co-located: the largest B tokens, d : p of decodes and prompts, whose step is below the TPOT and whose KV,
+    d/(p+d)·B·(p + d/2) + p, fits."""
+    share = output / (prompt + output)
+
+    def seqs(batch: int) -> int:
+        return max(1, round(share * batch))
+
+    def kv(batch: int) -> float:
+        return share * batch * (prompt + output / 2) + prompt
+
+    def seconds(batch: int) -> float:
+        return parts.gemm(batch, seqs(batch)) + parts.decode_attention(seqs(batch), kv(batch))
+
+    most = min(parts.limits.max_tokens, int(parts.limits.max_seqs / share) if share else parts.limits.max_tokens)
+    return _largest(parts, seconds, kv, tpot, most)
+
+
+def disaggregated(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> Cost:
+    """p·GEMM(Bp)/Bp + PF(p) + d·GEMM(Bd)/Bd + DcAttn(d(p + d/2)); the last two are d/Bd steps."""
+    limit = decode_limit(parts, prompt, output, tpot)
+    prefill = prompt * parts.gemm(PREFILL_BATCH, 1) / PREFILL_BATCH + parts.prefill_attention(prompt)
+    return Cost(prefill + output * limit.seconds / limit.batch, limit, prefill >= ttft)
+
+
+def co_located(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> Cost:
+    """(p + d)·GEMM(B)/B + PF(p) + DcAttn(d(p + d/2))."""
+    limit = mixed_limit(parts, prompt, output, tpot)
+    share = output / (prompt + output)
+    seqs = max(1, round(share * limit.batch))
+    read = seqs * (prompt + output / 2)
+    attention = parts.decode_attention(seqs, read) / read * output * (prompt + output / 2)
+    gemm = (prompt + output) * parts.gemm(limit.batch, seqs) / limit.batch
+    steps = (prompt + output) / limit.batch
+    return Cost(gemm + parts.prefill_attention(prompt) + attention, limit, steps * limit.seconds >= ttft)
+
+
+COSTS: dict[Mode, Callable[[StepParts, int, int, float, float], Cost]] = {"pd": disaggregated, "co": co_located}
+
+
+def optimum(load: Workload, model: LatencyModel, limits: Limits, mode: Mode) -> Optimum:
+    """Of all requests of a workload, in their own batches each. A request without TTFT or TPOT is bounded by the rest.
+    Raises ValueError for an empty workload, or stages, which the paper has not."""
+    parts = StepParts(model, limits)
+    costs: list[Cost] = []
+    for arrival in load.arrivals:
+        (stage, *more) = load.parts(arrival)
+        if more:
+            raise ValueError(f"request {arrival.id!r} has several stages: the optimum knows requests of one prompt")
+        slo = stage.slo
+        ttft = inf if slo.ttft is None else slo.ttft
+        tpot = inf if slo.tpot is None else slo.tpot
+        costs.append(COSTS[mode](parts, stage.prompt, stage.output, ttft, tpot))
+    if not costs:
+        raise ValueError("the workload is empty: give requests")
+    return Optimum(
+        mode,
+        len(costs),
+        sum(c.seconds for c in costs) / len(costs),
+        sum(c.late for c in costs),
+        sum(c.limit.reason == "none" for c in costs),
+    )
+
+
+def _largest(
+    parts: StepParts, seconds: Callable[[int], float], kv: Callable[[int], float], tpot: float, most: int
+) -> BatchLimit:
+    """The largest batch of 1 to `most` whose step is below `tpot` and whose KV fits; 1 if none is."""
+    capacity = parts.limits.kv_blocks * parts.limits.block
+
+    def fits(batch: int) -> bool:
+        return kv(batch) < capacity and seconds(batch) < tpot
+
+    if not fits(1):
+        return BatchLimit(1, seconds(1), "none")
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    reason = "batch" if low == most else "kv" if kv(low + 1) >= capacity else "tpot"
+    return BatchLimit(low, seconds(low), reason)
+
+
+NAMES = {"pd": "prefill and decode apart", "co": "co-located"}
+
+
+def text(found: Sequence[Optimum]) -> str:
+    """A table of the modes."""
+    head = [
+        "mode",
+        "requests/s a replica",
+        "replica-seconds a request",
+        "TTFT too short for it",
+        "TPOT too short",
+    ]
+    rows = [
+        [NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}"]
+        for o in found
+    ]
+    return f"{markdown([head, *rows])}\n\nNo policy serves more: each request in a batch of its like, without gaps."
