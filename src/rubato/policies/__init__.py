@@ -140,7 +140,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
         if known[key] is not None and not _same_kind(value, known[key]):
             raise PolicyError(
-                f"policy {name!r}: setting {key} is {value!r}; give a {type(known[key]).__name__}, like {known[key]!r}"
+                f"policy {name!r}: setting {key} is {value!r}; give a {_kind(known[key])}, like {known[key]!r}"
             )
     try:
         return cls(**settings)
@@ -165,9 +165,15 @@ def _settings(cls: Any) -> dict[str, object]:
     }
 
 
+def _kind(default: object) -> str:
+    return "list" if isinstance(default, tuple) else type(default).__name__
+
+
 def _same_kind(value: object, default: object) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
         return isinstance(value, int | float)
+    if isinstance(default, tuple):  # of one kind; YAML has lists
+        return isinstance(value, list | tuple) and all(_same_kind(each, default[0]) for each in value)
     return isinstance(value, type(default))
