@@ -22,7 +22,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import ClassVar, NamedTuple
 
-from rubato.core.batch_builder import BatchBuilder, decode_first, prefill_time, remaining, run_all, run_in_order
+from rubato.core.batch_builder import BatchBuilder, decode_first, remaining, run_all, run_in_order
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
 from rubato.core.kv_forecast import KVForecast
@@ -35,6 +35,7 @@ POOL = Role(kind="best_effort")
 PREFILL = Role("prefill", kind="prefill")
 SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
 KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
+MOST = 1 << 30
 PROBE = Shape(32, 32, 32_000)
 
 
@@ -72,7 +73,7 @@ class Scheduler:
         left = self.budget
         begun = view.prefilling
         for seq in (*begun, *sorted(view.waiting, key=_nearest)):
-            most = seq.pending if not builder.work and seq.pending < 2 * self.budget else min(seq.pending, left)
+            most = min(seq.pending, left) if builder.work else _dynamic(seq.pending, self.budget)
             tokens = min(most, builder.room(seq))
             if tokens < 1 or (seq.id not in builder.running and builder.lacks(seq, seq.pending)):
                 break
@@ -91,6 +92,11 @@ class Scheduler:
             budget = decodes.seqs + _chunk(view.latency, tpot, decodes, first, budget - decodes.seqs)
         builder = decode_first(view, budget)
         return builder.plan(steady=builder.steady())
+
+
+def _dynamic(left: int, budget: int) -> int:
+    """Tokens of a prompt's next chunk: all of them, where less than two budgets are left."""
+    return left if left < 2 * budget else budget
 
 
 def _nearest(seq: SeqView) -> tuple[float, float]:
@@ -130,9 +136,10 @@ class _StepTable:
     """Step times by (batch size, KV) as the paper profiles them: asked of the latency model once each, and again when
     it has changed its mind."""
 
-    def __init__(self, latency: LatencyModel, most: int) -> None:
+    def __init__(self, latency: LatencyModel, most: int, budget: int) -> None:
         self.latency = latency
         self._most = most
+        self._budget = budget
         self._decodes: dict[tuple[int, int], float] = {}
         self._chunks: dict[tuple[float, int, int, int], tuple[int, float]] = {}
         self._alone: dict[int, float] = {}
@@ -175,11 +182,16 @@ class _StepTable:
         return found
 
     def alone(self, prompt: int) -> float:
-        """Seconds of a prompt with nothing beside it."""
+        """Seconds of a prompt with nothing beside it, in dynamic chunks."""
         grains = -(-prompt // PROMPT_GRAIN)
         seconds = self._alone.get(grains)
         if seconds is None:
-            seconds = self._alone[grains] = prefill_time(self.latency, grains * PROMPT_GRAIN, 0, self._most)
+            seconds, done, end = 0.0, 0, grains * PROMPT_GRAIN
+            while done < end:
+                chunk = min(_dynamic(end - done, self._budget), self._most)
+                seconds += self.latency.step_time(Shape().plus(chunk, done))
+                done += chunk
+            self._alone[grains] = seconds
         return seconds
 
 
@@ -196,7 +208,7 @@ class _Replica:
     """group: the tier it serves, `len(tiers)` if it prefills, None in the pool. draining: it has guests of looser tiers
     only, and admits nobody. guests: its residents by tier. jobs: prompts, nearest deadline first."""
 
-    def __init__(self, view: View, index: int, tiers: int) -> None:
+    def __init__(self, view: View, index: int, tiers: int, budget: int) -> None:
         self.id = view.id
         self.index = index
         self.view = view
@@ -209,7 +221,7 @@ class _Replica:
         self.uncounted: list[str] = []  # placed here by others
         self.added = 0  # tokens that this dispatch places here
         self.capacity = view.kv_total * view.limits.block
-        self.steps = _StepTable(view.latency, view.limits.max_tokens)
+        self.steps = _StepTable(view.latency, view.limits.max_tokens, budget)
         self.load = 0.0
 
     @property
@@ -370,6 +382,7 @@ class Router:
         replicas = self._replicas
         if len(fleet) != len(replicas) or any(view.id not in replicas for view in fleet):
             here = {view.id for view in fleet}
+            budget = self.budget if self.mode == "pd" else MOST
             for id in [id for id in replicas if id not in here]:
                 gone = replicas.pop(id)
                 self._move(gone, None)
@@ -379,7 +392,7 @@ class Router:
                 if self.mode == "pd" and "kv_transfer" not in view.supports:
                     raise ValueError(f"polyserve in mode pd moves KV, and replica {view.id!r} cannot: use mode co")
                 if view.id not in replicas:
-                    replicas[view.id] = self._eased[view.id] = _Replica(view, index, len(self.tiers))
+                    replicas[view.id] = self._eased[view.id] = _Replica(view, index, len(self.tiers), budget)
         for view in fleet:
             replica = replicas[view.id]
             replica.view = view
