@@ -345,6 +345,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("edf", "vllm", "sarathi", "prefill_first", "priority", "round_robin", "least_loaded"):
         assert f"{name}  (" in text
     assert "--set budget=2048" in text
+    assert "--set tiers=[0.02, 0.03, 0.05, 0.1]" in text
 
 
 @pytest.mark.parametrize(

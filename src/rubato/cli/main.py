@@ -365,6 +365,6 @@ def _policies(args: argparse.Namespace) -> int:
     for name, kind, about, source, settings in policies.describe():
         print(f"{name}  ({kind})\n    {about}\n    source: {source}")
         for setting, default in settings.items():
-            print(f"    --set {setting}={yaml.safe_dump(default).split(chr(10))[0]}")
+            print(f"    --set {setting}={yaml.safe_dump(default, default_flow_style=True).split(chr(10))[0]}")
         print()
     return 0
