@@ -30,7 +30,7 @@ class Watched(Router):
 
     def _take(self, replica: Any, want: Any, turn: Any, rule: str, when: float, passed: Sequence[str]) -> None:
         assert not replica.draining
-        assert len(turn.place) == len(set(turn.place))
+        assert want.seq.id not in turn.place, "placed twice"
         if replica.group < len(self.tiers):
             assert replica.group <= want.tier, "a looser tier's replica"
         if rule.startswith("promoted") or rule in ("scaled up", "claimed"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,10 +39,7 @@ def _run(args: argparse.Namespace) -> int:
         load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
         best = [optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS]
         data = {"hardware": machine.describe(), "optimum": [asdict(o) | {"rate": o.rate} for o in best]}
-        common_options.write(args.json, optimum.text(best), results.as_json(data))
-        if args.report:
-            sweep.write(args.report, "Optimum", optimum.text(best))
-        return 0
+        return _write(args, "Optimum", optimum.text(best), data)
     settings = simulation_options.settings(args, machine, replicas=1)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
@@ -55,7 +53,11 @@ def _run(args: argparse.Namespace) -> int:
         args.price,
     )
     plan = fleet_size.plan(question, **simulation_options.how(args))
-    common_options.write(args.json, plan.text(), results.as_json(plan.to_json()))
+    return _write(args, "Fleet", plan.text(), plan.to_json())
+
+
+def _write(args: argparse.Namespace, title: str, text: str, data: Mapping[str, Any]) -> int:
+    common_options.write(args.json, text, results.as_json(data))
     if args.report:
-        sweep.write(args.report, "Fleet", plan.text())
+        sweep.write(args.report, title, text)
     return 0

@@ -254,6 +254,21 @@ def run_all(view: View, budget: int | None = None) -> BatchBuilder:
     return builder
 
 
+def decodes_only(view: View) -> Plan:
+    """Of a replica that decodes what others have prefilled: every decode. Who needs a prefill gives up its KV and,
+    holding none, goes back."""
+    back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
+    prefilling = view.prefilling
+    if not prefilling:
+        builder = run_all(view)
+        return builder.plan(handoff=back, steady=0 if back else builder.steady())
+    builder = BatchBuilder(view)
+    for seq in prefilling:
+        builder.preempt(seq)
+    run_in_order(builder, [s for s in view.running if s.pending == 1])
+    return builder.plan(handoff=back)
+
+
 def run_chunks(builder: BatchBuilder) -> bool:
     """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
     for seq in builder.view.prefilling:

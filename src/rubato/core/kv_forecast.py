@@ -39,18 +39,14 @@ class KVForecast:
         base, end = length - step, step + max(1, round(remaining))
         self._of[id] = base, end
         heappush(self._ends, (end, id))
-        until = self._stretch(end) + 1
-        self._sums[:until] += base + self._first + self._after[:until]
-        self._used = max(self._used, until)
+        self._count(base, end, 1)
 
     def drop(self, id: str) -> None:
         """It has left. Nothing, if it is not here."""
         found = self._of.pop(id, None)
         if found is None:
             return
-        base, end = found
-        until = max(0, self._stretch(end) + 1)
-        self._sums[:until] -= base + self._first + self._after[:until]
+        self._count(*found, -1)
         if not self._of:
             self._used = 0
             self._ends.clear()
@@ -97,7 +93,10 @@ class KVForecast:
         self._sums[:] = 0
         self._used = 0
         for base, end in self._of.values():
-            until = self._stretch(end) + 1
-            if until > 0:
-                self._sums[:until] += base + step + self._after[:until]
-                self._used = max(self._used, until)
+            self._count(base, end, 1)
+
+    def _count(self, base: int, end: int, times: int) -> None:
+        """A resident in the sums up to its end: once more, or (-1) no longer."""
+        until = max(0, self._stretch(end) + 1)  # 0: it ended before the first
+        self._sums[:until] += times * (base + self._first + self._after[:until])
+        self._used = max(self._used, until)

@@ -295,7 +295,7 @@ class Cluster:
             if id in self._held and replica in self.hosts:
                 seq = self._held[id]
                 to = self._groups.get(seq.request.group, (replica,))[0]
-                placed |= self._submit(seq, to, now, dispatch.why.get(id, "") if dispatch.why else "")
+                placed |= self._submit(seq, to, now, dispatch.why.get(id, ""))
         return bool(joining or dispatch.reject or placed)
 
     def _asked(self, held: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:

@@ -99,14 +99,12 @@ def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Batc
     d/(p+d)·B·(p + d/2) + p, fits."""
     share = output / (prompt + output)
 
-    def seqs(batch: int) -> int:
-        return max(1, round(share * batch))
-
     def kv(batch: int) -> float:
         return share * batch * (prompt + output / 2) + prompt
 
     def seconds(batch: int) -> float:
-        return parts.gemm(batch, seqs(batch)) + parts.decode_attention(seqs(batch), kv(batch))
+        seqs = _decoding(batch, prompt, output)
+        return parts.gemm(batch, seqs) + parts.decode_attention(seqs, kv(batch))
 
     most = min(parts.limits.max_tokens, int(parts.limits.max_seqs / share) if share else parts.limits.max_tokens)
     return _largest(parts, seconds, kv, tpot, most)
@@ -122,8 +120,7 @@ def disaggregated(parts: StepParts, prompt: int, output: int, ttft: float, tpot:
 def co_located(parts: StepParts, prompt: int, output: int, ttft: float, tpot: float) -> Cost:
     """(p + d)·GEMM(B)/B + PF(p) + DcAttn(d(p + d/2))."""
     limit = mixed_limit(parts, prompt, output, tpot)
-    share = output / (prompt + output)
-    seqs = max(1, round(share * limit.batch))
+    seqs = _decoding(limit.batch, prompt, output)
     read = seqs * (prompt + output / 2)
     attention = parts.decode_attention(seqs, read) / read * output * (prompt + output / 2)
     gemm = (prompt + output) * parts.gemm(limit.batch, seqs) / limit.batch
@@ -156,6 +153,11 @@ def optimum(load: Workload, model: LatencyModel, limits: Limits, mode: Mode) -> 
         sum(c.late for c in costs),
         sum(c.limit.reason == "none" for c in costs),
     )
+
+
+def _decoding(batch: int, prompt: int, output: int) -> int:
+    """How many of a co-located batch's tokens are decodes, d of p + d; at least one."""
+    return max(1, round(output / (prompt + output) * batch))
 
 
 def _largest(

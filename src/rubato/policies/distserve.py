@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, memory, run_all, run_in_order
+from rubato.core.batch_builder import BatchBuilder, decodes_only, memory
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
-from rubato.core.request import HandoffReason, Request
+from rubato.core.request import Request
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 
@@ -57,7 +57,7 @@ class Scheduler:
         if view.role.phase == "prefill":
             return self._prefill(view)
         if view.role.phase == "decode":
-            return _decode(view)
+            return decodes_only(view)
         raise ValueError(f"replica {view.id!r} has no phase: distserve's scheduler works under distserve's router only")
 
     def _prefill(self, view: View) -> Plan:
@@ -73,20 +73,6 @@ class Scheduler:
                 break
             builder.add(seq, min(seq.pending, builder.tokens_left))
         return builder.plan(handoff={s.id: "prefilled" for s in view.running if s.pending == 1})
-
-
-def _decode(view: View) -> Plan:
-    """Who needs a prefill gives up its KV and, holding none, goes."""
-    back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
-    prefilling = view.prefilling
-    if not prefilling:
-        builder = run_all(view)
-        return builder.plan(handoff=back, steady=0 if back else builder.steady())
-    builder = BatchBuilder(view)
-    for seq in prefilling:
-        builder.preempt(seq)
-    run_in_order(builder, [s for s in view.running if s.pending == 1])
-    return builder.plan(handoff=back)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import ClassVar, NamedTuple
 
-from rubato.core.batch_builder import BatchBuilder, decode_first, remaining, run_all, run_in_order
+from rubato.core.batch_builder import BatchBuilder, decode_first, decodes_only, remaining
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
 from rubato.core.kv_forecast import KVForecast
@@ -35,7 +35,6 @@ POOL = Role(kind="best_effort")
 PREFILL = Role("prefill", kind="prefill")
 SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
 KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
-MOST = 1 << 30
 PROBE = Shape(32, 32, 32_000)
 
 
@@ -62,7 +61,7 @@ class Scheduler:
         if view.role.phase == "prefill":
             return self._prefill(view)
         if view.role.phase == "decode":
-            return _decode(view)
+            return decodes_only(view)
         return self._mixed(view)
 
     def _prefill(self, view: View) -> Plan:
@@ -102,20 +101,6 @@ def _dynamic(left: int, budget: int) -> int:
 def _nearest(seq: SeqView) -> tuple[float, float]:
     """Best effort last; who came first where that says nothing."""
     return (inf if seq.best_effort else seq.due, seq.request.arrival)
-
-
-def _decode(view: View) -> Plan:
-    """Every decode. Who needs a prefill gives up its KV and, holding none, goes back."""
-    back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
-    prefilling = view.prefilling
-    if not prefilling:
-        builder = run_all(view)
-        return builder.plan(handoff=back, steady=0 if back else builder.steady())
-    builder = BatchBuilder(view)
-    for seq in prefilling:
-        builder.preempt(seq)
-    run_in_order(builder, [s for s in view.running if s.pending == 1])
-    return builder.plan(handoff=back)
 
 
 def _chunk(latency: LatencyModel, tpot: float, decodes: Shape, seq: SeqView, most: int) -> int:
@@ -271,6 +256,11 @@ class _Want:
     moves: bool
     late: bool = False
 
+    @property
+    def most(self) -> int:
+        """Tokens of it at its predicted end."""
+        return int(self.length + self.remaining)
+
 
 @dataclass(slots=True)
 class _Turn:
@@ -359,11 +349,12 @@ class Router:
         for seq in fresh:
             if seq.id in self._where:  # it came back, or was not taken
                 self._leave(seq.id)
-        for replica in eased.values():
+        changed = tuple(eased.values())
+        for replica in changed:
             self._give_back(replica, turn)
-        if eased:
+        if changed:
             for seq in sorted([s for s in held if s.id in pending], key=_nearest):
-                self._try(seq, turn, tuple(eased.values()))
+                self._try(seq, turn, changed)
         elif pending:
             for seq in [s for s in held if pending.get(s.id, inf) <= now]:
                 self._try(seq, turn, ())
@@ -382,16 +373,16 @@ class Router:
         replicas = self._replicas
         if len(fleet) != len(replicas) or any(view.id not in replicas for view in fleet):
             here = {view.id for view in fleet}
-            budget = self.budget if self.mode == "pd" else MOST
             for id in [id for id in replicas if id not in here]:
                 gone = replicas.pop(id)
                 self._move(gone, None)
                 self._eased.pop(id, None)
-                self._where = {r: at for r, at in self._where.items() if at[0] is not gone}
+                self._forget_guests(gone)
             for index, view in enumerate(fleet):
                 if self.mode == "pd" and "kv_transfer" not in view.supports:
                     raise ValueError(f"polyserve in mode pd moves KV, and replica {view.id!r} cannot: use mode co")
                 if view.id not in replicas:
+                    budget = self.budget if self.mode == "pd" else view.limits.max_tokens
                     replicas[view.id] = self._eased[view.id] = _Replica(view, index, len(self.tiers), budget)
         for view in fleet:
             replica = replicas[view.id]
@@ -431,8 +422,7 @@ class Router:
         """Until when a replica with nothing else to do could have its next token in time; -inf if its TPOT, or its KV,
         is too much for one."""
         replica = next(iter(self._replicas.values()))
-        most = int(want.length + want.remaining)
-        if most > replica.capacity or replica.steps.decodes(1, most) > self.tiers[want.tier]:
+        if want.most > replica.capacity or replica.steps.decodes(1, want.most) > self.tiers[want.tier]:
             return -inf
         return want.due - (replica.steps.decodes(1, want.length) if want.moves else replica.steps.alone(want.pending))
 
@@ -471,14 +461,17 @@ class Router:
         return [r for r in replicas if not r.draining]
 
     def _claimable(self, want: _Want, group: int, prefill: bool) -> Sequence[_Replica]:
-        """Draining replicas whose tightest guests are of this tier, then those of the pool with the least to do."""
+        """Draining replicas whose tightest guests are of this tier, then the one of the pool with the least to do."""
         replicas = self._replicas.values()
-        draining = (
-            [] if prefill else [r for r in replicas if r.draining and r.guests[group] and not any(r.guests[:group])]
-        )
-        pool = [r for r in replicas if r.group is None and not _is_source(r, want.seq)]
-        pool.sort(key=lambda r: (len(r.forecast), r.index))
-        return [*draining, *pool[:1]]
+        found = [] if prefill else [r for r in replicas if r.draining and r.guests[group] and not any(r.guests[:group])]
+        if (idlest := self._idlest(want.seq)) is not None:
+            found.append(idlest)
+        return found
+
+    def _idlest(self, seq: SeqView) -> _Replica | None:
+        """The replica of the pool with the least to do that can take what this one brings; ties by lowest index."""
+        pool = [r for r in self._replicas.values() if r.group is None and not _is_source(r, seq)]
+        return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
 
     # ----------------------------------------------------------------- whether it fits
 
@@ -492,18 +485,16 @@ class Router:
         count = 1 if alone else len(replica.forecast) + 1
         if count > limits.max_seqs:
             return None
-        peak = (
-            replica.forecast.peak_with(want.length, want.remaining, step)
-            if count > 1
-            else int(want.length + want.remaining)
-        )
-        tpot = self.tiers[group]
-        if peak > replica.capacity or replica.steps.decodes(count, peak) > tpot:
+        if count > 1:
+            peak = replica.forecast.peak_with(want.length, want.remaining, step)
+        else:
+            peak = want.most
+        tpot, seconds = self.tiers[group], replica.steps.decodes(count, peak)
+        if peak > replica.capacity or seconds > tpot:
             return None
         if want.moves:
             if _is_source(replica, want.seq) or limits.blocks(want.length) > replica.view.kv_free:
                 return None
-            seconds = replica.steps.decodes(count, peak)
         elif count == 1:
             seconds = replica.steps.alone(want.pending + replica.added)
         else:
@@ -523,9 +514,13 @@ class Router:
         if replica.group is None and not replica.empty:
             turn.recall[replica.id] = "best_effort"
             replica.forecast = KVForecast()
-            self._where = {id: at for id, at in self._where.items() if at[0] is not replica}
+            self._forget_guests(replica)
         self._move(replica, group)
         turn.roles[replica.id] = self._role(group)
+
+    def _forget_guests(self, replica: _Replica) -> None:
+        """Whoever was there is placed nowhere."""
+        self._where = {id: at for id, at in self._where.items() if at[0] is not replica}
 
     def _role(self, group: int) -> Role:
         if group == len(self.tiers):
@@ -577,10 +572,10 @@ class Router:
 
     def _fill_pool(self, parked: Sequence[SeqView], turn: _Turn) -> None:
         """Best effort goes to the pool, as far as its KV goes."""
-        pool = [r for r in self._replicas.values() if r.group is None]
-        for seq in parked if pool else ():
-            able = [r for r in pool if not _is_source(r, seq)]
-            replica = min(able, key=lambda r: (len(r.forecast), r.index), default=None)
+        if all(r.group is not None for r in self._replicas.values()):
+            return
+        for seq in parked:
+            replica = self._idlest(seq)
             if replica is None:
                 continue
             step, left = replica.look(turn.now), remaining(seq)
@@ -611,8 +606,7 @@ def _fits_prefill(replica: _Replica, want: _Want, now: float) -> float | None:
         return None
     at = now + replica.wait(now)
     if jobs:  # less what steps have taken up
-        begun = max(0, queued + want.pending - replica.backlog() - want.pending)
-        at -= replica.queued * begun / queued
+        at -= replica.queued * max(0, queued - replica.backlog()) / queued
     own = replica.steps.alone(want.pending)
     place = bisect_right(jobs, (want.due, want.seq.id), lo=min(1, len(jobs)), key=lambda job: job[:2])
     at += sum(job.seconds for job in jobs[:place]) + own
