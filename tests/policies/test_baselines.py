@@ -11,7 +11,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.policies import PolicyError, load_router
 from tests.doubles import Linear, Seq, request, shown
-from tests.policies.test_tables import LIMITS, decode, fleet, load, prompt, seen, work
+from tests.policies.test_tables import LIMITS, decode, fleet, load, moved, prompt, seen, work
 
 
 def test_co_chunk_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then_the_oldest() -> None:
@@ -84,3 +84,21 @@ def test_minimal_tells_full_batches_apart_by_what_waits_behind() -> None:
 def test_what_is_wrong_is_named(build: object, name: str, settings: dict[str, object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         build(name, settings)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("router", ["random", "minimal"])
+def test_prompts_go_to_who_prefills_and_kv_to_who_decodes_and_has_room(router: str) -> None:
+    """The second decode replica has memory for one of the two that bring 200 tokens, the third for none."""
+    made = load_router(router, {"prefill": 1, "decode": 3})
+    roles = made.roles(["p", "a", "b", "c"])  # type: ignore[attr-defined]
+    assert [roles[id].phase for id in "pabc"] == ["prefill", "decode", "decode", "decode"]
+    views = [
+        replace(replica(id, [], []), role=roles[id], kv_free=free)
+        for id, free in zip("pabc", (40, 0, 25, 19), strict=True)
+    ]
+    held = shown(request("n", 50), moved("x", 200), moved("y", 200))
+    assert made.place(held, views, 0.0).place == {"n": "p", "x": "b"}
+    with pytest.raises(ValueError, match="needs at least 2 replicas"):
+        made.roles(["p"])  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="prefill 1, decode 0"):
+        load_router(router, {"prefill": 1})

@@ -186,12 +186,27 @@ def test_rebuildable_mid_run(policy: str, load: Load, every: int) -> None:
     assert {e.outcome for e in events if isinstance(e, Finished)} <= {"completed", "refused"}
 
 
+def divides(router: str) -> bool:
+    """Whether it gives replicas roles, which its own scheduler goes by."""
+    made = load_router(router)
+    return isinstance(made, Assigner) and bool(made.roles(["r0", "r1"]))
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @few
 @given(load=loads(), replicas=st.integers(1, 3))
 def test_routers_place_everything(router: str, load: Load, replicas: int) -> None:
-    policy = router if isinstance(load_router(router), Assigner) else "vllm"
+    policy = router if divides(router) else "vllm"
     events = run(load, policy, router=router, replicas=replicas + (policy != "vllm"))
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+
+
+@pytest.mark.parametrize("router", ["minimal", "random"])
+@few
+@given(load=loads(), replicas=st.integers(2, 4))
+def test_routers_place_everything_with_prefill_and_decode_apart(router: str, load: Load, replicas: int) -> None:
+    ratio = {"prefill": 1, "decode": 2}
+    events = run(load, "distserve", router=router, router_settings=ratio, replicas=replicas)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 

@@ -359,7 +359,7 @@ def test_distserve_decodes_all_and_sends_back_who_needs_a_prefill() -> None:
     assert (work(plan), plan.preempt, plan.handoff) == ({"r": 1, "s": 1}, ("tool",), {"lost": "declined"})
     plan = load("distserve").plan(replace(seen([], [decode("r"), decode("s")], kv_free=0), role=DECODE))
     assert (work(plan), plan.preempt) == ({"r": 1}, ("s",))
-    with pytest.raises(ValueError, match="under distserve's router only"):
+    with pytest.raises(ValueError, match="under a router that divides them"):
         load("distserve").plan(seen([], [decode("r")]))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rubato.core.batch_builder import decode_first
 from rubato.core.clock import ARRIVAL
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
-from rubato.core.interfaces import Assigner, Dispatch, LengthPredictor, SeqView, View
+from rubato.core.interfaces import Dispatch, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
 from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
@@ -24,20 +24,18 @@ from rubato.core.step_log import Run
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.latency import profiles
-from rubato.policies import describe, load, load_router
+from rubato.policies import describe, load
 from rubato.simulation.driver import drive
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host, tools
 from rubato.simulation.simulated_host import SimulatedHost
 from tests.conftest import few
 from tests.doubles import Linear, request
-from tests.policies.test_properties import Load, loads, setup_for
+from tests.policies.test_properties import Load, divides, loads, setup_for
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 ALL = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 SCHEDULERS = [name for name in ALL if load(name).needs <= SUPPORTS]
-ROUTERS = sorted(
-    {name for name, kind, *_ in describe() if kind == "router" and not isinstance(load_router(name), Assigner)}
-)
+ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router" and not divides(name)})
 
 
 @dataclass(frozen=True)

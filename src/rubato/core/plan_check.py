@@ -198,12 +198,12 @@ def _dispatch_problems(
     dispatch: Dispatch, held: Sequence[SeqView], fleet: Sequence[View], now: float, placed: int
 ) -> Iterable[str]:
     place, reject, demote, recall, wake_at, assign, why = dispatch
-    seqs = {seq.id: seq for seq in held}
+    seqs = {seq.id: seq for seq in held} if place or reject or demote else {}
     replicas = [view.id for view in fleet]
     unknown = "{} names {!r}, which is not among the {} held: it ended, or is placed already"
     for id, replica in place.items():
         if id not in seqs:
-            yield unknown.format("place", id, len(seqs))
+            yield unknown.format("place", id, len(held))
         if id in reject:
             yield f"place puts {id!r} on {replica!r}, and reject refuses it: choose one"
         if replica not in replicas:
@@ -216,10 +216,10 @@ def _dispatch_problems(
             )
     for id in reject:
         if id not in seqs:
-            yield unknown.format("reject", id, len(seqs))
+            yield unknown.format("reject", id, len(held))
     for id in demote:
         if id not in seqs:
-            yield unknown.format("demote", id, len(seqs))
+            yield unknown.format("demote", id, len(held))
         if seqs[id].best_effort:
             yield f"demote names {id!r}, which is best effort already"
         if id in reject:
@@ -251,7 +251,7 @@ def _dispatch_problems(
     quiet = not (place or reject or placed) and not any(view.in_flight.seqs for view in fleet)
     if quiet and wake_at is None:
         yield (
-            f"all of {len(seqs)} requests are held though the {len(fleet)} replicas have none, and no wake_at: they "
+            f"all of {len(held)} requests are held though the {len(fleet)} replicas have none, and no wake_at: they "
             "would wait for ever"
         )
 

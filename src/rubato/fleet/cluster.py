@@ -92,6 +92,7 @@ class Cluster:
         self._failures = 0  # of the router, in a row
         self._order = 0
         self._held: dict[str, Seq] = {}
+        self._moving: set[str] = set()  # of those held, who was handed off
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, Handle] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
@@ -113,8 +114,7 @@ class Cluster:
     @property
     def wants_steps(self) -> bool:
         """Whether the end of any step has the router asked."""
-        held = self._held
-        return self._steps or (bool(held) and any(seq.request.handoff is not None for seq in held.values()))
+        return self._steps or bool(self._moving)
 
     @property
     def listener_errors(self) -> Mapping[str, int]:
@@ -227,8 +227,10 @@ class Cluster:
         """It waits here, as a router sees it: with what it has received, and the KV that it would bring along."""
         self._order += 1
         seq = Seq(request, self._order, self.clock.now(), lengths=self._lengths)
+        self._moving.discard(request.id)
         if request.handoff is not None:
             seq.cached = request.handoff.cached
+            self._moving.add(request.id)
         self._held[request.id] = seq
         return seq
 
@@ -351,6 +353,7 @@ class Cluster:
         if source is not None and not self.hosts[replica].reserve(request):
             return False
         del self._held[request.id]
+        self._moving.discard(request.id)
         self._placed[request.id] = (replica, request)
         if request.group:
             self._groups.setdefault(request.group, (replica, set()))[1].add(request.id)
@@ -469,6 +472,7 @@ class Cluster:
     def _let_go(self, id: str) -> None:
         """It has ended: so does its transfer, and its KV where it was handed off is free."""
         seq = self._held.pop(id, None)
+        self._moving.discard(id)
         request = self._forget(id) if seq is None else seq.request
         self._cancelled.pop(id, None)
         task = self._transfers.pop(id, None)

@@ -155,7 +155,7 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 class RunSpec:
     """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
     Off by default: step times are exact already, and steps are simulated one by one where models learn. link,
-    drafter: as in `SimulationSetup`."""
+    drafter, max_tokens: as in `SimulationSetup`."""
 
     hardware: Hardware
     choice: PolicyChoice
@@ -166,6 +166,7 @@ class RunSpec:
     learns: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
+    max_tokens: int = 0
 
     def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
         """Simulate the workload. seed: of the noise in step times; times, causes: as in `simulated_run`."""
@@ -184,6 +185,7 @@ class RunSpec:
             learns=self.learns,
             link=self.link,
             drafter=self.drafter,
+            max_tokens=self.max_tokens,
         )
         return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
 
@@ -202,6 +204,7 @@ class RunSpec:
             "learns": self.learns,
             **({} if self.link == FREE else {"link": asdict(self.link)}),
             **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
+            **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
         }
 
 

@@ -18,6 +18,7 @@ from rubato.core.batch_builder import BatchBuilder, decodes_only, memory
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
+from rubato.core.pools import split
 from rubato.core.request import Request
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -58,7 +59,9 @@ class Scheduler:
             return self._prefill(view)
         if view.role.phase == "decode":
             return decodes_only(view)
-        raise ValueError(f"replica {view.id!r} has no phase: distserve's scheduler works under distserve's router only")
+        raise ValueError(
+            f"replica {view.id!r} has no phase: distserve's scheduler works under a router that divides them"
+        )
 
     def _prefill(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget or None)
@@ -97,11 +100,7 @@ class Router:
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
         """The first ones prefill, as many as the ratio says, to the nearest."""
-        if len(replicas) < 2:
-            raise ValueError("distserve needs at least 2 replicas, one to prefill and one to decode: there is 1")
-        share = len(replicas) * self.prefill / (self.prefill + self.decode)
-        first = min(max(1, round(share)), len(replicas) - 1)
-        return {id: Role("prefill" if i < first else "decode") for i, id in enumerate(replicas)}
+        return split("distserve", replicas, self.prefill, self.decode)
 
     def observe(self, events: Sequence[Event]) -> None:
         pass

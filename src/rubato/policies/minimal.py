@@ -2,34 +2,67 @@
 
 The next iteration is what an engine runs when nothing but its limits holds it back: every decode, then pending prefill
 in order up to its batch. A request just placed counts as prefill there, so a burst spreads.
+
+With prefill and decode apart (under distserve's scheduler), a prompt goes to one of those that prefill, its KV to one
+of those that decode and have memory for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Shape
+from rubato.core.plan import Role, Shape
+from rubato.core.pools import candidates, check_ratio, roles_for
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 
 
 @dataclass
 class Router:
+    """prefill, decode: the ratio of replicas that do one of them only; 0 = all do both."""
+
     needs: ClassVar[frozenset[str]] = frozenset()
+    prefill: int = 0
+    decode: int = 0
+
+    def __post_init__(self) -> None:
+        check_ratio(self.prefill, self.decode)
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        return roles_for("minimal", replicas, self.prefill, self.decode)
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        if self.prefill:
+            return self._apart(held, fleet)
         loads = [_Load(view) for view in fleet]
         place = {}
         for seq in held:
             least = min(loads, key=lambda load: load.cost)
             place[seq.id] = least.view.id
+            least.add(seq.pending, seq.cached)
+        return Dispatch(place)
+
+    def _apart(self, held: Sequence[SeqView], fleet: Sequence[View]) -> Dispatch:
+        loads: dict[str, _Load] = {}
+        place: dict[str, str] = {}
+        given: dict[str, int] = {}
+        for seq in held:
+            able = candidates(seq, fleet, given)
+            if not able:
+                continue
+            for view in able:
+                if view.id not in loads:
+                    loads[view.id] = _Load(view)
+            least = min((loads[view.id] for view in able), key=lambda load: load.cost)
+            place[seq.id] = least.view.id
+            given[least.view.id] = given.get(least.view.id, 0) + least.view.limits.blocks(seq.cached)
             least.add(seq.pending, seq.cached)
         return Dispatch(place)
 

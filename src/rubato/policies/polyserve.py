@@ -345,7 +345,12 @@ class Router:
         self._meet(fleet)
         turn = _Turn(now)
         pending, parked, eased = self._pending, self._parked, self._eased
-        fresh = [s for s in held if s.id not in pending and s.id not in parked]
+        fresh, waiting = [], []
+        for seq in held:
+            if seq.id in pending:
+                waiting.append(seq)
+            elif seq.id not in parked:
+                fresh.append(seq)
         for seq in fresh:
             if seq.id in self._where:  # it came back, or was not taken
                 self._leave(seq.id)
@@ -353,15 +358,16 @@ class Router:
         for replica in changed:
             self._give_back(replica, turn)
         if changed:
-            for seq in sorted([s for s in held if s.id in pending], key=_nearest):
+            for seq in sorted(waiting, key=_nearest):
                 self._try(seq, turn, changed)
-        elif pending:
-            for seq in [s for s in held if pending.get(s.id, inf) <= now]:
-                self._try(seq, turn, ())
+        else:
+            for seq in waiting:
+                if pending[seq.id] <= now:
+                    self._try(seq, turn, ())
         for seq in sorted(fresh, key=_nearest):
             self._try(seq, turn, None)
         eased.clear()
-        if parked:
+        if parked and any(r.group is None for r in self._replicas.values()):
             self._fill_pool([s for s in held if s.id in parked], turn)
         until = min(pending.values(), default=inf)
         roles = {id: role for id, role in turn.roles.items() if self._replicas[id].view.role != role}
@@ -431,8 +437,9 @@ class Router:
         prefill = self.mode == "pd" and not want.moves
         own = len(self.tiers) if prefill else want.tier
         passed: list[str] = []
+        changed = None if among is None else {replica.group for replica in among}
         for group in (own,) if prefill else range(own, -1, -1):
-            for replica in self._loaded(group):
+            for replica in self._loaded(group) if changed is None or group in changed else ():
                 if among is None or replica in among:
                     when = self._fits(replica, group, want, turn.now)
                     if when is not None:
@@ -572,8 +579,6 @@ class Router:
 
     def _fill_pool(self, parked: Sequence[SeqView], turn: _Turn) -> None:
         """Best effort goes to the pool, as far as its KV goes."""
-        if all(r.group is not None for r in self._replicas.values()):
-            return
         for seq in parked:
             replica = self._idlest(seq)
             if replica is None:

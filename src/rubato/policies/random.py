@@ -1,8 +1,11 @@
-"""Each request to a replica drawn at random, all equally likely."""
+"""Each request to a replica drawn at random, all equally likely.
+
+With prefill and decode apart (under distserve's scheduler), a prompt to one that prefills, its KV to one that decodes
+and has memory for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,25 +13,43 @@ import numpy as np
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.core.plan import Role
+from rubato.core.pools import candidates, check_ratio, roles_for
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 
 
 @dataclass
 class Router:
-    """seed: of its own random stream, so that no other choice of a run shifts with it."""
+    """seed: of its own random stream, so that no other choice of a run shifts with it. prefill, decode: the ratio of
+    replicas that do one of them only; 0 = all do both."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     seed: int = 0
+    prefill: int = 0
+    decode: int = 0
     _draw: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}: give 0 or more")
+        check_ratio(self.prefill, self.decode)
         self._draw = np.random.default_rng(self.seed)
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        return roles_for("random", replicas, self.prefill, self.decode)
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        return Dispatch({seq.id: fleet[int(self._draw.integers(len(fleet)))].id for seq in held})
+        if not self.prefill:
+            return Dispatch({seq.id: fleet[int(self._draw.integers(len(fleet)))].id for seq in held})
+        place: dict[str, str] = {}
+        given: dict[str, int] = {}
+        for seq in held:
+            if able := candidates(seq, fleet, given):
+                view = able[int(self._draw.integers(len(able)))]
+                place[seq.id] = view.id
+                given[view.id] = given.get(view.id, 0) + view.limits.blocks(seq.cached)
+        return Dispatch(place)

@@ -32,7 +32,9 @@ class SimulationSetup:
     """What a simulation runs on. `latency` makes a model: one for each engine (the truth) and one for each scheduler
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
-    what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times."""
+    what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times.
+    max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which then bounds
+    what is predicted of it."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
@@ -52,6 +54,7 @@ class SimulationSetup:
     drafter: Drafter | None = None
     fair: Callable[[], FairShare | None] | None = None
     learns: bool = True
+    max_tokens: int = 0
 
     def given(self) -> dict[str, Any]:
         """What a cluster of these replicas is given."""
@@ -168,7 +171,7 @@ def simulated_run(
     miss why; without, it is faster where many miss. plain: on the virtual event loop, token by token.
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
-    requests = list(workload.requests())
+    requests = list(workload.requests(setup.max_tokens))
     if plain:
         events = simulate(requests, workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}

@@ -171,15 +171,17 @@ class Workload:
         """Its stages, with what each is promised; of a request of one stage, that one."""
         return arrival.parts or (OfferedStage(arrival.prompt_tokens, arrival.output_tokens, self.slo(arrival)),)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self, max_tokens: int = 0) -> Iterator[Request]:
         """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,
-        max_tokens the true output of all stages, token ids only where prompts have prefixes in common."""
+        token ids only where prompts have prefixes in common. Each asks for its true output of all stages, or for
+        `max_tokens` where that is more."""
         samplings: dict[tuple[int, float, int | None], Sampling] = {}  # shared: most of a request's memory otherwise
         for a in self.arrivals:
-            key = (a.output_tokens, a.temperature, a.seed)
+            most = max(a.output_tokens, max_tokens)
+            key = (most, a.temperature, a.seed)
             sampling = samplings.get(key)
             if sampling is None:
-                sampling = samplings[key] = Sampling(a.output_tokens, a.temperature, seed=a.seed, ignore_eos=True)
+                sampling = samplings[key] = Sampling(most, a.temperature, seed=a.seed, ignore_eos=True)
             yield Request(a.id, self._stages(a), a.at, a.tier, a.tenant, a.app, sampling)
 
     def _stages(self, a: Arrival) -> tuple[Stage, ...]:
