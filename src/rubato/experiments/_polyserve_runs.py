@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from rubato.core.events import Event
 from rubato.latency.kernel_sum import Model
 from rubato.measure.records import Record, Run
 from rubato.planning.capacity import crossing
@@ -82,10 +83,12 @@ def offered(data: str, host: str, count: int, seed: int, replicas: int, fill: fl
     return promised(data, host, total, seed)
 
 
-def served(load: Workload, host: str, choice: str, replicas: int = REPLICAS) -> Run:
+def served(
+    load: Workload, host: str, choice: str, replicas: int = REPLICAS, listen: Callable[[Event], None] | None = None
+) -> Run:
     choices = PolicyChoice.parse(choice)
     spec = RunSpec(hardware(host), choices, replicas, lengths=conditional_mean, max_tokens=LONGEST)
-    return spec.run(load, times=False, causes=False)
+    return spec.run(load, times=False, causes=False, listen=listen)
 
 
 def share(records: Sequence[Record]) -> float:
@@ -110,11 +113,13 @@ class Tried:
         self.replicas, self.fill = replicas, fill
         self.known: dict[tuple[str, float], dict[str, float]] = {}
 
+    def load(self, rate: float) -> Workload:
+        return offered(self.data, self.host, self.count, self.seed, self.replicas, self.fill).rescaled(rate)
+
     def shares(self, choice: str, rate: float) -> Mapping[str, float]:
         if (choice, rate) not in self.known:
-            made = offered(self.data, self.host, self.count, self.seed, self.replicas, self.fill)
             first = before(self.data, self.host, self.replicas, self.fill)
-            records = served(made.rescaled(rate), self.host, choice, self.replicas).records[first : first + self.count]
+            records = served(self.load(rate), self.host, choice, self.replicas).records[first : first + self.count]
             self.known[choice, rate] = {"all": share(records), **by_tier(records)}
         return self.known[choice, rate]
 

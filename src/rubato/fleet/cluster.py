@@ -92,7 +92,7 @@ class Cluster:
         self._failures = 0  # of the router, in a row
         self._order = 0
         self._held: dict[str, Seq] = {}
-        self._moving: set[str] = set()  # of those held, who was handed off
+        self._moving: set[str] = set()  # of those held, who has KV somewhere, and may wait for memory elsewhere
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, Handle] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
@@ -113,7 +113,7 @@ class Cluster:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether the end of any step has the router asked."""
+        """Whether the end of any step has the router asked: it may free the KV memory that somebody held waits for."""
         return self._steps or bool(self._moving)
 
     @property
@@ -230,7 +230,8 @@ class Cluster:
         self._moving.discard(request.id)
         if request.handoff is not None:
             seq.cached = request.handoff.cached
-            self._moving.add(request.id)
+            if seq.cached:
+                self._moving.add(request.id)
         self._held[request.id] = seq
         return seq
 

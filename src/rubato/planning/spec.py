@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import yaml
 
 from rubato.core.batch_builder import prefill_time
+from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Limits
@@ -168,8 +169,11 @@ class RunSpec:
     drafter: Drafter | None = None
     max_tokens: int = 0
 
-    def run(self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True) -> Run:
-        """Simulate the workload. seed: of the noise in step times; times, causes: as in `simulated_run`."""
+    def run(
+        self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True,
+        listen: Callable[[Event], None] | None = None,
+    ) -> Run:  # fmt: skip
+        """Simulate the workload. seed: of the noise in step times; times, causes, listen: as in `simulated_run`."""
         setup = SimulationSetup(
             latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
             limits=self.hardware.limits,
@@ -187,7 +191,7 @@ class RunSpec:
             drafter=self.drafter,
             max_tokens=self.max_tokens,
         )
-        return simulated_run(load, setup, self.choice.label, times=times, causes=causes)
+        return simulated_run(load, setup, self.choice.label, times=times, causes=causes, listen=listen)
 
     def with_replicas(self, replicas: int) -> RunSpec:
         return replace(self, replicas=replicas)

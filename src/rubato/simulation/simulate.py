@@ -163,20 +163,25 @@ def tools(pauses: Mapping[str, Sequence[float]], cluster: Cluster, clock: Clock)
 
 def simulated_run(
     workload: Workload, setup: SimulationSetup, label: str | None = None, *, times: bool = True, causes: bool = True,
-    plain: bool = False,
+    plain: bool = False, listen: Callable[[Event], None] | None = None,
 ) -> Run:  # fmt: skip
     """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
 
     times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
-    miss why; without, it is faster where many miss. plain: on the virtual event loop, token by token.
+    miss why; without, it is faster where many miss. plain: on the virtual event loop, token by token. listen: gets
+    every event (`plain`: once all is over).
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
     requests = list(workload.requests(setup.max_tokens))
     if plain:
         events = simulate(requests, workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}
+        for event in events if listen is not None else ():
+            listen(event)  # type: ignore[misc]
     else:
-        lines = simulate_fast(requests, workload.truth(), setup, times=times, causes=causes, pauses=pauses)
+        lines = simulate_fast(
+            requests, workload.truth(), setup, times=times, causes=causes, pauses=pauses, listen=listen
+        )
     # out of `lines`, which the cluster's cycles hold: else all of it would stay until the next search for such
     records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
     settings = {
@@ -195,6 +200,7 @@ def simulated_run(
 def simulate_fast(
     requests: Iterable[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup, *, times: bool = True,
     causes: bool = True, pauses: Mapping[str, Sequence[float]] | None = None,
+    listen: Callable[[Event], None] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
     """What became of each request, by id, with the times of its tokens if wanted. The same as `simulate`, but that the
     steps between two decisions are not walked, that a policy that raises ends the simulation, and that requests may
@@ -231,6 +237,8 @@ def simulate_fast(
 
     def ready(cluster: Cluster) -> None:
         cluster.listen(follow)
+        if listen is not None:
+            cluster.listen(listen)
         if pauses:
             cluster.listen(tools(pauses, cluster, cluster.clock))
 
