@@ -16,9 +16,7 @@ import argparse
 import cProfile
 import json
 import pstats
-import time
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +26,7 @@ import numpy as np
 from rubato.core.clock import measured
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
-from rubato.fleet.cluster import Cluster
+from rubato.experiments._cluster_time import Inside
 from rubato.latency import profiles
 from rubato.simulation.simulate import SimulationSetup, simulate_fast
 
@@ -37,42 +35,6 @@ PROFILE, POLICY, BUDGET = "llama-3.1-8b-h200", "sarathi", {"budget": 2048}
 LONGEST_IN, LONGEST_OUT = 8192, 2048  # tokens, uniform from 1
 PROMISE = SLO(ttft=1.0, tpot=0.05)
 REPLICA_RATE = 1.25  # requests/s of a replica: 20 sequences at a time, of about 12 s each
-ENTRIES = ("offer", "_place", "_emit")  # of Cluster, where the driver and the hosts enter it
-
-
-class Inside:
-    """Seconds inside these methods of the cluster, however they call each other."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth = 0
-
-    def __enter__(self) -> Inside:
-        self._former = {name: getattr(Cluster, name) for name in ENTRIES if hasattr(Cluster, name)}
-        for name, method in self._former.items():
-            setattr(Cluster, name, self._timed(method))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, method in self._former.items():
-            setattr(Cluster, name, method)
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        clock = time.perf_counter
-
-        @wraps(method)
-        def call(*given: Any) -> Any:
-            if self._depth:
-                return method(*given)
-            self._depth = 1
-            began = clock()
-            try:
-                return method(*given)
-            finally:
-                self.seconds += clock() - began
-                self._depth = 0
-
-        return call
 
 
 def setup(router: str, replicas: int) -> SimulationSetup:
