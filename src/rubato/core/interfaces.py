@@ -260,9 +260,9 @@ class Router(Protocol):
     (`request.handoff.source`), and is held on while the replica it is placed on lacks the KV memory.
 
     It is asked while something is held: when a request arrives, ends, is handed off or loses its replica, at `wake_at`,
-    and again as long as it places or rejects; with a handed-off one among them, also when KV may have come free. One
-    that says `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then just once
-    at any instant, after all else that happens at it.
+    and again as long as it places or rejects; with one among them that has KV somewhere, also when KV may have come
+    free. One that says `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then
+    just once at any instant, after all else that happens at it.
     """
 
     needs: ClassVar[frozenset[str]]
