@@ -18,7 +18,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-COMPLETION, ARRIVAL, PLAN = 0, 1, 2
+COMPLETION, ARRIVAL, PLAN, SCALE = 0, 1, 2, 3
 
 T = TypeVar("T")
 

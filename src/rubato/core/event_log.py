@@ -15,9 +15,12 @@ from pydantic import TypeAdapter
 from rubato.core.events import (
     Assigned,
     Demoted,
+    Draining,
     Event,
     Finished,
     HandedOff,
+    Joined,
+    Left,
     Lost,
     Offered,
     Placed,
@@ -48,6 +51,9 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         Returned,
         Finished,
         Assigned,
+        Joined,
+        Draining,
+        Left,
         Stepped,
     )
 }

@@ -154,8 +154,26 @@ class Assigned(Event):
 
 
 @happened(frozen=True, slots=True)
+class Joined(Event):
+    """A replica (`id`) that the Autoscaler asked for has started, and serves from now on."""
+
+
+@happened(frozen=True, slots=True)
+class Draining(Event):
+    """A replica (`id`) takes nothing more from now on, and leaves once nothing is there."""
+
+
+@happened(frozen=True, slots=True)
+class Left(Event):
+    """A replica (`id`) serves no more: it was drained, or is lost."""
+
+
+@happened(frozen=True, slots=True)
 class Stepped(Event):
     """A replica (`id`) planned and ran a batch of `shape` in `seconds`."""
 
     shape: Shape
     seconds: float
+
+
+OF_REPLICAS = (Assigned, Joined, Draining, Left, Stepped)  # events whose id is a replica's, not a request's

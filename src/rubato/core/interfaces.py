@@ -281,6 +281,24 @@ class Assigner(Protocol):
         ...
 
 
+class Scaling(NamedTuple):
+    """What an Autoscaler wants. add: replicas to start (`Joined`, once they have). drain: ids of replicas that take
+    nothing more (`Draining`) and leave when nothing is there (`Left`); never all of them. wake_at: ask again at this
+    time, should anything be in flight then."""
+
+    add: int = 0
+    drain: Collection[str] = ()
+    wake_at: float | None = None
+
+
+class Autoscaler(Protocol):
+    """Adds machines to the fleet and drains them. It is asked after requests came or ended, and at `wake_at`."""
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        """held, fleet: as a Router sees them; who drains is not in the fleet. starting: replicas under way."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KV:
     """The KV of `tokens` tokens on its way between engines, in the host's memory.

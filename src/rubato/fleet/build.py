@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rubato.core.clock import Clock
-from rubato.core.interfaces import Engine, Host, LatencyModel, LengthPredictor
+from rubato.core.interfaces import Autoscaler, Engine, Host, LatencyModel, LengthPredictor
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.fair_share import FairShare
@@ -27,27 +28,36 @@ def cluster_of(
     rule: str = "deadline",
     prefix_cache: bool = False,
     fair: FairShare | None = None,
+    autoscaler: Autoscaler | None = None,
+    spare: HostMaker | None = None,
 ) -> Cluster:
     """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router (`auto`: the policy's own, or
-    `least_loaded`).
+    `least_loaded`). autoscaler, spare: who adds and drains hosts, and the maker of those.
 
     Raises PolicyError for an unknown policy, router or setting.
     """
     load(policy, settings)  # an error here, also where hosts load their own in another process
     options = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
 
+    def made(make: HostMaker, id: str, emit: Listener, lost: HostLost) -> Host:
+        return make(id, emit=emit, lost=lost, policy=policy, settings=settings, options=options)
+
     def hosts(emit: Listener, lost: HostLost) -> list[Host]:
-        return [
-            make(f"r{i}", emit=emit, lost=lost, policy=policy, settings=settings, options=options)
-            for i, make in enumerate(makers)
-        ]
+        return [made(make, f"r{i}", emit, lost) for i, make in enumerate(makers)]
 
     placing = router_for(policy, router, router_settings, settings)
-    return Cluster(hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair, lengths=lengths)
+    return Cluster(
+        hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair, lengths=lengths,
+        autoscaler=autoscaler, spare=None if spare is None else partial(made, spare),
+    )  # fmt: skip
 
 
-def local_cluster(engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, **given: Any) -> Cluster:
-    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own.
+def local_cluster(
+    engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, *,
+    spare: Callable[[], tuple[Engine, LatencyModel]] | None = None, **given: Any,
+) -> Cluster:  # fmt: skip
+    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own. spare:
+    makes both for a host that an autoscaler adds.
 
     given: as `cluster_of` takes and raises; also ValueError for an engine that lacks what the policy needs.
     """
@@ -62,4 +72,9 @@ def local_cluster(engines: Sequence[Engine], latencies: Sequence[LatencyModel], 
 
         return make
 
-    return cluster_of([maker(*pair) for pair in zip(engines, latencies, strict=True)], clock, **given)
+    def further(id: str, **more: Any) -> Host:
+        assert spare is not None
+        return maker(*spare())(id, **more)
+
+    pairs = zip(engines, latencies, strict=True)
+    return cluster_of([maker(*pair) for pair in pairs], clock, spare=None if spare is None else further, **given)

@@ -8,10 +8,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rubato.core.clock import PLAN, Clock, Handle
-from rubato.core.events import Assigned, Demoted, Event, Finished, HandedOff, Lost, Offered, Placed, Preempted, Stepped
+from rubato.core.clock import PLAN, SCALE, Clock, Handle
+from rubato.core.events import (
+    Assigned,
+    Demoted,
+    Draining,
+    Event,
+    Finished,
+    HandedOff,
+    Joined,
+    Left,
+    Lost,
+    Offered,
+    Placed,
+    Preempted,
+    Stepped,
+    Transferred,
+)
 from rubato.core.interfaces import (
     Assigner,
+    Autoscaler,
     Dispatch,
     Host,
     LengthPredictor,
@@ -35,9 +51,11 @@ RECENT = 64  # completions that the estimate of Retry-After looks back on
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
+LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
 WANTS = frozenset({"step"})  # what a router may ask for in `wants`
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
+Spare = Callable[[str, Listener, HostLost], Host]  # a further host of that id; the callbacks as every host's
 HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
 
 
@@ -48,7 +66,8 @@ class Cluster:
     its requests go to the others. `dead` is set when none is left, or the router fails time after time.
     max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
     first come, first served. lengths: what the router sees as `predicted`; hosts in this process have the same one, and
-    teach it. Raises ValueError for a router that wants what there is not.
+    teach it. autoscaler, spare: who adds and drains hosts, and what makes them. Raises ValueError for a router that
+    wants what there is not.
     """
 
     def __init__(
@@ -61,7 +80,17 @@ class Cluster:
         rule: str = "deadline",
         fair: FairShare | None = None,
         lengths: LengthPredictor | None = None,
+        autoscaler: Autoscaler | None = None,
+        spare: Spare | None = None,
     ) -> None:
+        if (autoscaler is None) != (spare is None):
+            raise ValueError("give an autoscaler and what makes its hosts (`spare`), or neither")
+        self._autoscaler = autoscaler
+        self._spare = spare
+        self._joining: dict[str, tuple[Host, Handle]] = {}  # who starts
+        self._draining_hosts: set[str] = set()
+        self._scale_timer: Handle | None = None
+        self._scale_soon: Handle | None = None
         self._policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):
@@ -73,6 +102,7 @@ class Cluster:
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
         self.hosts = {host.id: host for host in make_hosts(self._emit, self._lost)}
+        self._made = len(self.hosts)
         self.clock = clock
         self.offered = 0
         self.finished = 0
@@ -135,14 +165,17 @@ class Cluster:
         return self._router.roles(list(self.hosts)) if isinstance(self._router, Assigner) else {}
 
     def _assign(self, roles: Mapping[str, Role]) -> None:
-        for id, host in self.hosts.items():
-            if missing := self._router.needs - (supports := host.view().supports):
-                raise ValueError(
-                    f"router {self._policy!r} needs {', '.join(sorted(missing))}, which replica {id!r} lacks (it "
-                    f"supports {', '.join(sorted(supports)) or 'nothing extra'}): choose another of the two"
-                )
+        for host in self.hosts.values():
+            self._check_needs(host)
         for id, role in roles.items():
             self._give_role(id, role)
+
+    def _check_needs(self, host: Host) -> None:
+        if missing := self._router.needs - (supports := host.view().supports):
+            raise ValueError(
+                f"router {self._policy!r} needs {', '.join(sorted(missing))}, which replica {host.id!r} lacks (it "
+                f"supports {', '.join(sorted(supports)) or 'nothing extra'}): choose another of the two"
+            )
 
     def _give_role(self, replica: str, role: Role) -> None:
         self.hosts[replica].assign(role)
@@ -209,12 +242,99 @@ class Cluster:
         self._draining = self._placing = True  # nothing is placed any more
         self._wake_at = self._opens_at = None
         self._set_timer()
+        self._autoscaler = None
+        for timer in (self._scale_timer, self._scale_soon):
+            if timer is not None:
+                timer.cancel()
+        for host, start in list(self._joining.values()):
+            start.cancel()
+            self._gone.append(host)
         for id in list(self._transfers):
             self._take_back(id)
         for host in [*self.hosts.values(), *self._gone]:
             await host.close()
         for id in list(self._held):
             self.cancel(id, "the server closed")
+
+    # ----------------------------------------------------------------- adding and draining machines
+
+    def drain_replica(self, id: str) -> None:
+        """It takes nothing more, and leaves when nothing is there; what waits there comes back where hosts can hand it
+        back. Raises ValueError for a replica that is not there, or is the last that serves."""
+        if id not in self.hosts:
+            raise ValueError(f"no replica {id!r}: there are {', '.join(self.hosts)}")
+        if id in self._draining_hosts:
+            return
+        if len(self.hosts) - len(self._draining_hosts) == 1:
+            raise ValueError(f"replica {id!r} is the last that serves: add another before it drains")
+        self._draining_hosts.add(id)
+        self._emit(Draining(self.clock.now(), id))
+        host = self.hosts.get(id)
+        if host is not None and "recall" in host.view().supports:
+            host.recall("waiting")
+        self._let_leave()
+
+    def add_replica(self) -> str:
+        """Start a further host; its id. It serves once it has started. Raises ValueError where none can be made."""
+        if self._spare is None:
+            raise ValueError("this cluster makes no further replicas: build it with an autoscaler")
+        id = f"r{self._made}"
+        self._made += 1
+        host = self._spare(id, self._emit, self._lost)
+        self._joining[id] = (host, self.clock.spawn(self._join(host), f"start of replica {id}"))
+        return id
+
+    async def _join(self, host: Host) -> None:
+        try:
+            await host.start()
+            self._check_needs(host)
+        except Exception:  # the fleet goes on without it; the log says why
+            log.exception("replica %s did not start", host.id)
+            self._gone.append(host)
+            return
+        finally:
+            self._joining.pop(host.id, None)
+        self.hosts[host.id] = host
+        self._emit(Joined(self.clock.now(), host.id))
+        self._ask()
+
+    def _let_leave(self) -> None:
+        """Drained replicas where nothing is left are gone."""
+        for id in list(self._draining_hosts):
+            host = self.hosts.get(id)
+            if host is None:
+                self._draining_hosts.discard(id)
+            elif not any(at == id for at, _ in self._placed.values()) and _is_empty(host.view()):
+                self._draining_hosts.discard(id)
+                del self.hosts[id]
+                self.clock.spawn(host.close(), f"end of replica {id}")
+                self._emit(Left(self.clock.now(), id))
+
+    def _scale(self) -> None:
+        """Ask the autoscaler; one that fails is told in the log, and the fleet stays as it is."""
+        self._scale_soon = None
+        if self._autoscaler is None or self._why_dead:
+            return
+        views = [host.view() for id, host in self.hosts.items() if id not in self._draining_hosts]
+        try:
+            wanted = self._autoscaler.scale(list(self._held.values()), views, len(self._joining), self.clock.now())
+            for _ in range(wanted.add):
+                self.add_replica()
+            for id in wanted.drain:
+                self.drain_replica(id)
+        except Exception:
+            log.exception("the autoscaler failed; the fleet stays as it is")
+            return
+        if self._scale_timer is not None:
+            self._scale_timer.cancel()
+            self._scale_timer = None
+        if wanted.wake_at is not None and self.in_flight:
+            self._scale_timer = self.clock.call_at(wanted.wake_at, SCALE, self._scale)
+
+    def _scale_later(self) -> None:
+        """Once, when all has that happens at this instant."""
+        if self._autoscaler is not None and self._scale_soon is None:
+            self._scale_soon = self.clock.call_at(self.clock.now(), SCALE, self._scale)
 
     # ----------------------------------------------------------------- parts
 
@@ -263,7 +383,7 @@ class Cluster:
         if self._cancelled:
             self._end_cancelled()
         now = self.clock.now()
-        views = [host.view() for host in self.hosts.values()]
+        views = [host.view() for id, host in self.hosts.items() if id not in self._draining_hosts]
         held = list(self._held.values())
         if self._fair is not None:  # what was handed off has passed already
             new = {s.id: s for s in held if s.request.handoff is None}
@@ -456,6 +576,10 @@ class Cluster:
                 self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         self._listeners.tell_one(self._observed, event)
+        if last or isinstance(event, Offered):
+            self._scale_later()
+        if self._draining_hosts and isinstance(event, LEAVES):
+            self._let_leave()
         if not self._held:
             if last and not self._placed:
                 self._empty.set()
@@ -488,6 +612,7 @@ class Cluster:
         log.error("replica %s is lost (%s); %d requests go elsewhere", id, error, len(requests))
         self._gone.append(self.hosts.pop(id))
         now = self.clock.now()
+        self._emit(Left(now, id))
         for request in requests:
             if request.id in self._placed and request.id not in self._transfers:  # these are taken back below
                 self._forget(request.id)
@@ -521,3 +646,7 @@ class Cluster:
     def _end_held(self) -> None:
         for seq in list(self._held.values()):
             self._end(seq, "failed", self._why_dead)
+
+
+def _is_empty(view: View) -> bool:
+    return not (view.running or view.waiting or view.moving)

@@ -6,8 +6,10 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from math import inf
 
-from rubato.core.events import Assigned, Event
+from rubato.core.events import Assigned, Event, Joined, Left
 from rubato.core.plan import Role
+
+GONE = ""
 
 
 def label(role: Role) -> str:
@@ -24,6 +26,10 @@ class FleetRoles:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Assigned):
             self._roles.setdefault(event.id, []).append((event.at, label(event.role)))
+        elif isinstance(event, Joined):
+            self._roles.setdefault(event.id, []).append((event.at, label(Role())))
+        elif isinstance(event, Left):
+            self._roles.setdefault(event.id, []).append((event.at, GONE))
 
     def seconds(self, start: float, end: float) -> dict[str, float]:
         """Replica-seconds of each role between two times. Raises ValueError where `end` is before `start`."""
@@ -32,7 +38,7 @@ class FleetRoles:
         found: dict[str, float] = {}
         for changes in self._roles.values():
             for (at, role), until in zip(changes, [at for at, _ in changes[1:]] + [inf], strict=True):
-                if (spent := min(until, end) - max(at, start)) > 0.0:
+                if role != GONE and (spent := min(until, end) - max(at, start)) > 0.0:
                     found[role] = found.get(role, 0.0) + spent
         return found
 
@@ -42,5 +48,6 @@ class FleetRoles:
         for changes in self._roles.values():
             if place := bisect_right(changes, at, key=lambda change: change[0]):
                 role = changes[place - 1][1]
-                found[role] = found.get(role, 0) + 1
+                if role != GONE:
+                    found[role] = found.get(role, 0) + 1
         return found

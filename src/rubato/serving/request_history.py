@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from rubato.core.events import (
-    Assigned,
+    OF_REPLICAS,
     Demoted,
     Event,
     Finished,
@@ -23,7 +23,6 @@ from rubato.core.events import (
     Preempted,
     Promoted,
     Started,
-    Stepped,
     Tokens,
     Transferred,
 )
@@ -95,7 +94,7 @@ class RequestHistory:
         self._done: OrderedDict[str, None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Stepped | Assigned):  # of a replica, not of a request
+        if isinstance(event, OF_REPLICAS):  # of a replica, not of a request
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(event.request)

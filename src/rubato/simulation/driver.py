@@ -9,6 +9,7 @@ from typing import Any
 
 from rubato.core.clock import ARRIVAL, COMPLETION, PLAN, HandClock, Handle
 from rubato.core.events import Event, HandedOff
+from rubato.core.interfaces import Host
 from rubato.core.request import Request
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster, HostLost, HostMaker
@@ -141,7 +142,11 @@ def drive(
             for host in hosts:
                 host.hear()
 
-    cluster = cluster_of([maker(i) for i in range(replicas)], clock, **given)
+    def spare(id: str, **more: Any) -> Host:
+        return maker(len(hosts))(id, **more)
+
+    further = spare if given.get("autoscaler") is not None else None
+    cluster = cluster_of([maker(i) for i in range(replicas)], clock, spare=further, **given)
     ready(cluster)
     cluster.listen(follow)
     cluster.begin()

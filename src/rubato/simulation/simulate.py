@@ -6,11 +6,12 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from rubato.core.clock import ARRIVAL, Clock, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Offered, Tokens
-from rubato.core.interfaces import LatencyModel, LengthPredictor
+from rubato.core.interfaces import Autoscaler, LatencyModel, LengthPredictor
 from rubato.core.plan import Limits, Sample
 from rubato.core.request import Request
 from rubato.core.slo import StageTimes
@@ -33,6 +34,7 @@ class SimulationSetup:
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
     what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times.
+    autoscaler: makes who adds and drains replicas, None = nobody; start_seconds: until one that is added serves.
     max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which then bounds
     what is predicted of it."""
 
@@ -55,6 +57,8 @@ class SimulationSetup:
     fair: Callable[[], FairShare | None] | None = None
     learns: bool = True
     max_tokens: int = 0
+    autoscaler: Callable[[], Autoscaler] | None = None
+    start_seconds: float = 0.0
 
     def given(self) -> dict[str, Any]:
         """What a cluster of these replicas is given."""
@@ -62,6 +66,7 @@ class SimulationSetup:
             "policy": self.policy, "settings": self.settings, "router": self.router,
             "router_settings": self.router_settings, "lengths": self.lengths, "max_in_flight": self.max_in_flight,
             "rule": self.rule, "prefix_cache": self.prefix_cache, "fair": self.fair() if self.fair else None,
+            "autoscaler": self.autoscaler() if self.autoscaler else None,
         }  # fmt: skip
 
     def scheduler_model(self) -> LatencyModel:
@@ -118,20 +123,20 @@ async def _run(
     pauses: Mapping[str, Sequence[float]],
 ) -> list[Event]:
     clock = VirtualClock()
-    engines = [
-        Engine(
-            setup.latency(),
-            setup.limits,
-            clock,
-            lengths=truth,
-            noise=setup.noise,
-            seed=setup.seed + i,
-            link=setup.link,
-            drafter=setup.drafter,
-        )
-        for i in range(setup.replicas)
-    ]
-    cluster = local_cluster(engines, [setup.scheduler_model() for _ in engines], clock, **setup.given())
+    numbers = count()
+
+    def engine(start_seconds: float = 0.0) -> Engine:
+        return Engine(
+            setup.latency(), setup.limits, clock, lengths=truth, noise=setup.noise, seed=setup.seed + next(numbers),
+            link=setup.link, drafter=setup.drafter, start_seconds=start_seconds,
+        )  # fmt: skip
+
+    def spare() -> tuple[Engine, LatencyModel]:
+        return engine(setup.start_seconds), setup.scheduler_model()
+
+    pairs = [(engine(), setup.scheduler_model()) for _ in range(setup.replicas)]
+    given = setup.given() | ({"spare": spare} if setup.autoscaler else {})
+    cluster = local_cluster([e for e, _ in pairs], [model for _, model in pairs], clock, **given)
     events: list[Event] = []
     cluster.listen(events.append)
     if pauses:
@@ -252,8 +257,9 @@ def simulated_host(
 ) -> SimulatedHost:
     """Replica `number` of a setup. given: what else a `SimulatedHost` takes."""
     engine = Engine(
-        setup.latency(), setup.limits, given["clock"], lengths=truth, link=setup.link, drafter=setup.drafter
-    )
+        setup.latency(), setup.limits, given["clock"], lengths=truth, link=setup.link, drafter=setup.drafter,
+        start_seconds=setup.start_seconds if number >= setup.replicas else 0.0,
+    )  # fmt: skip
     return SimulatedHost(
         truth=setup.latency(), latency=setup.scheduler_model(), engine=engine, targets=truth, noise=setup.noise,
         seed=setup.seed + number, learns=setup.learns, **given,

@@ -135,7 +135,8 @@ class SimulatedHost:
 
     # ----------------------------------------------------------------- Host
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        await self._engine.start()
 
     async def drain(self) -> None: ...
 

@@ -119,7 +119,7 @@ class Engine:
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
     to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, which are looked
     for in the words it is given, one token a word: the same for all requests. link: what moving KV here costs.
-    drafter: None = this engine does not speculate.
+    drafter: None = this engine does not speculate. start_seconds: of loading weights.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -137,8 +137,10 @@ class Engine:
         seed: int = 0,
         link: Link = FREE,
         drafter: Drafter | None = None,
+        start_seconds: float = 0.0,
     ) -> None:
         check_noise(noise)
+        self._start_seconds = start_seconds
         self._latency = latency
         self._limits = limits
         self._clock = clock
@@ -157,6 +159,8 @@ class Engine:
 
     async def start(self) -> None:
         self._seqs.clear()
+        if self._start_seconds:
+            await self._clock.sleep_until(self._clock.now() + self._start_seconds, COMPLETION)
 
     def add(self, request: Request) -> None:
         seq = self._seqs[request.id] = _Progress(request)
