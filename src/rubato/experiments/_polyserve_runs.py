@@ -27,6 +27,7 @@ LONGEST = 2048  # tokens that every request asks for: no policy is told the true
 # Mean times that a request is there, were each token to take its TPOT, in which requests come that are not counted:
 # first, while the fleet fills, and last, so that those counted do not end in a fleet that empties.
 BEFORE, AFTER = 2.0, 0.5
+BRACKET = 0.2  # rates on either side of the 90 % point are no further apart than this
 
 ROUTERS = ("minimal", "random", "least_loaded")
 CHUNKS = tuple(f"co_chunk:budget={budget}@{router}" for router in ROUTERS for budget in (256, 512, 1024, 2048))
@@ -126,21 +127,28 @@ class Tried:
     def attained(self, choice: str) -> Callable[[float], float]:
         return lambda rate: self.shares(choice, rate)["all"]
 
-    def goodput(self, choices: Sequence[str], start: float, tolerance: float, step: float = 1.2) -> tuple[float, str]:
+    def best(self, choices: Sequence[str], start: float, step: float = 1.4) -> tuple[float, str]:
         """The largest rate at which 90 % attain of these settings, and which one's it is; one is searched only if it
-        attains at the rate of the best before it. (0, its first) where none does at an eighth of `start`."""
+        attains at the rate of the best before it. (0, the first) where none does at an eighth of `start`."""
         best, found = choices[0], 0.0
         for choice in choices:
-            attained = self.attained(choice)
-            if attained(found or start / 8.0) < TARGET:
-                continue
-            rate = crossing(attained, TARGET, found or start, tolerance, step)
-            best, found = max((best, found), (choice, rate), key=lambda pair: pair[1])
+            if len(choices) == 1 or self.attained(choice)(found or start / 8.0) >= TARGET:
+                found, best = max((found, best), (self.goodput(choice, found or start, step), choice))
         return found, best
 
+    def goodput(self, choice: str, start: float, step: float = 1.08) -> float:
+        """The rate at which 90 % attain: on the line (share over log rate) between the ends of a bracket."""
+        attained = self.attained(choice)
+        middle = crossing(attained, TARGET, start, BRACKET, step)
+        rates = sorted(rate for known, rate in self.known if known == choice)
+        low = max(rate for rate in rates if rate < middle)
+        high = min(rate for rate in rates if rate > middle)
+        part = (attained(low) - TARGET) / (attained(low) - attained(high))
+        return float(low * (high / low) ** part)
+
     def near(self, choice: str, rate: float) -> Mapping[str, float]:
-        """Shares at the highest rate tried that is not above this one."""
-        return self.known[choice, max(r for c, r in self.known if c == choice and r <= rate)]
+        """Shares at the rate tried that is next to this one."""
+        return self.known[choice, min((r for c, r in self.known if c == choice), key=lambda r: abs(r - rate))]
 
     def listed(self) -> list[Any]:
         return sorted([choice, rate, shares["all"]] for (choice, rate), shares in self.known.items())

@@ -17,7 +17,7 @@ from rubato.experiments import Found
 from rubato.experiments import _polyserve_runs as runs
 from rubato.experiments import polyserve_goodput as goodput
 from rubato.experiments._polyserve_runs import OURS, REPLICAS, TARGET, Tried
-from rubato.experiments.polyserve_goodput import PAPERS, POLYSERVE, SEEDS, SMALL, SYSTEMS, Table
+from rubato.experiments.polyserve_goodput import ASIDE, PAPERS, POLYSERVE, SEEDS, SMALL, SYSTEMS, Table
 from rubato.measure.confidence import over_seeds
 from rubato.measure.fleet_roles import FleetRoles
 from rubato.planning.jobs import Job
@@ -32,17 +32,19 @@ LOAD = 0.95  # of its goodput, where the fleet is watched
 
 def jobs(small: bool) -> list[Job]:
     if small:
-        return [Job(name, measured, (name, 150, 0, (), 0.3, 5, 0.1)) for name in SMALL]
-    names = [name for name in SYSTEMS if name not in goodput.SLOW]
-    return [Job(name, measured, (name, goodput.TUNING, goodput.COUNT, SEEDS, 0.03)) for name in names]
+        return [Job(name, measured, (name, SYSTEMS[name][:2], 150, 0, (), 5, 0.1)) for name in SMALL]
+    return [
+        Job(name, measured, (name, choices, goodput.TUNING, goodput.COUNT, () if name in ASIDE else SEEDS))
+        for name, choices in SYSTEMS.items()
+    ]
 
 
 def measured(
-    name: str, tuning: int, count: int, seeds: Sequence[int], tolerance: float,
+    name: str, settings: Sequence[str], tuning: int, count: int, seeds: Sequence[int],
     replicas: int = REPLICAS, fill: float = runs.BEFORE,
 ) -> dict[str, Any]:  # fmt: skip
     """Goodput as in `polyserve-goodput`; of polyserve also the fleet over time, a little below it, seed by seed."""
-    value = goodput.measured("flip", "constant", name, tuning, count, seeds, tolerance, replicas, fill)
+    value = goodput.measured("flip", "constant", name, settings, tuning, count, seeds, replicas, fill)
     if name not in POLYSERVE:
         return value
     value["watched"] = []

@@ -1,11 +1,11 @@
 """PolyServe's goodput beside tuned baselines: six data sets, 20 replicas, 90 % in SLO (Fig. 6).
 
 Each system is tuned on 5,000 requests of one seed, then measured on 20,000 of each of three others, after the fleet
-has filled (`_polyserve_runs.BEFORE`). Baselines: co_chunk with its budget swept, and prefill and decode apart with the
-split swept, behind `minimal` and `random` (the paper's) and, co-located, `least_loaded`; the best of them is the one of
-each data set. Beside them `edf` and `slos_serve` behind `least_loaded`. All predict lengths by the conditional mean and
-see `max_tokens` of 2,048. With the second host term all are measured on the tuning's requests alone, and `slos_serve`,
-which plans slowly, on them with both.
+has filled (`_polyserve_runs.BEFORE`; half that for tuning). Baselines: co_chunk with its budget swept, and prefill and
+decode apart with the split swept, behind `minimal` and `random` (the paper's) and, co-located, `least_loaded`; the best
+of them is the one of each data set. Beside them `edf` and `slos_serve` behind `least_loaded`. All predict lengths by
+the conditional mean and see `max_tokens` of 2,048. `edf` and `slos_serve` are measured on the tuning's requests alone,
+and all with the second host term.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rubato.planning.optimum import Mode
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
-SECONDS = 9000.0
+SECONDS = 6400.0
 
 SETS = ("uniform-4096-1024", "uniform-512-512", "mooncake-conversation", "splitwise", "sharegpt", "lmsys")
 SEEDS, TUNED_ON = (1, 2, 3), 0
@@ -38,42 +38,41 @@ SYSTEMS = {
     "edf": ("edf@least_loaded",),
     "slos_serve": ("slos_serve@least_loaded",),
 }
-POLYSERVE, PAPERS, SLOW = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd"), ("slos_serve",)
+POLYSERVE, PAPERS, ASIDE = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd"), ("edf", "slos_serve")
 SMALL = (*POLYSERVE, "baseline co")
 
 
 def jobs(small: bool) -> list[Job]:
     if small:
         return [
-            Job(f"splitwise constant {name}", measured, ("splitwise", "constant", name, 200, 0, (), 0.3, 4, 0.25))
+            Job(f"splitwise constant {name}", measured,
+                ("splitwise", "constant", name, SYSTEMS[name][:2], 200, 0, (), 4, 0.25))
             for name in SMALL
-        ]
+        ]  # fmt: skip
     return [
         Job(f"{data} {host} {name}", measured,
-            (data, host, name, TUNING, COUNT, () if host != "constant" or name in SLOW else SEEDS, 0.03))
+            (data, host, name, SYSTEMS[name], TUNING, COUNT, SEEDS if host == "constant" and name not in ASIDE else ()))
         for host in HOSTS for name in SYSTEMS for data in SETS
     ]  # fmt: skip
 
 
 def measured(
-    data: str, host: str, name: str, tuning: int, count: int, seeds: Sequence[int], tolerance: float,
+    data: str, host: str, name: str, settings: Sequence[str], tuning: int, count: int, seeds: Sequence[int],
     replicas: int = REPLICAS, fill: float = runs.BEFORE,
 ) -> dict[str, Any]:  # fmt: skip
     """The setting with the largest goodput, that of each seed (of the tuning's requests if there is none) and the
     shares there by tier."""
-    mode = mode_of(name)
-    best = replicas * runs.best_rate(data, host, mode)
-    tried = [Tried(data, host, tuning, TUNED_ON, replicas, fill)]
-    rate, choice = tried[0].goodput(SYSTEMS[name][: 2 if tolerance > 0.1 else None], 0.7 * best, max(0.05, tolerance))
-    rates = [rate]
+    best = replicas * runs.best_rate(data, host, mode_of(name))
+    tried = [Tried(data, host, tuning, TUNED_ON, replicas, fill / 2.0)]
+    tuned, choice = tried[0].best(settings, 0.4 * best)
     if seeds:
         tried += [Tried(data, host, count, seed, replicas, fill) for seed in seeds]
-        rates = [each.goodput([choice], rate or 0.5 * best, tolerance, 1.06)[0] for each in tried[1:]]
     used = tried[1:] or tried
+    rates = [each.goodput(choice, tuned) if tuned else 0.0 for each in used]
     shares = [each.near(choice, rate) for each, rate in zip(used, rates, strict=True) if rate]
     return {
         "data": data, "host": host, "name": name, "seeds": list(seeds) or [TUNED_ON], "setting": choice,
-        "goodput": rates, "tuned": rate, "optimum": best,
+        "goodput": rates, "tuned": tuned, "optimum": best,
         "tiers": {tier: float(np.mean([s[tier] for s in shares])) for tier in (shares[0] if shares else ())},
         "tried": [each.listed() for each in tried],
     }  # fmt: skip
