@@ -29,11 +29,11 @@ LONGEST = 2048  # tokens that every request asks for: no policy is told the true
 BEFORE, AFTER = 2.0, 0.5
 BRACKET = 0.2  # rates on either side of the 90 % point are no further apart than this
 
-ROUTERS = ("minimal", "random", "least_loaded")
-CHUNKS = tuple(f"co_chunk:budget={budget}@{router}" for router in ROUTERS for budget in (256, 512, 1024, 2048))
-SPLITS = tuple(
-    f"distserve@{router}:prefill={n},decode={REPLICAS - n}" for n in (1, 2, 4, 6, 8, 10, 12) for router in ROUTERS[:2]
+CHUNKS = (
+    *(f"co_chunk:budget={budget}@least_loaded" for budget in (2048, 1024, 512)),
+    *(f"co_chunk:budget=2048@{router}" for router in ("minimal", "random")),
 )
+SPLITS = tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (6, 4, 2, 8))
 BASELINES: Mapping[str, Sequence[str]] = {"co": CHUNKS, "pd": SPLITS}
 
 

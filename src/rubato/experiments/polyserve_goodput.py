@@ -1,11 +1,11 @@
 """PolyServe's goodput beside tuned baselines: six data sets, 20 replicas, 90 % in SLO (Fig. 6).
 
-Each system is tuned on 5,000 requests of one seed, then measured on 20,000 of each of three others, after the fleet
-has filled (`_polyserve_runs.BEFORE`; half that for tuning). Baselines: co_chunk with its budget swept, and prefill and
-decode apart with the split swept, behind `minimal` and `random` (the paper's) and, co-located, `least_loaded`; the best
-of them is the one of each data set. Beside them `edf` and `slos_serve` behind `least_loaded`. All predict lengths by
-the conditional mean and see `max_tokens` of 2,048. `edf` and `slos_serve` are measured on the tuning's requests alone,
-and all with the second host term.
+Each system is tuned on 5,000 requests of one seed. polyserve is then measured on 20,000 of each of three others, after
+the fleet has filled (`_polyserve_runs.BEFORE`; half that for tuning); the rest, and what `SEEDED` leaves out, on the
+tuning's requests, which favours it: it was chosen on them, and a fleet that is filling holds more. Baselines: co_chunk
+with its budget swept behind `least_loaded`, the largest also behind `minimal` and `random`, and prefill and decode
+apart with the split swept behind `minimal`; the best of them is the one of each data set. Beside them `edf` behind
+`least_loaded`. All predict lengths by the conditional mean and see `max_tokens` of 2,048.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rubato.planning.optimum import Mode
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
-SECONDS = 6400.0
+SECONDS = 8000.0
 
 SETS = ("uniform-4096-1024", "uniform-512-512", "mooncake-conversation", "splitwise", "sharegpt", "lmsys")
 SEEDS, TUNED_ON = (1, 2, 3), 0
@@ -38,8 +38,13 @@ SYSTEMS = {
     "edf": ("edf@least_loaded",),
     "slos_serve": ("slos_serve@least_loaded",),
 }
-POLYSERVE, PAPERS, ASIDE = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd"), ("edf", "slos_serve")
+POLYSERVE, PAPERS, ASIDE = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd"), ("edf",)
 SMALL = (*POLYSERVE, "baseline co")
+# Measured on three seeds; all else on the tuning's requests, where a fleet that fills for half as long holds more.
+SEEDED = {
+    *(("constant", "polyserve co", data) for data in SETS),
+    *(("constant", "polyserve pd", data) for data in SETS[:3]),
+}
 
 
 def jobs(small: bool) -> list[Job]:
@@ -50,10 +55,24 @@ def jobs(small: bool) -> list[Job]:
             for name in SMALL
         ]  # fmt: skip
     return [
-        Job(f"{data} {host} {name}", measured,
-            (data, host, name, SYSTEMS[name], TUNING, COUNT, SEEDS if host == "constant" and name not in ASIDE else ()))
-        for host in HOSTS for name in SYSTEMS for data in SETS
+        Job(f"{data} {host} {name}", measured, (data, host, name, SYSTEMS[name], TUNING, COUNT, seeds_of(*key)))
+        for key in of_table() for host, name, data in (key,)
     ]  # fmt: skip
+
+
+def of_table() -> list[tuple[str, str, str]]:
+    """Host, system and data set of each value: one set alone with the second host, and for the slow `slos_serve`."""
+    first, second = HOSTS
+    return [
+        *((first, name, data) for data in SETS for name in (*PAPERS, *POLYSERVE)),
+        *((first, "edf", data) for data in SETS),
+        *((second, name, SETS[0]) for name in (*PAPERS, *POLYSERVE)),
+        (first, "slos_serve", SETS[0]),
+    ]
+
+
+def seeds_of(host: str, name: str, data: str) -> tuple[int, ...]:
+    return SEEDS if (host, name, data) in SEEDED else ()
 
 
 def measured(
@@ -91,6 +110,9 @@ class Table:
         self.names = list(dict.fromkeys(v["name"] for v in values))
         self.hosts = list(dict.fromkeys(v["host"] for v in values))
 
+    def sets_of(self, host: str) -> list[str]:
+        return [data for data in self.sets if any((host, data, name) in self.values for name in self.names)]
+
     def best(self, host: str, data: str, names: Sequence[str]) -> str:
         """Whose mean over seeds is the largest."""
         known = [name for name in names if (host, data, name) in self.values]
@@ -100,10 +122,10 @@ class Table:
     def ratios(self, host: str, ours: str, others: Sequence[str]) -> Estimate:
         """Our goodput over the best of the others', geometric mean over data sets, seed by seed."""
         logs = []
-        for data in self.sets:
+        for data in self.sets_of(host):
             own, other = (self._counted(host, data, name) for name in (ours, self.best(host, data, others)))
             logs.append(np.log(own / other))
-        return over_seeds([float(x) for x in np.mean(logs, axis=0)]).exp()
+        return over_seeds([float(x) for x in np.mean(np.broadcast_arrays(*logs), axis=0)]).exp()
 
     def _counted(self, host: str, data: str, name: str) -> Any:
         """Goodput of each seed; none at all counts as `LEAST` of the optimum."""
@@ -112,13 +134,13 @@ class Table:
 
     def of_optimum(self, host: str, name: str) -> Estimate:
         """Geometric mean over data sets of the share of its mode's optimum."""
-        own = [np.log(self._counted(host, d, name) / self.values[host, d, name]["optimum"]) for d in self.sets]
-        return over_seeds([float(x) for x in np.mean(own, axis=0)]).exp()
+        own = [np.log(self._counted(host, d, name) / self.values[host, d, name]["optimum"]) for d in self.sets_of(host)]
+        return over_seeds([float(x) for x in np.mean(np.broadcast_arrays(*own), axis=0)]).exp()
 
     def spread(self, host: str, name: str) -> float:
         """The largest difference between tiers of any data set, in points."""
         found: list[float] = []
-        for data in self.sets:
+        for data in self.sets_of(host):
             tiers = [share for tier, share in self.values[host, data, name]["tiers"].items() if tier != "all"]
             found.append(100.0 * (max(tiers) - min(tiers)))
         return max(found)
@@ -155,10 +177,10 @@ def draw(data: Any, axes: Any) -> None:
     """Goodput over the optimum of its mode, by data set."""
     table = Table(data)
     host = table.hosts[0]
-    for place, name in enumerate(table.names):
-        own = [table.values[host, each, name] for each in table.sets]
-        shares = [np.mean(v["goodput"]) / v["optimum"] for v in own]
-        at = np.arange(len(own)) + 0.85 * (place / len(table.names) - 0.5)
+    for nth, name in enumerate(table.names):
+        own = {place: table.values.get((host, each, name)) for place, each in enumerate(table.sets)}
+        shares = [np.mean(v["goodput"]) / v["optimum"] for v in own.values() if v]
+        at = np.array([place for place, v in own.items() if v]) + 0.85 * (nth / len(table.names) - 0.5)
         axes.bar(at, shares, 0.85 / len(table.names), label=name)
     axes.set_xticks(range(len(table.sets)), table.sets, fontsize=7)
     axes.set_ylabel("goodput at 90 % over the optimum")
@@ -170,21 +192,21 @@ def tables(data: Any) -> str:
     table, parts = Table(data), []
     for host in table.hosts:
         rows = [["data set", "most that can be gained", *table.names, "best baseline", "better than polyserve"]]
-        for each in table.sets:
-            own = {name: table.values[host, each, name] for name in table.names}
+        for each in table.sets_of(host):
+            own = {n: table.values[host, each, n] for n in table.names if (host, each, n) in table.values}
             mean = {name: float(np.mean(v["goodput"])) for name, v in own.items()}
             best = table.best(host, each, PAPERS)
             most = max(v["optimum"] for v in own.values()) / (TARGET * mean[best])
             ours = max(mean[name] for name in POLYSERVE)
+            cells = {n: f"{mean[n]:.1f} ({100 * mean[n] / own[n]['optimum']:.0f} %)" for n in own}
             rows.append([
-                each, f"{most:.2f}×",
-                *(f"{mean[n]:.1f} ({100 * mean[n] / own[n]['optimum']:.0f} %)" for n in table.names),
-                f"`{own[best]['setting']}`", ", ".join(n for n in table.names if mean[n] > ours) or "none",
+                each, f"{most:.2f}×", *(cells.get(n, "") for n in table.names),
+                f"`{own[best]['setting']}`", ", ".join(n for n in own if mean[n] > ours) or "none",
             ])  # fmt: skip
         parts.append(f"Host {host}; requests/s (share of the mode's optimum):\n\n{markdown(rows)}")
         tiers = [["data set", "system", *(t for t in next(iter(own.values()))["tiers"] if t != "all")]]
-        for each in table.sets:
-            for name in table.names:
+        for each, name in ((each, name) for each in table.sets_of(host) for name in table.names):
+            if (host, each, name) in table.values:
                 shares = table.values[host, each, name]["tiers"]
                 tiers.append([each, name, *(f"{100 * s:.0f} %" for tier, s in shares.items() if tier != "all")])
         parts.append(f"Attained by tier, at that rate:\n\n{markdown(tiers)}")

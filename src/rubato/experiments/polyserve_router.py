@@ -27,7 +27,7 @@ SECONDS = 600.0
 ALONE = True
 
 DATA, HOST, LOAD = "splitwise", "constant", 0.85
-FLEETS, ROUNDS, COUNT = (5, 10, 20, 50, 100), 4, 10_000
+FLEETS, ROUNDS, COUNT = (5, 20, 100), 3, 4000
 SYSTEMS = {
     "co": OURS["co"],
     "pd": OURS["pd"],
@@ -39,7 +39,7 @@ PLACEMENTS = {"co": 1, "pd": 2, "least_loaded": 1}  # of a request
 def jobs(small: bool) -> list[Job]:
     if small:
         return [Job("round 0", measured, ((20,), 100, 0.02))]
-    return [Job(f"round {n}", measured, (FLEETS, COUNT, runs.BEFORE)) for n in range(ROUNDS)]
+    return [Job(f"round {n}", measured, (FLEETS, COUNT, runs.BEFORE / 4.0)) for n in range(ROUNDS)]
 
 
 def measured(fleets: Sequence[int], count: int, fill: float) -> list[dict[str, Any]]:

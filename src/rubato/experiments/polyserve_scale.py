@@ -1,7 +1,7 @@
 """PolyServe's goodput of a replica in fleets of 8 to 64, beside baselines (Fig. 9).
 
-Uniform-4096-1024. As many requests are counted as a fleet of 20 has 5,000 of; a setting of each baseline is chosen at
-each size from those that come near the best at 20 (`polyserve-goodput`).
+Uniform-4096-1024. A hundred requests a replica are counted; each baseline has the setting that `polyserve-goodput` finds
+at 20, its prefill replicas a part of the fleet.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SOURCE = "PolyServe, §5.5 and Fig. 9"
 SECONDS = 4000.0
 
 DATA, HOST = "uniform-4096-1024", "constant"
-SIZES, SEEDS, EACH = (8, 16, 24, 32, 40, 48, 56, 64), (1, 2, 3), 250  # EACH: requests counted a replica
+SIZES, SEEDS, EACH = (8, 20, 64), (1, 2, 3), 100  # EACH: requests counted a replica
 SYSTEMS = {
     "polyserve co": (OURS["co"],),
     "polyserve pd": (OURS["pd"],),
-    "baseline co": tuple(f"co_chunk:budget={b}@{r}" for b in (1024, 2048) for r in ("least_loaded", "minimal")),
-    "baseline pd": tuple(f"distserve@minimal:prefill={p},decode={20 - p}" for p in (4, 6, 8)),
+    "baseline co": ("co_chunk:budget=2048@least_loaded",),
+    "baseline pd": ("distserve@minimal:prefill=6,decode=14",),
 }
 
 
