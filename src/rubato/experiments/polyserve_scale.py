@@ -1,7 +1,7 @@
 """PolyServe's goodput of a replica in fleets of 8 to 64, beside baselines (Fig. 9).
 
-Uniform-4096-1024. A hundred requests a replica are counted; each baseline has the setting that `polyserve-goodput` finds
-at 20, its prefill replicas a part of the fleet.
+Uniform-4096-1024. A hundred requests a replica are counted; each baseline has the setting that `polyserve-goodput`
+finds at 20, its prefill replicas a part of the fleet.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class _Replica:
     """group: the tier it serves, `len(tiers)` if it prefills, None in the pool. draining: it has guests of looser tiers
     only, and admits nobody. guests: its residents by tier. jobs: prompts, nearest deadline first."""
 
-    def __init__(self, view: View, index: int, tiers: int, budget: int) -> None:
+    def __init__(self, view: View, index: int, tiers: int, steps: _StepTable) -> None:
         self.id = view.id
         self.index = index
         self.view = view
@@ -206,7 +206,7 @@ class _Replica:
         self.uncounted: list[str] = []  # placed here by others
         self.added = 0  # tokens that this dispatch places here
         self.capacity = view.kv_total * view.limits.block
-        self.steps = _StepTable(view.latency, view.limits.max_tokens, budget)
+        self.steps = steps
         self.load = 0.0
 
     @property
@@ -287,6 +287,7 @@ class Router:
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     budget: int = 2048
     _replicas: dict[str, _Replica] = field(init=False, repr=False, default_factory=dict)
+    _tables: dict[tuple[int, int], _StepTable] = field(init=False, repr=False, default_factory=dict)
     _groups: list[list[_Replica]] = field(init=False, repr=False, default_factory=list)  # the most loaded first
     _unsorted: set[int] = field(init=False, repr=False, default_factory=set)
     _where: dict[str, tuple[_Replica, int | None]] = field(init=False, repr=False, default_factory=dict)  # and its tier
@@ -388,12 +389,17 @@ class Router:
                 if self.mode == "pd" and "kv_transfer" not in view.supports:
                     raise ValueError(f"polyserve in mode pd moves KV, and replica {view.id!r} cannot: use mode co")
                 if view.id not in replicas:
-                    budget = self.budget if self.mode == "pd" else view.limits.max_tokens
-                    replicas[view.id] = self._eased[view.id] = _Replica(view, index, len(self.tiers), budget)
+                    replicas[view.id] = self._eased[view.id] = _Replica(view, index, len(self.tiers), self._table(view))
         for view in fleet:
             replica = replicas[view.id]
             replica.view = view
             replica.added = 0
+
+    def _table(self, view: View) -> _StepTable:
+        """One for all replicas with the same latency model: a table takes a thousand questions to fill."""
+        most = view.limits.max_tokens
+        table = _StepTable(view.latency, most, self.budget if self.mode == "pd" else most)
+        return self._tables.setdefault((id(view.latency), most), table)
 
     def _try(self, seq: SeqView, turn: _Turn, among: Sequence[_Replica] | None) -> None:
         """Place it, hold it while it could be in time, or leave it to the pool. among: the replicas that have changed

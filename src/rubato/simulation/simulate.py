@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -70,10 +71,18 @@ class SimulationSetup:
         }  # fmt: skip
 
     def scheduler_model(self) -> LatencyModel:
+        """One for each replica if they learn, else the same for all."""
+        return self._believed() if self.learns else self._fixed
+
+    @cached_property
+    def _fixed(self) -> LatencyModel:
+        return Fixed(self._believed())
+
+    def _believed(self) -> LatencyModel:
         model = (self.believed or self.latency)()
         if self.drafter is not None and self.drafter.latency is not None:
             model = Drafted(model, self.drafter.latency)
-        return model if self.learns else Fixed(model)
+        return model
 
     def for_load(self, workload: Workload) -> SimulationSetup:
         """With the acceptance that the workload's requests have of their own."""
