@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
-from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Tokens
+from rubato.core.events import Assigned, Event, Finished, HandedOff, Lost, Placed, Tokens
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Limits
@@ -210,6 +210,18 @@ def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.Monke
     assert where == {"q0": "r0", "last": "r0", "q1": "r1", "q2": "r1", "q3": "r1"}
     assert {(e.outcome, e.output) for e in fleet.ends().values()} == {("completed", 150), ("completed", 10)}
     assert lengths._sums == {"": (5, 150 + 4 * 10)}
+
+
+def test_replicas_change_tiers_across_processes() -> None:
+    fleet = Fleet(make, make, policy="polyserve", router_settings={"tiers": [0.1, 5.0]}, lengths=RunningMean())
+    tight = [request(f"t{n}", 20, ttft=20.0, tpot=0.2, most=6) for n in range(4)]
+    loose = [request(f"l{n}", 20, ttft=10.0, tpot=9.0, most=6) for n in range(4)]
+    run_strict(fleet.run([*loose, *tight]))
+    roles = [(e.id, e.role.tier) for e in fleet.events if isinstance(e, Assigned)]
+    assert {tier for _, tier in roles} == {"", "0.1", "5"}, roles
+    placed = {e.id: e.replica for e in fleet.events if isinstance(e, Placed)}
+    assert Counter(e.outcome for e in fleet.events if isinstance(e, Finished)) == {"completed": 8}
+    assert len({placed[r.id] for r in tight} | {placed[r.id] for r in loose}) == 2
 
 
 def test_what_hands_requests_off_is_refused() -> None:
