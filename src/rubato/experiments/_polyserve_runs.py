@@ -141,8 +141,8 @@ class Tried:
         attained = self.attained(choice)
         middle = crossing(attained, TARGET, start, BRACKET, step)
         rates = sorted(rate for known, rate in self.known if known == choice)
-        low = max(rate for rate in rates if rate < middle)
-        high = min(rate for rate in rates if rate > middle)
+        high = min(rate for rate in rates if rate > middle and attained(rate) < TARGET)
+        low = max(rate for rate in rates if rate < high and attained(rate) >= TARGET)
         part = (attained(low) - TARGET) / (attained(low) - attained(high))
         return float(low * (high / low) ** part)
 
