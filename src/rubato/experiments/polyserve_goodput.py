@@ -204,7 +204,7 @@ def tables(data: Any) -> str:
             mean = {name: float(np.mean(v["goodput"])) for name, v in own.items()}
             best = table.best(host, each, PAPERS)
             most = max(v["optimum"] for v in own.values()) / (TARGET * mean[best])
-            ours = max(mean[name] for name in POLYSERVE)
+            ours = max(mean[name] for name in POLYSERVE if name in mean)
             cells = {n: f"{mean[n]:.1f} ({100 * mean[n] / own[n]['optimum']:.0f} %)" for n in own}
             rows.append([
                 each, f"{most:.2f}×", *(cells.get(n, "") for n in table.names),
