@@ -33,8 +33,7 @@ CHUNKS = (
     *(f"co_chunk:budget={budget}@least_loaded" for budget in (2048, 1024, 512)),
     *(f"co_chunk:budget=2048@{router}" for router in ("minimal", "random")),
 )
-SPLITS = tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (6, 4, 2, 8))
-WIDE = tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (10, 12))  # where prompts are long
+SPLITS = tuple(f"distserve@minimal:prefill={n},decode={REPLICAS - n}" for n in (6, 4, 2, 8, 10, 12, 14))
 BASELINES: Mapping[str, Sequence[str]] = {"co": CHUNKS, "pd": SPLITS}
 
 
