@@ -27,7 +27,7 @@ PROCESSES = (
     "experiments/test_fidelity.py",
     "measure/",
     "docs/test_runs.py",
-    "fleet/test_ray_host.py",
+    "fleet/test_ray_",
     "processes/",
     "serving/test_openapi.py",
 )

@@ -63,7 +63,7 @@ async def _serve(config: Config, clock: Clock) -> int:
             print(f"rubato: {error}", file=sys.stderr)
             return 2
         try:
-            app = create_app(_service(config, clock, engines[0], cluster, tenants))
+            app = create_app(service_of(config, clock, engines[0], cluster, tenants))
             for listener in listeners:
                 app.state.books.listen(listener)
             gc.collect()
@@ -218,8 +218,8 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
 
 
 def _check_named(config: Config) -> None:
-    """Raises ConfigError where settings of the policy or its router speak of a tier that is not there, which would be
-    about nobody, and PolicyError as `load`."""
+    """Raises ConfigError where settings of the policy or its router name a tier that no request can be of (the part's
+    `tier_names`), and PolicyError as `load`."""
     policy, router = config.policy, config.router
     parts = {
         "policy": load(policy.name, policy.settings),
@@ -227,7 +227,7 @@ def _check_named(config: Config) -> None:
     }
     known = config.tier_names
     for part, built in parts.items():
-        for tier in getattr(built, "tiers", ()):
+        for tier in getattr(built, "tier_names", ()):
             if tier not in known:
                 raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
 
@@ -276,7 +276,7 @@ def tenants_of(config: Config) -> list[Tenant]:
     return found
 
 
-def _service(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:
+def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:
     """What the HTTP edge needs to know of a started cluster."""
     model = cast(Any, engine)  # a served engine also has a name and a tokenizer
     limits = engine.limits

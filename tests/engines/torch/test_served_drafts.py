@@ -23,7 +23,7 @@ from rubato.latency.with_drafter import Drafted  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.build import believed_of, token_drafter_of  # noqa: E402
 from rubato.serving.config import ConfigError, load  # noqa: E402
-from rubato.serving.serve import _service, build, tiers_of  # noqa: E402
+from rubato.serving.serve import build, service_of, tiers_of  # noqa: E402
 from rubato.serving.tenants import Tenants  # noqa: E402
 
 MODEL = {"engine": {"kind": "torch", "dtype": "float32", "device": "cpu", "kv_gib": 0.001, "block": 4, "threads": 1}}
@@ -59,7 +59,7 @@ def answers(folder: Path, **settings: Any) -> tuple[list[Any], list[Event], str]
         await cluster.start()
         events: list[Event] = []
         try:
-            app = create_app(_service(config, clock, engines[0], cluster, Tenants((), tiers_of(config))))
+            app = create_app(service_of(config, clock, engines[0], cluster, Tenants((), tiers_of(config))))
             app.state.books.listen(events.append)
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://edge") as http:
 

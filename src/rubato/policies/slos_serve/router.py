@@ -52,9 +52,9 @@ class Router:
         )
 
     @property
-    def tiers(self) -> Collection[str]:
+    def tier_names(self) -> Collection[str]:
         """As its scheduler's."""
-        return self._virtual.tiers
+        return self._virtual.tier_names
 
     def observe(self, events: Sequence[Event]) -> None:
         self._virtual.learn(events)

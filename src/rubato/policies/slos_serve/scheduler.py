@@ -196,8 +196,8 @@ class Scheduler:
         return frozenset({"draft"}) if self.max_draft else frozenset()
 
     @property
-    def tiers(self) -> Collection[str]:
-        """That its settings speak of; a server checks that it has them."""
+    def tier_names(self) -> Collection[str]:
+        """Tiers that its settings name; a server checks that it has them."""
         return self.tier_values.keys()
 
     def observe(self, events: Sequence[Event]) -> None:
