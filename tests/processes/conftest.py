@@ -89,7 +89,7 @@ def servers(folder: Path) -> Iterator[Start]:
     """start(**config): a server with the simulated engine on the wall clock, unless told otherwise."""
     with contextlib.ExitStack() as stack:
 
-        def start(*, wait: bool = True, **config: Any) -> Server:
+        def start(*, wait: bool = True, stderr: int = subprocess.STDOUT, **config: Any) -> Server:
             here = folder / f"server{len(list(folder.iterdir()))}"
             here.mkdir()
             defaults = {
@@ -105,7 +105,7 @@ def servers(folder: Path) -> Iterator[Start]:
                 [sys.executable, "-m", "rubato.cli", "serve", "--config", str(here / "config.yaml")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=stderr,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
             )
             stack.callback(_kill, process)

@@ -344,8 +344,9 @@ def test_an_engine_beyond_recovery_shows_in_health(edge: Runs) -> None:
         for _ in range(3):
             assert (await at.http.get("/health")).status_code == 200
             assert (await at.chat()).status_code == 500
-        health = await at.http.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        for path in ("/health", "/ready"):
+            health = await at.http.get(path)
+            assert (health.status_code, health.json()["status"]) == (503, "dead")
         assert at.cluster.dead.is_set()
 
     edge(scenario, engine=Dead)

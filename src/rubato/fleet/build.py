@@ -30,14 +30,18 @@ def cluster_of(
     fair: FairShare | None = None,
     autoscaler: Autoscaler | None = None,
     spare: HostMaker | None = None,
+    step_timeout: float | None = None,
 ) -> Cluster:
     """A cluster of hosts r0, r1, ..., one of each maker, with one policy and one router (`auto`: the policy's own, or
-    `least_loaded`). autoscaler, spare: who adds and drains hosts, and the maker of those.
+    `least_loaded`). autoscaler, spare: what adds and drains hosts, and the maker of those. step_timeout: of a host with
+    a real engine, as `LocalHost`.
 
     Raises PolicyError for an unknown policy, router or setting.
     """
     load(policy, settings)  # an error here, also where hosts load their own in another process
-    options = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
+    options: dict[str, Any] = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
+    if step_timeout is not None:
+        options["step_timeout"] = step_timeout
 
     def made(make: HostMaker, id: str, emit: Listener, lost: HostLost) -> Host:
         return make(id, emit=emit, lost=lost, policy=policy, settings=settings, options=options)

@@ -251,8 +251,15 @@ class Cluster:
             self._gone.append(host)
         for id in list(self._transfers):
             self._take_back(id)
-        for host in [*self.hosts.values(), *self._gone]:
-            await host.close()
+        # All at once: each may take its time limit, and a server has promised when it ends.
+        hosts = [*self.hosts.values(), *self._gone]
+        closed = await asyncio.gather(*(host.close() for host in hosts), return_exceptions=True)
+        for host, error in zip(hosts, closed, strict=True):
+            if error is not None:
+                log.error("replica %s did not close", host.id, exc_info=error)
+        for id in list(self._placed):  # at one of these
+            if (request := self._forget(id)) is not None:
+                self._end(self._hold(request), "failed", "the server closed")
         for id in list(self._held):
             self.cancel(id, "the server closed")
 

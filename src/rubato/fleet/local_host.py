@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Stepped
@@ -16,7 +18,14 @@ from rubato.core.request import Request
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
+SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`: predictions may be guesses
+CLOSE_SECONDS = 3.0  # for a step to notice that it is cancelled, and then for the engine to let go of what it holds
+
+
+class StepTimeoutError(Exception):
+    """A step did not end: the device, a driver or a lock in the engine hangs."""
 
 
 class LocalHost:
@@ -24,7 +33,9 @@ class LocalHost:
 
     emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
     requests, when the engine is beyond recovery; by then every request here has ended. handoff: whether whoever hears
-    the events gives what is handed off to another host.
+    the events gives what is handed off to another host. step_timeout: seconds, and `SLOWER` times the predicted ones on
+    top, after which a step or a restart of the engine counts as hung and the engine as beyond recovery; None: it is
+    waited for without limit.
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class LocalHost:
         rule: str = "deadline",
         prefix_cache: bool = False,
         handoff: bool = False,
+        step_timeout: float | None = None,
     ) -> None:
         self.supports = engine.supports | ({"handoff", "recall"} if handoff else {"recall"})
         missing = scheduler.needs - self.supports
@@ -63,6 +75,7 @@ class LocalHost:
         self._lengths = lengths
         self._rule = rule
         self._prefix_cache = prefix_cache
+        self._step_timeout = step_timeout
         self._emit = emit
         self._lost = lost
         self._outbox: list[Event] = []
@@ -154,13 +167,17 @@ class LocalHost:
             await self._idle.wait()
 
     async def close(self) -> None:
+        """End what is here as failed. An engine that does not close within `CLOSE_SECONDS` is left as it is."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
         if self.replica is not None:
             self._outbox += self.replica.fail(self.clock.now(), "the server closed")
             self._flush()
-        await self.engine.close()
+        try:
+            await asyncio.wait_for(self.engine.close(), CLOSE_SECONDS)
+        except TimeoutError:
+            log.error("replica %s: its engine did not close within %.0f s", self.id, CLOSE_SECONDS)
 
     # ----------------------------------------------------------------- the loop
 
@@ -185,14 +202,33 @@ class LocalHost:
             if not events:
                 await self._wait(plan.wake_at)
             return
+        predicted = 0.0 if self._step_timeout is None else self.latency.step_time(batch.shape)
         running = asyncio.ensure_future(self.engine.execute(batch))
         await asyncio.sleep(0)  # the engine starts before clients are written to
         self._flush()
-        result = await running
+        result = await self._in_time(running, f"a step of {batch.shape.tokens} tokens", predicted)
         # The outbox of after the wait, not of before. What a step takes is what a client waits for: planning, the way
         # to the engine's thread and back included, not only the engine's own time.
         self._outbox += self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
         self._failures = 0
+
+    async def _in_time(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
+        """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
+        if self._step_timeout is None:
+            return await work
+        limit = self._step_timeout + SLOWER * predicted
+        timer = self.clock.call_at(self.clock.now() + limit, PLAN, functools.partial(_cancel, work))
+        try:
+            return await work
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not work.cancelled() or (task is not None and task.cancelling()):
+                raise
+            raise StepTimeoutError(
+                f"replica {self.id}: the engine hangs: {what} has not ended after {limit:.1f} s"
+            ) from None
+        finally:
+            timer.cancel()
 
     def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> list[Event]:
         now = self.clock.now()
@@ -219,6 +255,8 @@ class LocalHost:
         try:
             self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
             self._flush()
+            if isinstance(error, StepTimeoutError):
+                raise error  # its thread or device is still in that step: beginning afresh would hang, too
             if self._failures >= FAILURES:
                 last = f"{type(error).__name__}: {error}"
                 raise RuntimeError(
@@ -236,7 +274,7 @@ class LocalHost:
         """A fresh engine that knows what was submitted meanwhile, and nothing else."""
         self._restarting = True
         try:
-            await self.engine.start()
+            await self._in_time(asyncio.ensure_future(self.engine.start()), "its start after a failed step")
         finally:
             self._restarting = False
         replica.gone()
@@ -284,3 +322,7 @@ class LocalHost:
         if self.replica is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
         return self.replica
+
+
+def _cancel(work: asyncio.Future[Any]) -> None:
+    work.cancel()

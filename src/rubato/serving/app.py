@@ -45,7 +45,7 @@ class Text(Protocol):
 class Service:
     """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
     answer may have. tenants: None = keys are not asked for. rule: by which the cluster judges. fair: whether it shares
-    itself out between tenants. created_offset: Unix time - clock time."""
+    itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
 
     cluster: Cluster
     text: Text
@@ -59,6 +59,7 @@ class Service:
     fair: bool = False
     max_body_bytes: int = 4 << 20
     created_offset: float = 0.0
+    log_lines_dropped: Callable[[], int] = int
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +78,11 @@ class _Edge:
         self.books = OfferedEvents(service.cluster, service.rule)
         self.meters = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
         self.metrics = Metrics(
-            service.names[0], service.views, lambda: service.cluster.in_flight, lambda: service.cluster.listener_errors
+            service.names[0],
+            service.views,
+            lambda: service.cluster.in_flight,
+            lambda: service.cluster.listener_errors,
+            service.log_lines_dropped,
         )
         self.recorder = request_history.RequestHistory(logs.finished)
         self.books.listen(self.metrics)
@@ -157,9 +162,10 @@ def _add_models(app: FastAPI, edge: _Edge) -> None:
 def _add_operations(app: FastAPI, edge: _Edge) -> None:
     service = edge.service
 
+    @app.get("/ready", responses=openapi.errors(503))
     @app.get("/health", responses=openapi.errors(503))
     async def health() -> Response:
-        """200 while requests are taken, else 503."""
+        """200 while requests are taken, else 503: of a server that drains, and of one without a replica."""
         if service.cluster.dead.is_set():
             return _json({"status": "dead", "error": str(service.cluster.error)}, 503)
         return _json({"status": "draining"}, 503) if app.state.draining else _json({"status": "ok"})

@@ -164,6 +164,7 @@ class Config(StrictSettings):
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
     prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
     requests go on. stall_seconds: a client that takes or sends nothing for that long while it should is cut off.
+    step_timeout_seconds: a step that takes longer than this, beyond what was predicted, is hung and its replica lost.
     event_log: path of the log of all events, null for none; prompts and outputs are in it only with event_log_content.
     step_log: path of a log
     of the steps alone.
@@ -189,6 +190,7 @@ class Config(StrictSettings):
     max_body_bytes: int = Field(default=4 << 20, ge=1)
     drain_seconds: float = Field(default=30.0, ge=0)
     stall_seconds: float = Field(default=30.0, gt=0)
+    step_timeout_seconds: float = Field(default=60.0, gt=0)
     tls: TLSSettings | None = None
     log: LogSettings = LogSettings()
     event_log: str | None = None

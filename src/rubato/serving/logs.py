@@ -12,16 +12,18 @@ from typing import Any, Literal
 
 import orjson
 
+from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_history import RequestRecord, verdict
 
 requests = logging.getLogger("rubato.requests")
 
 
-def set_up(format: Literal["text", "json"], level: str) -> None:
+def set_up(format: Literal["text", "json"], level: str) -> LogWriter:
     """Lines of this form on stderr, from now on. level: "debug", "info", "warning" or "error"."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(Lines() if format == "json" else Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return handler
 
 
 class Lines(logging.Formatter):

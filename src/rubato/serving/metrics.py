@@ -60,7 +60,7 @@ class _Open:
 
 class Metrics:
     """A listener for `Cluster.listen`. `views` gives the replicas as they are now, `in_flight` the cluster's count,
-    `errors` how often each listener failed."""
+    `errors` how often each listener failed, `log_lines_dropped` what its reader was too slow for."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Metrics:
         views: Callable[[], Sequence[View]],
         in_flight: Callable[[], int],
         errors: Callable[[], Mapping[str, int]] = dict,
+        log_lines_dropped: Callable[[], int] = int,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use to anyone here
         self.registry = CollectorRegistry()
@@ -77,7 +78,7 @@ class Metrics:
         self._views = views
         self._build_own()
         self._build_vllm(model)
-        self.registry.register(_Gauges(model, views, in_flight, errors))
+        self.registry.register(_Gauges(model, views, in_flight, errors, log_lines_dropped))
         self._folds: dict[type[Event], Callable[[Any], None]] = {
             Offered: self._offered,
             Placed: self._placed,
@@ -305,8 +306,10 @@ class _Gauges:
         views: Callable[[], Sequence[View]],
         in_flight: Callable[[], int],
         errors: Callable[[], Mapping[str, int]],
+        log_lines_dropped: Callable[[], int],
     ) -> None:
         self._model, self._views, self._in_flight, self._errors = model, views, in_flight, errors
+        self._log_lines_dropped = log_lines_dropped
 
     def collect(self) -> Iterator[Metric]:
         views = self._views()
@@ -330,6 +333,8 @@ class _Gauges:
         for name, count in self._errors().items():
             failed.add_metric([name], count)
         yield failed
+        dropped = self._log_lines_dropped()
+        yield CounterMetricFamily("rubato_log_lines_dropped", "Log lines whose reader was too slow", value=dropped)
 
     def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])

@@ -2,6 +2,7 @@
 
 SIGTERM or SIGINT: new requests are refused, running ones go on for up to `drain_seconds`, exit 0; a second signal cuts
 that short. An engine beyond recovery: every request ends with an error, exit 1. An impossible configuration: exit 2.
+Whatever hangs, the process ends within 10 s of the drain's end (`shutdown`), then with status 1.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import contextlib
 import functools
 import gc
 import logging
-import signal
 import socket
 import ssl
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import uvicorn
@@ -34,22 +35,28 @@ from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of
 from rubato.serving.config import Config, ConfigError
+from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
 from rubato.serving.tenants import Quota, Tenant, Tenants
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
+THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the interpreter after them
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: Config) -> int:
     """Serve until told to stop. Returns the process's exit status."""
-    logs.set_up(config.log.format, config.log.level)
-    return asyncio.run(_serve(config, WallClock()))
+    writer = logs.set_up(config.log.format, config.log.level)
+    try:
+        return asyncio.run(_serve(config, WallClock(), writer))
+    finally:
+        writer.drain(LOG_SECONDS)
 
 
-async def _serve(config: Config, clock: Clock) -> int:
+async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
     with contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config.host, config.port))
@@ -63,12 +70,13 @@ async def _serve(config: Config, clock: Clock) -> int:
             print(f"rubato: {error}", file=sys.stderr)
             return 2
         try:
-            app = create_app(service_of(config, clock, engines[0], cluster, tenants))
+            service = service_of(config, clock, engines[0], cluster, tenants)
+            app = create_app(replace(service, log_lines_dropped=lambda: writer.dropped))
             for listener in listeners:
                 app.state.books.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            return await _until_told(config, app, cluster, listening)
+            return await _until_told(config, app, cluster, listening, Shutdown(config.drain_seconds, writer))
         finally:
             await cluster.close()
 
@@ -89,7 +97,9 @@ def _say(what: str, **fields: object) -> None:
     log.info(what, extra={"fields": fields})
 
 
-async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: socket.socket) -> int:
+async def _until_told(
+    config: Config, app: FastAPI, cluster: Cluster, listening: socket.socket, ending: Shutdown
+) -> int:
     settings = uvicorn.Config(
         app,
         http=stall_guard(config.stall_seconds),
@@ -106,25 +116,22 @@ async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening:
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
     http = asyncio.create_task(server.serve(sockets=[listening]))
-    told = asyncio.Event()
-    again = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (again if told.is_set() else told).set())
     host, port = listening.getsockname()[:2]
     url = f"{'http' if config.tls is None else 'https'}://{host}:{port}"
     print(f"rubato: serving at {url}", flush=True)
     _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
 
-    await _first(told.wait(), cluster.dead.wait(), asyncio.shield(http))
+    await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
     if not cluster.dead.is_set() and not http.done():
         log.info("draining %d requests, for at most %.0f s", cluster.in_flight, config.drain_seconds)
-        await _first(cluster.drain(), again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
+        await _first(cluster.drain(), ending.again.wait(), cluster.dead.wait(), limit=config.drain_seconds)
+    ending.end_within(CLOSE_SECONDS)
     failed = cluster.dead.is_set() or http.done()
     await cluster.close()  # whatever is left ends with an error, which its client still gets
     server.should_exit = True
     await http
+    ending.end_within(THREAD_SECONDS)
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
     _say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
@@ -206,6 +213,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         "rule": config.judge,
         "prefix_cache": config.prefix_cache,
         "fair": fair_share_of(config),
+        "step_timeout": config.step_timeout_seconds,
     }
     if config.fleet.name == "ray":
         return [engine_of(config, clock, 0)], _ray_cluster(config, clock, given)

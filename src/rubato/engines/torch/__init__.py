@@ -182,9 +182,9 @@ class Engine:
 
     async def close(self) -> None:
         """Give back memory and thread. `start` would load again."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await asyncio.to_thread(worker.shutdown)  # a step may still run: the event loop does not wait for it
         self._model = None
         self.forget(list(self._seqs))
         self._forget_drafts()
