@@ -1,5 +1,6 @@
 """The event log reads back as what was written; a broken line is named."""
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,3 +86,44 @@ def test_folds() -> None:
         assert line.end is not None
         assert (line.tokens[-1] if line.tokens else 0) == line.end.output
     assert len(steps(log)) == sum(type(e).__name__ == "Stepped" for e in log)
+
+
+def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
+    """A supervisor starts the server again: what the one before it said of its end is still there."""
+    written = events()
+    for part in (written[:3], [], written[3:]):
+        with EventLogWriter(tmp_path / "log", content=True) as log:
+            for event in part:
+                log(event)
+    assert list(read(tmp_path / "log")) == written
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_what_a_killed_server_left_of_a_line_is_left_out(tmp_path: Path, cut: int) -> None:
+    one, two, *_ = events()
+    (tmp_path / "log").write_bytes(encode(one) + encode(two)[:cut])
+    with EventLogWriter(tmp_path / "log", content=True) as log:
+        log(two)
+    assert list(read(tmp_path / "log")) == [one, two]
+
+
+@pytest.mark.parametrize("content", [b"policy: edf\n", b"{", b'{"kind":"Nothing"}\n', b"\x00" * 100_000, b"\n"])
+def test_a_file_that_is_no_event_log_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(ValueError, match=r"the file is there and is no event log; name another, or move it away"):
+        EventLogWriter(tmp_path / "log")
+    assert (tmp_path / "log").read_bytes() == content
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path / "log"), pytest.raises(ValueError, match="another process writes it"):
+        EventLogWriter(tmp_path / "log")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_log_that_cannot_be_written_to_its_end_says_so_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLogWriter("/dev/full")
+    log(events()[0])
+    log.close()
+    assert "event log /dev/full: its last events could not be written (No space left on device)" in caplog.text

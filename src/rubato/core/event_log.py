@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import orjson
 from pydantic import TypeAdapter
@@ -34,6 +37,9 @@ from rubato.core.events import (
 )
 
 log = logging.getLogger(__name__)
+
+LONGEST_FIRST = 1 << 20  # bytes of a first line that are read to tell an event log from another file
+CHUNK = 1 << 16
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
@@ -80,23 +86,81 @@ def without_content(event: Event) -> Event:
 
 
 class EventLogWriter:
-    """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for."""
+    """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for.
+
+    A log that is there is gone on with. A new file is for its owner alone to read (mode 0600). Raises ValueError for a
+    file that is no event log, or that another process writes, and OSError for one that cannot be opened.
+    """
 
     def __init__(self, path: str | Path, *, content: bool = False) -> None:
-        self._file = Path(path).open("wb")  # noqa: SIM115 - the writer is the context manager
+        self._path = path
+        self._file = open(path, "ab", opener=_for_owner)  # noqa: SIM115 - the writer is the context manager
+        try:
+            _check_ours(path, self._file)
+        except ValueError:
+            self._file.close()
+            raise
         self._content = content
 
     def __call__(self, event: Event) -> None:
         self._file.write(encode(event if self._content else without_content(event)))
 
     def close(self) -> None:
-        self._file.close()
+        """What cannot be written any more, as on a full disk, is said in the log: the process ends as it would."""
+        try:
+            self._file.close()
+        except OSError as error:
+            log.error("event log %s: its last events could not be written (%s)", self._path, error.strerror)
 
     def __enter__(self) -> EventLogWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _check_ours(path: str | Path, file: IO[bytes]) -> None:
+    """Take the file for this process, and leave out a last line that a killed server cut short. Raises ValueError for a
+    file that holds something else."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"event log {path}: another process writes it; name another file") from None
+    with Path(path).open("rb") as there:
+        first = there.readline(LONGEST_FIRST)
+        if first and not _is_event(first):
+            raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
+        whole = _end_of_lines(there)
+    if whole < os.fstat(file.fileno()).st_size:
+        log.warning("event log %s: its last line was cut short, and is left out", path)
+        file.truncate(whole)
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        decode(line)
+    except ValueError:
+        return not line.endswith(b"\n") and line.startswith(b'{"kind":"')  # cut short, or long
+    return True
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Bytes up to the end of the last line that is whole."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - CHUNK)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
 
 
 def decode(line: bytes) -> Event:
