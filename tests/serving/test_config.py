@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from rubato.core.clock import VirtualClock
+from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serving.build import drafter_of, fair_share_of, token_drafter_of
+from rubato.serving.build import drafter_of, fair_share_of, most_in_flight, simulation_limits, token_drafter_of
 from rubato.serving.config import Config, ConfigError, load
 from rubato.serving.serve import build, tenants_of
 from rubato.serving.tenants import Quota, Tenant
@@ -305,3 +306,18 @@ def test_the_version_is_the_changelogs() -> None:
 def test_a_setting_by_its_former_name_works_and_says_what_it_is_called_now() -> None:
     with pytest.warns(FutureWarning, match="setting trace is now event_log"):
         assert load({"trace": "log.jsonl"}).event_log == "log.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 256),
+        ({"engine": {"kind": "simulated", "max_seqs": 512}, "replicas": 2}, 4 * 2 * 512),
+        ({"engine": {"kind": "simulated", "max_seqs": 2}}, 256),
+        ({"max_in_flight": 3}, 3),
+        ({"max_in_flight": None}, None),
+    ],
+)
+def test_requests_in_flight_follow_from_the_batches_of_the_replicas(settings: dict[str, Any], most: int | None) -> None:
+    config = load({"engine": "simulated", **settings})
+    assert most_in_flight(config, Limits(**simulation_limits(config))) == most

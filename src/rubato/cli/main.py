@@ -275,7 +275,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serving.build import drafter_of, fair_share_of, lengths_of, link_of
+    from rubato.serving.build import drafter_of, fair_share_of, lengths_of, link_of, most_in_flight
     from rubato.simulation.simulate import SimulationSetup, simulated_run
 
     if args.steps and args.profile:
@@ -307,7 +307,7 @@ def _simulate(args: argparse.Namespace) -> int:
             replicas=config.replicas,
             noise=args.noise,
             seed=args.seed + number,
-            max_in_flight=config.max_in_flight,
+            max_in_flight=most_in_flight(config, machine.limits),
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
             rule=args.judge or config.judge,
             prefix_cache=config.prefix_cache,

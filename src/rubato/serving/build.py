@@ -30,6 +30,8 @@ from rubato.serving.config import Config, ConfigError, Named
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
 SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
+# With `max_in_flight: auto`: batches that run or wait, at a replica or in the router, and requests at least.
+BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
 DRAFTERS = {"suffix": ("rubato.engines.torch.drafters.suffix", "SuffixDrafter")}
 
@@ -244,6 +246,13 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
         return cls(**settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from error
+
+
+def most_in_flight(config: Config, limits: Limits) -> int | None:
+    """`max_in_flight`; auto: so many times what the batches of all replicas hold. limits: of one of the engines."""
+    if config.max_in_flight != "auto":
+        return config.max_in_flight
+    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_seqs)
 
 
 def fair_share_of(config: Config) -> FairShare | None:

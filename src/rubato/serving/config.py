@@ -159,7 +159,8 @@ PARTS: Mapping[str, type[StrictSettings]] = {
 
 
 class Config(StrictSettings):
-    """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound).
+    """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound;
+    auto: `build.most_in_flight`).
 
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
     prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
@@ -184,7 +185,7 @@ class Config(StrictSettings):
     tenants: Mapping[str, TenantSettings] = {}
     fair_share: FairShareSettings | None = None
     prefix_cache: bool = True
-    max_in_flight: int | None = Field(default=256, ge=1)
+    max_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=4 << 20, ge=1)

@@ -6,7 +6,6 @@ No prompt, no output, no key is ever in it.
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -15,12 +14,14 @@ import orjson
 from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_history import RequestRecord, verdict
 
+STDERR = 2
+
 requests = logging.getLogger("rubato.requests")
 
 
 def set_up(format: Literal["text", "json"], level: str) -> LogWriter:
     """Lines of this form on stderr, from now on. level: "debug", "info", "warning" or "error"."""
-    handler = LogWriter(sys.stderr.fileno())
+    handler = LogWriter(STDERR)
     handler.setFormatter(Lines() if format == "json" else Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     return handler

@@ -33,7 +33,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
-from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of
+from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of, most_in_flight
 from rubato.serving.config import Config, ConfigError
 from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers
@@ -209,19 +209,20 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         "router": config.router.name,
         "router_settings": config.router.settings,
         "lengths": lengths_of(config),
-        "max_in_flight": config.max_in_flight,
         "rule": config.judge,
         "prefix_cache": config.prefix_cache,
         "fair": fair_share_of(config),
         "step_timeout": config.step_timeout_seconds,
     }
-    if config.fleet.name == "ray":
-        return [engine_of(config, clock, 0)], _ray_cluster(config, clock, given)
-    if config.fleet.name != "local" or config.fleet.settings:
+    remote = config.fleet.name == "ray"
+    if not remote and (config.fleet.name != "local" or config.fleet.settings):
         asked = f"{config.fleet.name!r} with {dict(config.fleet.settings)}"
         close = nearest(config.fleet.name, ["local", "ray"])
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
-    engines = [engine_of(config, clock, replica) for replica in range(config.replicas)]
+    engines = [engine_of(config, clock, replica) for replica in range(1 if remote else config.replicas)]
+    given["max_in_flight"] = most_in_flight(config, engines[0].limits)
+    if remote:
+        return engines, _ray_cluster(config, clock, given)
     return engines, local_cluster(engines, [believed_of(config) for _ in engines], clock, **given)
 
 
@@ -294,7 +295,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         model=config.served_name or model.model_name,
         aliases=(model.model_name,),
         most_tokens=min(limits.max_length, limits.kv_blocks * limits.block),
-        most_choices=min(16, config.max_in_flight or 16),
+        most_choices=min(16, most_in_flight(config, limits) or 16),
         tiers=tiers_of(config),
         tenants=tenants,
         rule=config.judge,
