@@ -1,7 +1,8 @@
 """Replicas in Ray actors: each a whole `LocalHost` with its engine, in a process of its own, on any node of a cluster.
 
 Commands go to an actor in numbered batches, reports come back by long polling. An actor that dies is noticed by the
-poll that was waiting for it; what it served goes to the others with the tokens it had received.
+poll that was waiting for it, one that is frozen by its silence, and then killed; what it served goes to the others with
+the tokens that had arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rubato.core.clock import Clock, WallClock, unix_time
+from rubato.core.clock import PLAN, Clock, WallClock, unix_time
 from rubato.core.events import Event
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, View
 from rubato.core.plan import Limits, Recall, Role
@@ -32,6 +33,12 @@ log = logging.getLogger(__name__)
 Command = tuple[str, Any]  # ("submit", Request), ("cancel", (id, reason)), ("assign", Role) or ("recall", Recall)
 STAYS = "KV does not move between Ray actors yet: run policies that hand requests off with `fleet: local`"
 Made = tuple[Engine, LatencyModel]
+
+HEARTBEAT = 1.0  # seconds after which a replica reports though nothing has happened
+# Seconds without a report after which a replica is lost. Steps run beside its event loop, so only what holds Python's
+# lock, such as a compilation or an import, keeps it silent: 10 s is more than any of these, and clients still wait.
+SILENT = 10.0
+CLOSE = 2.0  # seconds that a replica has to end by itself: hosts are closed in turn, and SIGTERM must not take long
 
 
 class HostLostError(Exception):
@@ -86,8 +93,12 @@ class _Actor:
         self._news.set()
 
     async def report(self) -> Report:
-        """What happened since the last call, as soon as there is something."""
-        await self._news.wait()
+        """What happened since the last call, as soon as there is something, or after HEARTBEAT seconds."""
+        timer = self._clock.call_at(self._clock.now() + HEARTBEAT, PLAN, self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            timer.cancel()
         self._news.clear()
         events, self._events = self._events, []
         replica = self._host.replica
@@ -153,6 +164,7 @@ class RayHost:
         self._outbox: list[Command] = []
         self._sent = 0
         self._gone = False
+        self._silent = 0.0  # seconds without a report
         self._idle = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -163,6 +175,7 @@ class RayHost:
         self._ahead = (unix_time() - now) - to_unix
         self._mirror = Mirror(self.id, limits, latency, supports, now, self._lengths)
         self._spawn(self._listen(self._mirror))
+        self._spawn(self._watch())
 
     def submit(self, request: Request) -> None:
         """Raises ValueError for a request that is to wait for a tool: should this process die meanwhile, nobody else
@@ -206,13 +219,17 @@ class RayHost:
             await self._idle.wait()
 
     async def close(self) -> None:
-        """End the actor's requests as failed, tell so, and end the actor."""
+        """End the actor's requests as failed, tell so, and end the actor. One that does not do so within CLOSE seconds
+        is lost."""
         if not self._gone:
             try:
-                await self.actor.close.remote()
-                await self.drain()  # the last report is on its way
+                async with asyncio.timeout(CLOSE):
+                    await self.actor.close.remote()
+                    await self.drain()  # the last report is on its way
+            except TimeoutError:
+                self._die(HostLostError(f"replica {self.id} did not close within {CLOSE:g} s"))
             except RayError as error:
-                log.warning("replica %s ended before it was closed: %s", self.id, error)
+                self._die(HostLostError(f"replica {self.id} ended before it was closed ({type(error).__name__})"))
         self._gone = True
         for task in self._tasks:
             task.cancel()
@@ -224,12 +241,25 @@ class RayHost:
     async def _listen(self, mirror: Mirror) -> None:
         while not self._gone:
             try:
-                self._hear(mirror, shifted_report(await self.actor.report.remote(), -self._ahead))
+                report = await self.actor.report.remote()
+                if self._gone:  # it was lost meanwhile: its requests are elsewhere, and what it says now is not theirs
+                    return
+                self._silent = 0.0
+                self._hear(mirror, shifted_report(report, -self._ahead))
             except RayError as error:
                 self._die(HostLostError(f"the process of replica {self.id} is gone ({type(error).__name__})"))
             except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
                 log.exception("replica %s: its report could not be used", self.id)
                 self._die(HostLostError(f"{type(error).__name__}: {error}"))
+
+    async def _watch(self) -> None:
+        """Notice silence. It is counted in turns of this loop, not read from a clock: a process that was itself
+        stopped, or busy, has not listened meanwhile, and would take all its replicas for lost."""
+        while not self._gone:
+            await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
+            self._silent += HEARTBEAT
+            if self._silent >= SILENT:
+                self._die(HostLostError(f"replica {self.id} has not reported for {SILENT:g} s"))
 
     def _hear(self, mirror: Mirror, report: Report) -> None:
         mirror.take(report)
@@ -246,6 +276,8 @@ class RayHost:
         self._gone = True
         self._idle.set()
         self._lost(self.id, error, self._started().left())
+        # It must not go on with them. This only tells Ray, which has a stopped process killed, too, after 5 s.
+        ray.kill(self.actor)
 
     def _send(self, command: Command) -> None:
         """With whatever else is said in this turn of the loop, as one message."""
