@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import os
 import signal
+import struct
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx2
@@ -44,6 +48,25 @@ def wait_for_actors(server: Server) -> None:
         time.sleep(0.1)
 
 
+def addresses(pids: Iterable[int]) -> set[str]:
+    """What these processes listen on with TCP."""
+    sockets = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(fd))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets:
+                words = struct.iter_unpack("=I", bytes.fromhex(local.split(":")[0]))
+                address = ipaddress.ip_address(b"".join(struct.pack(">I", word) for (word,) in words))
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
 def running(pid: int) -> bool:
     """Whether there is such a process that has not ended, waited for by its parent or not."""
     try:
@@ -67,6 +90,7 @@ async def ask(server: Server, number: int, signal_number: int) -> list[httpx2.Re
 def test_a_killed_replica_costs_no_request(start: Start) -> None:
     server = start(fleet={"kind": "ray"}, replicas=2)
     wait_for_actors(server)
+    assert addresses(tree(server)) == {"127.0.0.1"}  # the server's own port among them
     answers = asyncio.run(ask(server, REQUESTS, signal.SIGKILL))
     assert [a.status_code for a in answers] == [200] * REQUESTS
     assert [a.json()["usage"]["completion_tokens"] for a in answers] == [OUTPUT] * REQUESTS

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -243,21 +244,25 @@ def _check_named(config: Config) -> None:
 
 def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Cluster:
     """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
-    here), and Ray's options for each actor."""
+    here, on loopback), and Ray's options for each actor."""
+    resources = dict(config.fleet.settings)
+    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
+    if address == "local":
+        # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. Told this before
+        # it is imported, as it is by default on macOS, it stays on loopback.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray
 
         from rubato.fleet.ray_host import ray_cluster
     except ImportError as error:
         raise ConfigError(f"fleet: ray is not installed ({error}): pip install 'rubato-llm[ray]'") from None
-    resources = dict(config.fleet.settings)
     known = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]
     for name in resources:
         if name not in known:
             raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, known)}")
-    address = resources.pop("address", None)
     if not ray.is_initialized():
-        ray.init(address=address, include_dashboard=None if address else False, configure_logging=False)
+        ray.init(address=address, include_dashboard=False if address == "local" else None, configure_logging=False)
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
     makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, resources=resources, **given)
