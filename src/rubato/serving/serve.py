@@ -58,12 +58,14 @@ def serve(config: Config) -> int:
 
 
 async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config.host, config.port))
             _check_tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             engines, cluster = build(config, clock)
+            if config.fleet.name == "ray":
+                stack.callback(_leave_ray)
             listeners = _logs(config, stack)
             _say("starting", model=config.model, engine=config.engine.name, policy=config.policy.name)
             await cluster.start()
@@ -77,7 +79,9 @@ async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
                 app.state.books.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            return await _until_told(config, app, cluster, listening, Shutdown(config.drain_seconds, writer))
+            ending = Shutdown(config.drain_seconds, writer)
+            at_last.callback(ending.end_within, THREAD_SECONDS)
+            return await _until_told(config, app, cluster, listening, ending)
         finally:
             await cluster.close()
 
@@ -132,7 +136,6 @@ async def _until_told(
     await cluster.close()  # whatever is left ends with an error, which its client still gets
     server.should_exit = True
     await http
-    ending.end_within(THREAD_SECONDS)
     if cluster.error is not None:
         log.error("exit: %s", cluster.error)
     _say("exit", status=1 if failed else 0, offered=cluster.offered, finished=cluster.finished)
@@ -266,6 +269,13 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
     makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, resources=resources, **given)
+
+
+def _leave_ray() -> None:
+    """End the Ray that was started here, or leave the one that was joined."""
+    import ray
+
+    ray.shutdown()
 
 
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
