@@ -1,6 +1,7 @@
 """Text out of tokens: whole characters only, stop strings never shown, stages that end at a literal."""
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,32 @@ def test_a_progress_that_cannot_be_is_refused(text: Text) -> None:
         resumed(Progress((0.0,), ((1.0, 2.0),)))
     with pytest.raises(ValueError, match="said to have had 2 tokens in 2 stages"):
         resumed(Progress((0.0, 1.0), ((1.0, 2.0), ()), ids))
+
+
+def test_no_token_of_a_prompt_is_longer_than_the_longest(text: Text) -> None:
+    longest = max(text.token_bytes, key=len)
+    for written in (longest.decode(), "<|im_start|>", "<|endoftext|>", *TEXTS):
+        ids = text.encode(written)
+        assert len(written.encode()) <= text.longest * len(ids)
+    assert text.longest == len(longest) == 81  # SmolLM2's, a newline and eighty blanks
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized(text: Text) -> None:
+    turns = 0
+    over = threading.Event()
+
+    def run() -> None:
+        nonlocal turns
+        while not over.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        before = turns
+        assert len(text.encode("7" * 400_000)) == 400_000  # 300 ms and more
+        during = turns - before
+    finally:
+        over.set()
+        thread.join()
+    assert during >= 10  # two or three where the GIL is held

@@ -29,6 +29,8 @@ WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
 class ByteText:
     """A tokenizer for a model that is not there: a token is one byte of UTF-8."""
 
+    longest = 1
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 

@@ -39,7 +39,7 @@ class Text:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a plain prompt, with the tokenizer's own beginning-of-text token where it has one."""
-        return tuple(self._tokenizer.encode(text).ids)
+        return self._ids(text)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The ids of a dialogue up to where the assistant is to speak. Raises ValueError, with the template's words,
@@ -51,7 +51,11 @@ class Text:
             text = self._compiled.render(messages=messages, add_generation_prompt=True, **names)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, special=False)
+
+    def _ids(self, text: str, special: bool = True) -> tuple[int, ...]:
+        # as a batch: `encode` holds the GIL, and with it all other threads, until it is done; this one does not
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
@@ -74,6 +78,16 @@ class Text:
         """The id of a token given in full, e.g. "<|im_end|>"."""
         id: int | None = self._tokenizer.token_to_id(token)
         return id
+
+    @cached_property
+    def longest(self) -> int:
+        """The bytes of UTF-8 in a prompt that one token stands for at most; special tokens have names in a prompt.
+
+        A tokenizer that drops text (whitespace beside a special token, what Unicode normalization shortens) can go
+        beyond it. The longest token being some twenty times the usual one, a context is full of other text long before.
+        """
+        names = (added.content for added in self._tokenizer.get_added_tokens_decoder().values())
+        return max(*map(len, self.token_bytes), *(len(name.encode()) for name in names), 1)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
