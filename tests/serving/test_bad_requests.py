@@ -11,11 +11,11 @@ import pytest
 
 from rubato.core.events import Finished
 from rubato.core.request import Request
-from rubato.engines.simulated import Engine
+from rubato.engines.simulated import ByteText, Engine
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.serving import schemas
-from rubato.serving.app import Service, create_app
+from rubato.serving.app import LONG_TEXT, TOKENIZING, Service, create_app
 from rubato.serving.schemas import UNSUPPORTED
 from tests.serving.conftest import Edge
 
@@ -125,7 +125,7 @@ CHATS: list[tuple[bytes, int, str | None]] = [
     (chat(slo={"on_decline": "cry"}), 400, "slo.on_decline"),
     (chat(slo={"stages": []}), 400, "slo.stages"),
     (chat(slo={"stages": [{"until": "x"}] * 64 + [{}]}), 400, "slo.stages"),
-    (chat(slo={"stages": [{"until": 1}] * 100_000}), 400, "slo.stages[0].until"),
+    (chat(slo={"stages": [{"until": 1}] * 30_000}), 400, "slo.stages[0].until"),
     (chat(slo={f"x{i}": 1 for i in range(65)}), 400, "slo"),
     (chat(slo={"x" * 500_000: 1}), 400, "slo." + "x" * 500_000),
     (chat(messages=HI * 2049), 400, "messages"),
@@ -165,7 +165,7 @@ TEXTS: list[tuple[bytes, int, str | None]] = [
     (text(prompt=["a"] * 17), 400, "prompt"),
     (text(prompt=["a"] * 9, n=2), 400, "prompt"),
     (text(prompt=["a"] * 2, n=17), 400, "n"),
-    (text(prompt=["a"] * 500_000), 400, "prompt"),
+    (text(prompt=["a"] * 400_000), 400, "prompt"),
     (text(prompt={"a": 1}), 400, "prompt"),
     (text(prompt=[{"a": 1}]), 400, "prompt"),
     (text(prompt=[1] * 256), 400, "prompt"),
@@ -329,6 +329,89 @@ def test_what_was_offered_before_an_unexpected_error_does_not_stay_in_flight(
     edge(scenario)
 
 
+def test_what_a_body_has_too_much_of_is_not_looked_at(
+    edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    real = schemas._prompt
+
+    def prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
+        looked.append(value)
+        return real(value, at)
+
+    def parsed(raw: bytes) -> bool:
+        return raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= schemas.MOST_PARTS
+
+    class Text(ByteText):
+        longest = 4
+
+        def encode(self, text: str) -> tuple[int, ...]:
+            looked.append(text)
+            return super().encode(text)
+
+    class WithText(Engine):
+        text = Text()
+
+    monkeypatch.setattr(schemas, "_prompt", prompt)
+    monkeypatch.setattr(schemas, "_check_alike", lambda values, at: looked.extend(values))
+    cases = [
+        (TEXT, text(prompt=["a"] * 300_000), "prompt", "invalid_value"),
+        (TEXT, text(prompt=[[1]] * 30_000), "prompt", "invalid_value"),
+        (TEXT, text(prompt=[1] * 500_000), "prompt", "context_length_exceeded"),
+        (TEXT, text(prompt=[[1], [2] * 500_000]), "prompt[1]", "context_length_exceeded"),
+        (TEXT, text(prompt=[[1]] * 300_000), None, "invalid_value"),
+        (TEXT, text(**{f"x{i}": 1 for i in range(70_000)}), None, "invalid_value"),
+        (CHAT, chat(metadata=[[]] * 300_000), None, "invalid_value"),
+        (CHAT, chat(messages=[{**HI[0], **{f"x{i}": 1 for i in range(70_000)}}]), None, "invalid_value"),
+        (CHAT, chat(messages=[{"role": "user", "content": "x" * 600}] * 2), "messages", "context_length_exceeded"),
+        (CHAT, chat(messages=[{"role": "user", "content": "\u00e9" * 600}]), "messages", "context_length_exceeded"),
+    ]
+
+    async def scenario(at: Edge) -> None:
+        for path, body, param, code in cases:
+            error = (await at.http.post(path, content=body)).json()["error"]
+            assert (error["param"], error["code"]) == (param, code), (body[:100], error)
+            assert parsed(body) == (param is not None)
+            assert looked == [], body[:100]
+        for size, times in ((1020, 2), (1021, 1)):  # by `_prompt`, and by the tokenizer: 255 tokens may do, 256 not
+            assert (await at.complete(prompt="x" * size)).status_code == 400
+            assert looked.count("x" * size) == times
+
+    edge(scenario, engine=WithText)
+
+
+def test_a_text_may_have_as_many_colons_as_the_context_has_tokens(edge: Callable[..., None]) -> None:
+    async def scenario(at: Edge) -> None:
+        for colons, code in ((99_000, "context_length_exceeded"), (101_000, "invalid_value")):
+            error = (await at.complete(prompt=":" * colons + "x" * 2000)).json()["error"]
+            assert error["code"] == code
+
+    edge(scenario, most_tokens=100_000)
+
+
+def test_long_texts_are_tokenized_two_at_a_time(edge: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    going = 0
+
+    async def to_thread(function: Callable[[], Any]) -> Any:
+        nonlocal going
+        going += 1
+        running.append(going)
+        await asyncio.sleep(0.01)
+        going -= 1
+        return function()
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+
+    async def scenario(at: Edge) -> None:
+        long = "x" * (LONG_TEXT + 1)
+        answers = await asyncio.gather(*(at.complete(prompt=long) for _ in range(7)))
+        assert [a.status_code for a in answers] == [400] * 7  # no KV for so many: that is found out afterwards
+        assert (len(running), max(running)) == (7, TOKENIZING)
+
+    edge(scenario, most_tokens=2 * LONG_TEXT)
+
+
 def test_body_too_large(edge: Callable[..., None]) -> None:
     async def parts() -> Any:  # chunked: no content-length to look at
         for _ in range(20):
@@ -361,6 +444,8 @@ def test_unknown_paths_methods_and_models(edge: Callable[..., None]) -> None:
 
 def test_what_the_tokenizer_cannot_read_is_bad_input(edge: Callable[..., None]) -> None:
     class Text:
+        longest = 1
+
         def encode(self, text: str) -> tuple[int, ...]:
             raise ValueError("no such character")
 

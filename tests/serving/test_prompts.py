@@ -234,4 +234,4 @@ def test_prompts_are_tokenized_off_the_event_loop_where_together_they_are_long(
             await at.complete(prompt=["x" * (LONG_TEXT // share)] * 4)
             assert threads == expected
 
-    edge(scenario)
+    edge(scenario, most_tokens=LONG_TEXT)

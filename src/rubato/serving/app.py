@@ -18,19 +18,22 @@ from starlette.types import Message, Receive, Scope, Send
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
-from rubato.serving.errors import ApiError
+from rubato.serving.errors import ApiError, no_room
 from rubato.serving.metrics import Metrics
 from rubato.serving.rate_limits import OfferedEvents, TenantGate, TenantUsage
 from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Tenant, Tenants
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
-LONG_TEXT = 16_384  # characters; tokenizing more than this would hold up the loop, and all streams, by milliseconds
+LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds
+TOKENIZING = 2  # long texts at a time: each takes a core for as long as a second
 
 
 class Text(Protocol):
-    """A model's tokenizer."""
+    """A model's tokenizer. longest: bytes of UTF-8 that one token stands for at most."""
 
+    @property
+    def longest(self) -> int: ...
     def encode(self, text: str) -> Sequence[int]: ...
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """The messages through the model's chat template, ready for an answer. Raises ValueError if it cannot."""
@@ -57,7 +60,7 @@ class Service:
     tenants: Tenants | None = None
     rule: str = "deadline"
     fair: bool = False
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = 2 << 20
     created_offset: float = 0.0
     log_lines_dropped: Callable[[], int] = int
 
@@ -89,11 +92,32 @@ class _Edge:
         self.books.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
 
+        self.longest = service.text.longest
+        self._tokenizing = asyncio.Semaphore(TOKENIZING)
+
     def enter(self, http: Request) -> Tenant:
         """Whose request this is; from here on also its errors carry what is left to that tenant."""
         tenant = self.tenants.of(http.headers)
         http.state.meter = self.meters.get(tenant.name)
         return tenant
+
+    async def encode(
+        self, encode: Callable[[Any], Sequence[int]], content: Any, long: bool, param: str
+    ) -> tuple[int, ...]:
+        """Token ids, off the event loop where it takes long. Raises ApiError 400 for what the model cannot read."""
+        try:
+            if not long:
+                return tuple(encode(content))
+            async with self._tokenizing:
+                return await asyncio.to_thread(lambda: tuple(encode(content)))
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
+
+    def check_text(self, size: int, where: str) -> None:
+        """Raises ApiError 400 for so many bytes of text that they cannot fit, before they are tokenized."""
+        least = -(-size // self.longest)
+        if least >= self.service.most_tokens:
+            raise no_room(self.service.most_tokens, f"at least {least}", where)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -118,12 +142,15 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         arrival = service.cluster.clock.now()
         tenant = edge.enter(http)
-        body = schemas.parse(schemas.ChatCompletion, await _read(http, service.max_body_bytes))
+        raw = await _read(http, service.max_body_bytes)
+        body = schemas.parse(schemas.ChatCompletion, raw, service.most_tokens)
         _check_model(service, body.model)
         _check_choices(service, body.choices)
         dialogue = body.dialogue()
-        long = sum(MESSAGE + len(message["content"]) for message in dialogue) > LONG_TEXT
-        prompt = await _encode(service.text.chat, dialogue, long, "messages")
+        size = sum(len(message["content"].encode()) for message in dialogue)
+        edge.check_text(size, "messages")
+        long = size + MESSAGE * len(dialogue) > LONG_TEXT
+        prompt = await edge.encode(service.text.chat, dialogue, long, "messages")
         return _offer(edge, http, tenant, arrival, body, [prompt])
 
     @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
@@ -131,13 +158,18 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
         """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
         arrival = service.cluster.clock.now()
         tenant = edge.enter(http)
-        body = schemas.parse(schemas.TextCompletion, await _read(http, service.max_body_bytes))
+        raw = await _read(http, service.max_body_bytes)
+        body = schemas.parse(schemas.TextCompletion, raw, service.most_tokens)
         _check_model(service, body.model)
-        _check_choices(service, body.choices, len(body.prompts), edge.meters.get(tenant.name))
-        long = sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str)) > LONG_TEXT
+        _check_choices(service, body.choices, body.count, edge.meters.get(tenant.name))
+        given = body.prompts(service.most_tokens)
+        sizes = [len(prompt.encode()) if isinstance(prompt, str) else 0 for prompt in given]
+        for at, size in enumerate(sizes):
+            edge.check_text(size, body.where(at))
+        long = sum(sizes) > LONG_TEXT
         prompts = [
-            await _encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
-            for at, prompt in enumerate(body.prompts)
+            await edge.encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
+            for at, prompt in enumerate(given)
         ]
         return _offer(edge, http, tenant, arrival, body, prompts)
 
@@ -201,15 +233,6 @@ async def _read(http: Request, most: int) -> bytes:
         if len(raw) > most:
             raise error
     return bytes(raw)
-
-
-async def _encode(encode: Callable[[Any], Sequence[int]], content: Any, long: bool, param: str) -> tuple[int, ...]:
-    """Token ids, off the event loop where it takes long. Raises ApiError 400 for what the model cannot read."""
-    try:
-        ids = await asyncio.to_thread(encode, content) if long else encode(content)
-    except ValueError as error:
-        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
-    return tuple(ids)
 
 
 def _check_model(service: Service, name: str) -> None:

@@ -188,7 +188,7 @@ class Config(StrictSettings):
     max_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: int = Field(default=4 << 20, ge=1)
+    max_body_bytes: int = Field(default=2 << 20, ge=1)
     drain_seconds: float = Field(default=30.0, ge=0)
     stall_seconds: float = Field(default=30.0, gt=0)
     step_timeout_seconds: float = Field(default=60.0, gt=0)

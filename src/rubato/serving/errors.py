@@ -42,6 +42,17 @@ class ApiError(Exception):
         return Response(self.body(), self.status, dict(self.headers), "application/json")
 
 
+def too_long(most: int, asked: str, param: str) -> ApiError:
+    """The error of what does not fit into a context of `most` tokens."""
+    message = f"This model's context is {most} tokens; you asked for {asked}."
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def no_room(most: int, prompt: str, where: str) -> ApiError:
+    """The error of a prompt, of so many tokens, that fills the context alone."""
+    return too_long(most, f"{prompt} of {where}, which leaves no room for output", where)
+
+
 def from_finished(event: Finished, retry_after: float) -> ApiError:
     """The error of a request that ended in anything but completion. `retry_after`: seconds until room is expected."""
     if event.outcome == "refused" and event.reason.startswith(NEVER):

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from rubato.core.request import Request
 from rubato.serving import request_slo, response_choices, schemas, sse
-from rubato.serving.errors import ApiError
+from rubato.serving.errors import ApiError, no_room, too_long
 from rubato.serving.request_slo import Tier
 from rubato.serving.response import CompletionResponse, RequestIntake
 
@@ -75,14 +75,9 @@ def _room(most: int, prompt: int, body: schemas.ChatCompletion | schemas.TextCom
     if prompt == 0:
         raise ApiError(400, f"{where}: there is no token in it.", param=where, code="invalid_value")
     if prompt >= most:
-        raise _too_long(most, f"{prompt} of {where}, which leaves no room for output", where)
+        raise no_room(most, str(prompt), where)
     if wanted is not None and prompt + wanted > most:
         if name in body.model_fields_set:
-            raise _too_long(most, f"{prompt} of {where} and {wanted} of output ({name})", name)
+            raise too_long(most, f"{prompt} of {where} and {wanted} of output ({name})", name)
         wanted = None  # it is a default, and there is less room
     return wanted or most - prompt
-
-
-def _too_long(most: int, asked: str, param: str) -> ApiError:
-    message = f"This model's context is {most} tokens; you asked for {asked}."
-    return ApiError(400, message, param=param, code="context_length_exceeded")

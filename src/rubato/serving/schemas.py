@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from rubato.core.request import Sampling
-from rubato.serving.errors import ApiError
+from rubato.serving.errors import ApiError, no_room
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -72,6 +72,7 @@ INT64 = 2**63
 MOST_STAGES = 64
 MOST_MESSAGES = 2048  # OpenAI's bound, too
 MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with every known name
+MOST_PARTS = 65_536  # lists, objects and fields of a body: 0.3 us of parsing for each list, 1 us for each field
 LONGEST_NAME = 64  # characters of a name that are compared
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
@@ -81,7 +82,7 @@ TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 Words = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[list[Words], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-# One prompt or several, as `_prompts` reads it: a union's own errors would name each of its kinds.
+# One prompt or several, as `TextCompletion.prompts` reads it: a union's own errors would name each of its kinds.
 PROMPT: dict[str, Any] = {
     **TypeAdapter(Words | Ids | Prompts).json_schema(),
     "title": "Prompt",
@@ -262,31 +263,36 @@ class TextCompletion(Completion):
     def sampling(self, max_tokens: int) -> Sampling:
         return self._sampling(max_tokens, self.logprobs)
 
-    @field_validator("prompt")
-    @classmethod
-    def _prompts(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
-        if value == []:
-            raise ValueError("the list is empty: give at least one prompt, or one token id")
-        if not isinstance(value, list) or not isinstance(value[0], str | list):
-            return (_prompt(value),)
-        _check_alike(value)
-        found = []
-        for at, one in enumerate(value):
-            try:
-                found.append(_prompt(one))
-            except ValueError as error:
-                raise Within((at, *getattr(error, "at", ())), str(error)) from None
-        return tuple(found)
+    @property
+    def several(self) -> bool:
+        """`prompt` is a list of prompts, be it of one."""
+        return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
 
     @property
-    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        """Each of them: text, or token ids."""
-        found: tuple[str | tuple[int, ...], ...] = self.prompt
-        return found
+    def count(self) -> int:
+        """How many prompts there are; none of them is looked at."""
+        return len(self.prompt) if self.several else 1
+
+    def prompts(self, most_tokens: int) -> tuple[str | tuple[int, ...], ...]:
+        """Each of them: text, or token ids. No validator of the field: it may hold more than is ever read, so that its
+        reader checks `count` first.
+
+        most_tokens: of the model's context. Raises ApiError 400 that names the prompt at fault.
+        """
+        if self.prompt == []:
+            raise _wrong(("prompt",), "the list is empty: give at least one prompt, or one token id")
+        given = self.prompt if self.several else [self.prompt]
+        for at, one in enumerate(given):  # ids are counted before they are looked at one by one
+            if isinstance(one, list) and len(one) >= most_tokens:
+                raise no_room(most_tokens, str(len(one)), self.where(at))
+        if not self.several:
+            return (_prompt(self.prompt, ("prompt",)),)
+        _check_alike(given, ("prompt",))
+        return tuple(_prompt(one, ("prompt", at)) for at, one in enumerate(given))
 
     def where(self, prompt: int) -> str:
         """The field that a prompt comes from."""
-        return "prompt" if len(self.prompts) == 1 else param(("prompt", prompt))
+        return "prompt" if self.count == 1 else param(("prompt", prompt))
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -294,42 +300,43 @@ class TextCompletion(Completion):
         return "max_tokens", self.max_tokens
 
 
-class Within(ValueError):
-    """A part of a field's value is at fault, `at` these places in it."""
-
-    def __init__(self, at: tuple[int, ...], message: str) -> None:
-        super().__init__(message)
-        self.at = at
-
-
-def _prompt(value: Any) -> str | tuple[int, ...]:
-    """One prompt."""
+def _prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
+    """One prompt, which stands at `at`."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("give a string that is not empty, or a list of one token id or more")
-    _check_alike(value)
+        raise _wrong(at, "give a string that is not empty, or a list of one token id or more")
+    _check_alike(value, at)
     if type(value[0]) is not int:
-        raise ValueError("give a string, or a list of token ids")
+        raise _wrong(at, "give a string, or a list of token ids")
     if min(value) < 0:
-        raise ValueError(f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
+        raise _wrong(at, f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
     if max(value) >= INT64:
-        raise ValueError("a token id is 2**63 or more: give the ids of the model's own vocabulary")
+        raise _wrong(at, "a token id is 2**63 or more: give the ids of the model's own vocabulary")
     return tuple(value)
 
 
-def _check_alike(values: list[Any]) -> None:
+def _check_alike(values: list[Any], at: tuple[int | str, ...]) -> None:
     kind = type(values[0])
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if type(value) is not kind and kind in KINDS:
-            raise Within((at,), f"this must be {KINDS[kind]}, as the first one is")
+            raise _wrong((*at, index), f"this must be {KINDS[kind]}, as the first one is")
+
+
+def _wrong(at: tuple[int | str, ...], message: str) -> ApiError:
+    where = param(at)
+    return ApiError(400, f"{where}: {message}.", param=where, code="invalid_value")
 
 
 B = TypeVar("B", ChatCompletion, TextCompletion)
 
 
-def parse(schema: type[B], raw: bytes) -> B:
-    """The body as `schema`. Raises ApiError 400 that names the first field at fault."""
+def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
+    """The body as `schema`. most_tokens: of the model's context.
+
+    Raises ApiError 400 that names the first field at fault.
+    """
+    _check_parts(raw, max(MOST_PARTS, most_tokens))
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -338,6 +345,20 @@ def parse(schema: type[B], raw: bytes) -> B:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
     return body
+
+
+def _check_parts(raw: bytes, most: int) -> None:
+    """Raises ApiError 400 for a body that would be parsed for long: parsing holds the event loop, and goes by the
+    number of parts, not of bytes. Those in a string count, too, to be counted in no time: no text of `most` tokens or
+    less has so many of them, but one that is hardly anything else."""
+    parts = sum(map(raw.count, (b":", b"[", b"{")))
+    if parts > most:
+        raise ApiError(
+            400,
+            f"The body has {parts} lists, objects and fields (counted by `[`, `{{` and `:`, those in texts too); this "
+            f"server reads at most {most}.",
+            code="invalid_value",
+        )
 
 
 def _refuse_unsupported(body: Completion) -> None:
@@ -373,7 +394,7 @@ def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
         return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     if not first["loc"]:
         return ApiError(400, "The body must be a JSON object.")
-    path = param(first["loc"] + getattr(first.get("ctx", {}).get("error"), "at", ()))
+    path = param(first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{path}: this field is required.", param=path, code="missing_required_parameter")
