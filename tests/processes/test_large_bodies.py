@@ -1,5 +1,5 @@
 """Bodies that would take long to parse or to tokenize, against a real server: each is answered at once, for little CPU
-time.
+time, and is charged.
 
 What is asserted is the server's CPU time, which holds up its event loop while it is spent there; generously, since it
 depends on the machine. How long /health took meanwhile is printed.
@@ -7,6 +7,7 @@ depends on the machine. How long /health took meanwhile is printed.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -95,4 +96,19 @@ def test_a_body_of_four_mebibytes(server: Server, name: str) -> None:
     spent = _cpu_seconds(server) - before
     print(f"{name}: {spent:.2f} s of CPU time, longest ping {max(pings) * 1e3:.0f} ms")
     assert answer.status_code == status, answer.text[:500]
+    assert int(answer.headers["x-ratelimit-remaining-requests"]) < 20
     assert spent < CPU_SECONDS
+
+
+def test_beyond_its_rate_a_tenants_body_is_not_waited_for(start: Start) -> None:
+    """The answer comes before any of the body has been sent."""
+    server = start(tenants={"a": {"keys": ["sk-a"], "requests_per_minute": 1}})
+    assert _post(server, TEXT, b"{").status_code == 400
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-a\r\nContent-Length: 1000\r\n\r\n"
+        )
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 429 ")
+    value = server.metrics()
+    assert value("rubato_requests_offered_total") == value("rubato_requests_finished_total") == 1

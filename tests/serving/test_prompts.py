@@ -159,9 +159,14 @@ def test_a_limit_counts_every_prompt(edge: Runs) -> None:
         assert answer.headers["x-ratelimit-remaining-requests"] == "1"
         assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - 6 - 6 * 5)
         over = await at.complete(headers=key("a"), prompt=WORDS[:2])
-        assert (over.status_code, over.headers["retry-after"]) == (429, "15")  # the second of four a minute
+        assert (over.status_code, over.headers["retry-after"]) == (429, "30")  # two of four a minute
         assert ended(at)[-2:] == ["refused"] * 2  # both: all pass, or none
-        assert (await at.complete(headers=key("a"))).status_code == 200
+        assert over.headers["x-ratelimit-remaining-requests"] == "0"  # of the two it was charged the first
+        await at.clock.sleep_until(at.clock.now() + 30, 0)
+        assert (await at.complete(headers=key("a"), prompt=WORDS[:2], max_tokens=5)).status_code == 200
+        await at.clock.sleep_until(at.clock.now() + 60, 0)  # more than the bucket holds passes when it is full
+        assert (await at.complete(headers=key("a"), prompt=[*WORDS, *WORDS], max_tokens=5)).status_code == 200
+        assert (await at.complete(headers=key("a"))).headers["retry-after"] == "45"
         first = asyncio.create_task(at.complete(headers=key("t"), prompt=["x" * 10] * 2, max_tokens=15))
         await at.clock.sleep_until(at.clock.now() + STEP / 2, 0)  # 50 of 100 are taken
         assert (await at.complete(headers=key("t"), prompt=["x" * 20] * 2, max_tokens=6)).status_code == 429

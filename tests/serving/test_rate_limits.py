@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -102,7 +102,7 @@ def test_choices_of_one_request_pass_together_and_count_as_one(edge: Runs) -> No
         assert [a.status_code for a in answers] == [200, 429]
         assert answers[0].headers["x-ratelimit-remaining-tokens"] == str(100 - 10 - 3 * 5)
         ends = [e for e in at.events if isinstance(e, Finished)]
-        assert [e.outcome for e in ends] == ["completed"] * 3 + ["refused"] * 3
+        assert [e.outcome for e in ends] == ["completed"] * 3 + ["refused"]  # whose `n` was not read
         flight = await asyncio.gather(*(at.complete(headers=key("b"), n=2) for _ in range(3)))
         assert sorted(a.status_code for a in flight) == [200, 200, 429]
 
@@ -135,11 +135,11 @@ def test_errors_say_what_is_left_too(edge: Runs) -> None:
         ]
         assert [a.status_code for a in answers] == [400, 400, 404, 413, 200, 400]
         left = [a.headers["x-ratelimit-remaining-requests"] for a in answers]
-        assert left == ["2", "2", "2", "2", "1", "1"]
+        assert left == ["5", "4", "3", "2", "1", "0"]
         other = await at.complete(headers=key("b"), max_tokens=-1)
         assert not any(name.startswith("x-ratelimit") for name in other.headers)
 
-    edge(scenario, tenants=[tenant("a", requests_per_minute=2), tenant("b")], max_body_bytes=4096)
+    edge(scenario, tenants=[tenant("a", requests_per_minute=6), tenant("b")], max_body_bytes=4096)
 
 
 def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(edge: Runs) -> None:
@@ -165,10 +165,38 @@ def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(edge: Runs) 
     edge(scenario, tenants=[tenant("a", requests_per_minute=3)])
 
 
-def test_bad_input_costs_nothing(edge: Runs) -> None:
+def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read(edge: Runs) -> None:
+    read: list[str] = []
+
+    async def body(name: str, content: bytes) -> AsyncIterator[bytes]:
+        read.append(name)
+        yield content
+
     async def scenario(at: Edge) -> None:
-        for _ in range(3):
-            assert (await at.complete(headers=key("a"), max_tokens=-1)).status_code == 400
+        async def post(name: str, content: bytes, **headers: str) -> tuple[int, str]:
+            answer = await at.http.post("/v1/completions", content=body(name, content), headers=headers)
+            return answer.status_code, answer.headers.get("x-ratelimit-remaining-requests", "")
+
+        assert await post("no key", b"{") == (401, "")
+        assert await post("another's key", b"{", **key("z")) == (401, "")
+        assert await post("first", b"{", **key("a")) == (400, "1")
+        assert await post("second", b'{"model": "simulated", "prompt": []}', **key("a")) == (400, "0")
+        assert await post("third", b"{", **key("a")) == (429, "0")
+        assert read == ["first", "second"]
+        value = await scrape(at)
+        assert value("rubato_requests_offered_total", tenant="a", tier="default") == 1  # neither 400 was a request
+        assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 1
+        assert [type(e) for e in at.events] == [Offered, Finished]
+        await at.clock.sleep_until(at.clock.now() + 30, 0)
         assert (await at.complete(headers=key("a"))).status_code == 200
 
-    edge(scenario, tenants=[tenant("a", requests_per_minute=1)])
+    edge(scenario, tenants=[tenant("a", requests_per_minute=2)])
+
+
+def test_what_is_refused_for_its_tokens_was_a_request_all_the_same(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        answers = [await at.complete(headers=key("a"), prompt="x" * 10, max_tokens=m) for m in (90, 90, 90)]
+        assert [a.status_code for a in answers] == [200, 429, 429]
+        assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["2", "1", "0"]
+
+    edge(scenario, tenants=[tenant("a", requests_per_minute=3, tokens_per_minute=100)])

@@ -18,9 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
-from rubato.serving.errors import ApiError, no_room
+from rubato.serving.errors import ApiError, from_finished, no_room
 from rubato.serving.metrics import Metrics
-from rubato.serving.rate_limits import OfferedEvents, TenantGate, TenantUsage
+from rubato.serving.rate_limits import RATE, OfferedEvents, TenantGate, TenantUsage
 from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Tenant, Tenants
 
@@ -95,10 +95,15 @@ class _Edge:
         self.longest = service.text.longest
         self._tokenizing = asyncio.Semaphore(TOKENIZING)
 
-    def enter(self, http: Request) -> Tenant:
-        """Whose request this is; from here on also its errors carry what is left to that tenant."""
+    def enter(self, http: Request, arrival: float, *, chat: bool) -> Tenant:
+        """Whose request this is, charged before its body is read; from here on also its errors carry what is left to
+        that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
         tenant = self.tenants.of(http.headers)
-        http.state.meter = self.meters.get(tenant.name)
+        http.state.meter = meter = self.meters.get(tenant.name)
+        if meter is not None and (wait := meter.enter(arrival)):
+            tier = self.tenants.tiers(tenant).resolve(None)
+            request = intake.unread(chat=chat, arrival=arrival, tenant=tenant.name, tier=tier)
+            raise from_finished(self.books.refuse(request, RATE), wait)
         return tenant
 
     async def encode(
@@ -141,7 +146,7 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         arrival = service.cluster.clock.now()
-        tenant = edge.enter(http)
+        tenant = edge.enter(http, arrival, chat=True)
         raw = await _read(http, service.max_body_bytes)
         body = schemas.parse(schemas.ChatCompletion, raw, service.most_tokens)
         _check_model(service, body.model)
@@ -157,7 +162,7 @@ def _add_completions(app: FastAPI, edge: _Edge) -> None:
     async def completion(http: Request) -> Response:
         """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
         arrival = service.cluster.clock.now()
-        tenant = edge.enter(http)
+        tenant = edge.enter(http, arrival, chat=False)
         raw = await _read(http, service.max_body_bytes)
         body = schemas.parse(schemas.TextCompletion, raw, service.most_tokens)
         _check_model(service, body.model)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from uuid import uuid4
 
-from rubato.core.request import Request
+from rubato.core.request import Request, Stage
 from rubato.serving import request_slo, response_choices, schemas, sse
 from rubato.serving.errors import ApiError, no_room, too_long
 from rubato.serving.request_slo import Tier
@@ -28,8 +28,7 @@ def requests(
     most_tokens: prompt + output of a request.
     Raises ApiError 400 that names what cannot be had.
     """
-    chat = isinstance(body, schemas.ChatCompletion)
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+    id = _new_id(chat=isinstance(body, schemas.ChatCompletion))
     offers = [
         Request(
             id=id,
@@ -43,6 +42,16 @@ def requests(
         for at, prompt in enumerate(prompts)
     ]
     return response_choices.spread(offers, body.choices)
+
+
+def unread(*, chat: bool, arrival: float, tenant: str, tier: Tier) -> Request:
+    """What stands for an API request whose body is not read: one request, of the least prompt that there is."""
+    stages = (Stage(1, tier.slo),)
+    return Request(id=_new_id(chat=chat), stages=stages, arrival=arrival, tier=tier.name, tenant=tenant)
+
+
+def _new_id(*, chat: bool) -> str:
+    return f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
 
 
 def answer(

@@ -2,6 +2,9 @@
 
 A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
 `OfferedEvents` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.
+
+An API request is charged one request as soon as its key is known, whatever its body turns out to be: reading a body
+costs time, too. Prompts beyond the first, and tokens, are charged when they are known (`TenantGate`).
 """
 
 from __future__ import annotations
@@ -60,15 +63,28 @@ class TenantUsage:
         self.max_in_flight = quota.max_in_flight or inf
         self.in_flight = 0
 
-    def refusal(self, requests: int, tokens: int, now: float) -> tuple[str, float] | None:
-        """Why so many requests of so many tokens together may not pass now, and the seconds until they might (0: not
-        known)."""
-        wait = 0.0 if self.requests is None else self.requests.wait(requests, now)
-        if self.tokens is not None:
-            wait = max(wait, self.tokens.wait(tokens, now))
+    def enter(self, now: float) -> float:
+        """Charge one API request; 0, or the seconds until it may come, and then nothing is charged."""
+        wait = 0.0 if self.requests is None else self.requests.wait(1, now)
+        if self.requests is not None and not wait:
+            self.requests.take(1, now)
+        return wait
+
+    def charge(self, prompts: int, tokens: int, now: float) -> tuple[str, float] | None:
+        """Charge the prompts of an API request that has entered, all of them or no further one; tokens: that it may
+        use, which are charged choice by choice. Why it may not pass now, and the seconds until it might come again
+        (0: not known)."""
+        wait = 0.0 if self.tokens is None else self.tokens.wait(tokens, now)
+        short = False
+        if self.requests is not None and prompts > 1:
+            self.requests.take(-1, now)  # the first is paid: together they may cost more than the bucket holds
+            short = self.requests.wait(prompts, now) > 0.0
+            self.requests.take(1 if short or wait else prompts, now)
+        if self.requests is not None and (short or wait):
+            wait = max(wait, self.requests.wait(prompts, now))
         if wait > 0:
             return RATE, wait
-        return (AT_ONCE, 0.0) if self.in_flight + requests > self.max_in_flight else None
+        return (AT_ONCE, 0.0) if self.in_flight + prompts > self.max_in_flight else None
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""
@@ -101,22 +117,24 @@ class OfferedEvents:
         """Every event from now on, in order, on the event loop."""
         self._listeners.add(listener)
 
-    def refuse(self, request: Request, reason: str, listener: Listener | None) -> None:
-        """Offered, and ended at once."""
+    def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
+        """Offered, and ended at once: its end."""
         now = self.cluster.clock.now()
-        verdict = judge(request, [], "refused", self._rule)
-        for event in (Offered(now, request.id, request), Finished(now, request.id, "refused", reason, verdict)):
+        end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._rule))
+        for event in (Offered(now, request.id, request), end):
             if listener is not None:
                 listener(event)
             self._listeners.tell(event)
+        return end
 
 
 class TenantGate:
     """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
     does.
 
-    A prompt counts as a request, whatever its choices. Charged are each prompt, once, and the most that may come out of
-    each choice; what did not come out is given back at the end. requests: all that will be offered.
+    A prompt counts as a request, whatever its choices; the first was charged when the API request came. Charged are
+    each further prompt, once, and the most that may come out of each choice; what did not come out is given back at
+    the end. requests: all that will be offered.
     """
 
     def __init__(self, books: OfferedEvents, meter: TenantUsage, requests: Sequence[Request]) -> None:
@@ -133,9 +151,7 @@ class TenantGate:
         now = self._cluster.clock.now()
         if not self._asked:
             self._asked = True
-            self._refusal = self._meter.refusal(len(self._prompts), self._tokens, now)
-            if self._refusal is None and self._meter.requests is not None:
-                self._meter.requests.take(len(self._prompts), now)
+            self._refusal = self._meter.charge(len(self._prompts), self._tokens, now)
         if self._refusal is not None:
             self._books.refuse(request, self._refusal[0], listener)
             return
