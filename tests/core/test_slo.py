@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.core.request import LEAST, LEAST_MS, MOST, MOST_MS, SLO, Request, Sampling, Stage
 from rubato.core.slo import RULES, StageTimes, judge
 from tests.doubles import request
 
@@ -85,10 +85,15 @@ def test_looser_slos_never_turn_met_into_missed(gaps: list[float], ttft: float, 
             assert judge(loose, [StageTimes(0.0, times)], rule=rule).met
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-def test_an_absurd_slo_is_named(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"slo\.tpot"):
-        SLO(tpot=bad)
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), 1e-303, 0.99e-6, 1.01e6, 1.7e305])
+@pytest.mark.parametrize("name", ["ttft", "tpot", "e2e"])
+def test_an_absurd_slo_is_named(name: str, bad: float) -> None:
+    with pytest.raises(ValueError, match=rf"slo\.{name} is .*: give 1e-06 to 1e\+06 seconds, or none"):
+        SLO(**{name: bad})
+
+
+def test_the_bounds_are_allowed_and_the_same_in_milliseconds() -> None:
+    assert SLO(LEAST, LEAST, MOST) == SLO(LEAST_MS / 1e3, LEAST_MS / 1e3, MOST_MS / 1e3)
 
 
 def test_the_time_of_a_tool_is_in_no_slo() -> None:

@@ -75,6 +75,8 @@ def test_defaults_and_short_forms() -> None:
         ({"max_body_bytes": 0}, ["max_body_bytes"]),
         ({"tiers": {"a": {"ttft": 1}}}, ["tiers.a.ttft", "'ttft_ms'"]),
         ({"tiers": {"a": {"ttft_ms": 0}}}, ["tiers.a.ttft_ms", "got 0"]),
+        ({"tiers": {"a": {"tpot_ms": 0.0009}}}, ["tiers.a.tpot_ms", "equal to 0.001"]),
+        ({"tiers": {"a": {"e2e_ms": 1.7e308}}}, ["tiers.a.e2e_ms", "equal to 1000000000", "got 1.7e+308"]),
         ({"tiers": {"a": {"on_decline": "refused"}}}, ["tiers.a.on_decline", "'refuse'"]),
         ({"tiers": {"a": 5}}, ["tiers.a"]),
         ({"tiers": {"über fast": {}}}, ["tiers", "über fast", "letters"]),

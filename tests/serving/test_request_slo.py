@@ -69,12 +69,15 @@ def test_stages_say_what_ends_them(given: list[dict[str, Any]], param: str) -> N
     assert (error.value.status, error.value.param) == (400, param)
 
 
-@pytest.mark.parametrize("text", ["soon", "", "-1", "0", "nan", "inf", "1e400", "5ms"])
+@pytest.mark.parametrize(
+    "text", ["soon", "", "-1", "0", "nan", "inf", "1e400", "5ms", "0.0009", "1e-300", "1000000001", "1e300"]
+)
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms", "x-llm-d-slo-ttft-ms"])
 def test_a_header_that_is_no_time_is_named(name: str, text: str) -> None:
     with pytest.raises(ApiError) as error:
         stages(PROMPT, {name: text}, None, TIERS.default)
     assert (error.value.status, error.value.param) == (400, name)
+    assert str(error.value) == f"{name}: {text!r} is no number of milliseconds from 0.001 to 1e+09."
 
 
 def test_openai_tiers_are_always_known_and_others_are_not() -> None:

@@ -324,6 +324,7 @@ def test_a_failing_policy_is_reported_once_a_minute(model: Path, caplog: Any, mo
     ("extra", "words"),
     [
         ({"slo_ttft_ms": -1}, "slo_ttft_ms is -1"),
+        ({"slo_e2e_ms": 1e300}, "slo_e2e_ms is 1e+300: give 0.001 to 1e+09 milliseconds"),
         ({"slo_tpot_ms": "soon"}, "slo_tpot_ms is 'soon'"),
         ({"slo_ttft": 100}, "unknown key 'slo_ttft'"),
         ({"slo_on_decline": "never"}, "give best_effort or refuse"),

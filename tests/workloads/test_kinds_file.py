@@ -60,6 +60,8 @@ kinds:
         ("share: 6", "shares: 6", "kinds.0.shares"),
         ("ttft_ms: 1000", "ttft: 1000", "tiers.chat.ttft"),
         ("ttft_ms: 1000", "ttft_ms: -1", "tiers.chat.ttft_ms"),
+        ("ttft_ms: 1000", "ttft_ms: 0.0009", "tiers.chat.ttft_ms: .* greater than or equal to 0.001"),
+        ("ttft_ms: 1000", "ttft_ms: 1.7e+308", "tiers.chat.ttft_ms: .* less than or equal to 1000000000"),
         ("[400, 900]", "[900, 400]", r"prompt is \(900, 400\) tokens"),
         ("prompt: 200", "prompt: {mean: 200}", r"'code': prompt should be {mean, std, p99}"),
         ("prompt: 200", "prompt: {mean: 200, p99: 90}", "no log-normal has mean 200"),

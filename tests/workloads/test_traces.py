@@ -107,6 +107,7 @@ def test_mooncakes_blocks_are_kept(tmp_path):
         ("at,prompt_tokens,output_tokens\nnan,5,5\n", "line 2: at is 'nan': expected a time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "line 2: TIMESTAMP is 'yesterday'"),
         ("t_s,input_tokens,output_tokens,slo_ratio\n0,5,5,0\n", "line 2: slo_ratio is '0': expected 1.2"),
+        ("t_s,input_tokens,output_tokens,slo_ratio\n0,5,5,-1e300\n", r"slo_ratio is '-1e300': .* from 0.001 to 1e\+09"),
         ('{"timestamp":0,"input_length":700,"output_length":5,"hash_ids":[1]}\n', "line 1: hash_ids .* expected 2"),
         ('{"timestamp":0,"input_length":70.5,"output_length":5}\n', "line 1: input_length is 70.5"),
         ("at,prompt_tokens,output_tokens\n", "holds no requests"),

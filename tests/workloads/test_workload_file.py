@@ -213,6 +213,7 @@ def without(row, field):
         (3, [HEADER, ROW, ROW], "id is 'a', which an earlier line has"),
         (3, [HEADER, ROW, ROW | {"id": "b", "at": 0.1}], "at is 0.1 s, before the line above"),
         (2, [HEADER, ROW | {"slo": {"ttft": 0}}], "slo slo.ttft is 0"),
+        (2, [HEADER, ROW | {"slo": {"e2e": 1e300}}], r"slo slo.e2e is 1e\+300 s: give 1e-06 to 1e\+06 seconds"),
         (2, [HEADER, ROW | {"slo": 3}], "slo is 3: give ttft"),
         (2, [HEADER, ROW | {"blocks": [1, 2]}], "blocks has 2 ids for 3 prompt tokens"),
         (2, [HEADER, ROW | {"blocks": [-1]}], "blocks should be a list of whole numbers"),

@@ -12,13 +12,19 @@ from typing import Any, Literal
 
 # --------------------------------------------------------------------------- what a client asks for
 
+# Seconds that an SLO may ask for, and the same in milliseconds, as clients and operators write them. Below the least a
+# time vanishes in a wall clock's own rounding; with the most, products with numbers of tokens and of batches, which
+# policies work with, stay far from infinity, where a difference of two of them would be no number at all.
+LEAST, MOST = 1e-6, 1e6
+LEAST_MS, MOST_MS = 1e-3, 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What one stage of a request asks for, in seconds; None = no bound, all None = best effort.
+    """What one stage of a request asks for, in seconds from `LEAST` to `MOST`; None = no bound, all None = best effort.
 
     ttft: first output token within this of the stage's start. tpot: seconds per output token after the first.
-    e2e: last token within this of the request's arrival.
+    e2e: last token within this of the request's arrival. Raises ValueError for a time beyond these.
     """
 
     ttft: float | None = None
@@ -28,8 +34,8 @@ class SLO:
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "e2e"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
-                raise ValueError(f"slo.{name} is {value!r} s: give a positive, finite number of seconds, or none")
+            if value is not None and not LEAST <= value <= MOST:
+                raise ValueError(f"slo.{name} is {value!r} s: give {LEAST:g} to {MOST:g} seconds, or none")
 
     @property
     def best_effort(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rubato.core.request import SLO, OnDecline
+from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline
 
 
 class StrictSettings(BaseModel):
@@ -16,9 +16,9 @@ class StrictSettings(BaseModel):
 class TierSettings(StrictSettings):
     """An SLO in milliseconds, and what becomes of a request whose SLO cannot be met."""
 
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
+    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     on_decline: OnDecline = "best_effort"
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from rubato.core.request import LEAST_MS, MOST_MS
 from rubato.serving import schemas
 from rubato.serving.request_slo import HEADERS
 
@@ -87,7 +88,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
 
 
 def _slo_headers() -> list[dict[str, Any]]:
-    schema = {"type": "number", "exclusiveMinimum": 0}
+    schema = {"type": "number", "minimum": LEAST_MS, "maximum": MOST_MS}
     return [
         {"name": name, "in": "header", "required": False, "schema": schema, "description": f"{dimension}, milliseconds"}
         for dimension, names in HEADERS.items()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
 
-from rubato.core.request import SLO, OnDecline, Stage
+from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
 from rubato.serving.errors import ApiError
 from rubato.serving.schemas import LONGEST_NAME, SLOBody, StageBody
 
@@ -124,7 +124,7 @@ class TenantTiers:
 
 
 def from_headers(headers: Mapping[str, str]) -> dict[str, float]:
-    """Dimension -> seconds, of those that headers state. Raises ApiError 400 naming a header that is no number."""
+    """Dimension -> seconds, of those that headers state. Raises ApiError 400 naming a header that is no such number."""
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
@@ -137,17 +137,17 @@ def from_headers(headers: Mapping[str, str]) -> dict[str, float]:
 
 def _seconds(name: str, text: str) -> float:
     try:
-        seconds = float(text) / 1e3
+        milliseconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0.0 < seconds < float("inf"):
+        milliseconds = 0.0
+    if not LEAST_MS <= milliseconds <= MOST_MS:
         raise ApiError(
             400,
-            f"{name}: {text[:40]!r} is not a positive, finite number of milliseconds.",
+            f"{name}: {text[:40]!r} is no number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}.",
             param=name,
             code="invalid_value",
         )
-    return seconds
+    return milliseconds / 1e3
 
 
 def stages(prompt: tuple[int, ...], headers: Mapping[str, str], body: SLOBody | None, tier: Tier) -> tuple[Stage, ...]:

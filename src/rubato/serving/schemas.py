@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from rubato.core.request import Sampling
+from rubato.core.request import LEAST_MS, MOST_MS, Sampling
 from rubato.serving.errors import ApiError, no_room
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
@@ -75,7 +75,6 @@ MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with eve
 MOST_PARTS = 65_536  # lists, objects and fields of a body: 0.3 us of parsing for each list, 1 us for each field
 LONGEST_NAME = 64  # characters of a name that are compared
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
-LEAST_MS = 1e-6  # below it, what a client states in ms can vanish in seconds
 
 
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
@@ -108,8 +107,8 @@ class SLODimensions(Body):
             raise ValueError(f"{len(value)} fields given: it has {', '.join(cls.model_fields)}")
         return value
 
-    ttft_ms: float | None = Field(default=None, ge=LEAST_MS)
-    tpot_ms: float | None = Field(default=None, ge=LEAST_MS)
+    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
 
 
 class StageBody(SLODimensions):
@@ -117,7 +116,7 @@ class StageBody(SLODimensions):
 
 
 class SLOBody(SLODimensions):
-    e2e_ms: float | None = Field(default=None, ge=LEAST_MS)
+    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MOST_STAGES, fail_fast=True)
     on_decline: Literal["best_effort", "refuse"] | None = None
 

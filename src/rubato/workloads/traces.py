@@ -33,7 +33,7 @@ import orjson
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.json_lines import json_object
-from rubato.core.request import SLO
+from rubato.core.request import LEAST_MS, MOST_MS, SLO
 from rubato.workloads.arrivals import Process, Replay
 from rubato.workloads.generate import Prefill, SLOAssignment
 from rubato.workloads.prompts import Count, with_texts
@@ -163,7 +163,8 @@ def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | Non
     output = field(layout.output, _whole, "a whole number of tokens, 0 or more", lambda n: n >= 0)
     tpot = slowdown = None
     if row.get("slo_ratio") not in (None, ""):
-        ratio = field("slo_ratio", float, "1.2 (x unloaded) or -50 (ms)", lambda x: x != 0 and math.isfinite(x))
+        wanted = f"1.2 (x unloaded) or -50 (ms, from {LEAST_MS:g} to {MOST_MS:g})"
+        ratio = field("slo_ratio", float, wanted, lambda x: 0.0 < x < math.inf or LEAST_MS <= -x <= MOST_MS)
         tpot, slowdown = (None, ratio) if ratio > 0 else (-ratio / 1e3, None)
     blocks: tuple[int, ...] = ()
     if row.get("hash_ids"):

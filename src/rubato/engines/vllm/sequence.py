@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, cast
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
+from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
 from rubato.core.sequence import Seq as Books
 
 PREFIX = "slo_"
@@ -50,12 +49,12 @@ def _seconds(key: str, value: object) -> float | None:
     if value is None:
         return None
     try:
-        seconds = float(cast(Any, value)) / 1e3
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0.0 < seconds < inf:
-        raise ValueError(f"vllm_xargs: {key} is {value!r}: give a positive, finite number of milliseconds")
-    return seconds
+        milliseconds = float(cast(Any, value))
+    except (TypeError, ValueError, OverflowError):
+        milliseconds = 0.0
+    if not LEAST_MS <= milliseconds <= MOST_MS:
+        raise ValueError(f"vllm_xargs: {key} is {value!r:.80}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
+    return milliseconds / 1e3
 
 
 def _on_decline(value: object) -> OnDecline:
