@@ -18,10 +18,11 @@ from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.interfaces import Assigner, View
 from rubato.core.kv_blocks import blocks_for
 from rubato.core.plan import Limits, Plan
-from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.core.request import LEAST, MOST, SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter, Link
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -41,13 +42,17 @@ class Load:
     pauses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
+USUAL = st.sampled_from(
+    [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
+)
+TIMES = st.sampled_from([None, LEAST, 1e-3, 0.05, 1.0, 1e3, MOST])
+EXTREME = st.builds(SLO, TIMES, TIMES, TIMES)
+
+
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn, slos: st.SearchStrategy[SLO] = USUAL) -> Load:
     """Few distinct times and sizes (ties), KV of 1 to 2 times the largest request (scarcity), prompts that begin alike
     (shared KV), siblings of one group, tools that take time."""
-    slos = st.sampled_from(
-        [SLO(), SLO(ttft=0.05), SLO(ttft=0.2, tpot=0.02), SLO(ttft=1.0, tpot=0.05), SLO(tpot=0.03), SLO(e2e=0.5)]
-    )
     prefix_cache = draw(st.booleans())
     requests: list[Request] = []
     truth: dict[str, tuple[int, ...]] = {}
@@ -96,6 +101,13 @@ def loads(draw: st.DrawFn) -> Load:
         max_running=draw(st.sampled_from([None, None, 1, 3])),
     )
     return Load(tuple(requests), truth, limits, prefix_cache, pauses)
+
+
+def shared(load: Load) -> Load:
+    """The same of two tenants, groups and lone requests in turn."""
+    groups = list({r.group or r.id: None for r in load.requests})
+    tenants = {group: "ab"[i % 2] for i, group in enumerate(groups)}
+    return replace(load, requests=tuple(replace(r, tenant=tenants[r.group or r.id]) for r in load.requests))
 
 
 def instant(load: Load) -> Load:
@@ -192,6 +204,9 @@ def divides(router: str) -> bool:
     return isinstance(made, Assigner) and bool(made.roles(["r0", "r1"]))
 
 
+LONE = [router for router in ROUTERS if not divides(router)]  # in front of any scheduler
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @few
 @given(load=loads(), replicas=st.integers(1, 3))
@@ -207,6 +222,17 @@ def test_routers_place_everything(router: str, load: Load, replicas: int) -> Non
 def test_routers_place_everything_with_prefill_and_decode_apart(router: str, load: Load, replicas: int) -> None:
     ratio = {"prefill": 1, "decode": 2}
     events = run(load, "distserve", router=router, router_settings=ratio, replicas=replicas)
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+
+
+@pytest.mark.parametrize(("policy", "router"), [*((s, "auto") for s in SCHEDULERS), *(("vllm", r) for r in LONE)])
+@few
+@given(load=loads(EXTREME), fair=st.booleans())
+def test_no_slo_that_may_be_asked_for_fails_a_request(policy: str, router: str, load: Load, fair: bool) -> None:
+    """From the shortest times to the longest, beside each other: none overflows or vanishes in what a policy works out
+    from it. That `run` sees no request fail is the test."""
+    changes = {"router": router, "replicas": 2} if router != "auto" else {}
+    events = run(shared(load), policy, fair=FairShare if fair else None, **changes)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
