@@ -223,6 +223,46 @@ def test_what_cannot_be_built(tree: dict[str, Any], says: list[str]) -> None:
         assert word in str(error.value)
 
 
+NOT_FINITE = [
+    ("policy", "{name: edf, safety_margin: .nan}", "'edf': setting safety_margin is nan"),
+    ("router", "{name: polyserve, tiers: [0.02, .nan]}", r"'polyserve': setting tiers is \[0.02, nan\]"),
+    ("policy", "{name: slos_serve, tier_values: {interactive: .inf}}", "'slos_serve': setting tier_values is {'inter"),
+    ("router", "{name: sa, temperature: .inf}", "'sa': setting temperature is inf"),
+    ("latency", "{kind: affine, k: [.nan, 0.0]}", r"'affine': setting k is \[nan, 0.0\]"),
+    ("latency", "{kind: table, seconds: [[.inf, 1.0], [1.0, 1.0]]}", "'table': setting seconds"),
+    ("lengths", "{kind: running_mean, least: .nan}", "'running_mean': setting least is nan"),
+    ("engine", "{kind: simulated, noise: .nan}", "'simulated': setting noise is nan"),
+    ("engine", "{kind: simulated, link: {latency: .nan}}", "engine.link: setting latency is nan"),
+    ("engine", "{kind: simulated, link: {bandwidth: .nan}}", "engine.link: setting bandwidth is nan"),
+    ("engine", "{kind: simulated, drafter: {alpha: 0.5, spread: .nan}}", "engine.drafter: drafter: setting spread"),
+    ("engine", "{kind: simulated, drafter: {alpha: 0.5, certainty: .nan}}", "engine.drafter: drafter: setting cert"),
+    ("tiers", "{a: {ttft_ms: .nan}}", "tiers.a.ttft_ms: Input should be a finite number"),
+    ("tenants", "{a: {keys: [k], weight: .inf}}", "tenants.a.weight: Input should be a finite number"),
+    ("fair_share", "{window: .inf}", "fair_share.window"),
+]
+
+
+@pytest.mark.parametrize(("part", "text", "says"), NOT_FINITE)
+@pytest.mark.parametrize("how", ["file", "override"])
+def test_what_is_no_finite_number_is_refused(tmp_path: Path, how: str, part: str, text: str, says: str) -> None:
+    path = tmp_path / "rubato.yaml"
+    path.write_text("engine: {kind: simulated}\ntenants: {t: {keys: [k]}}\ntiers: {interactive: {}}\n")
+    overrides = [f"{part}={text}"]
+    if how == "file":
+        kept = [line for line in path.read_text().splitlines() if not line.startswith(part)]
+        path.write_text("\n".join([*kept, f"{part}: {text}"]))
+        overrides = []
+    with pytest.raises((ConfigError, PolicyError), match=says):
+        build(load(path, overrides), VirtualClock())
+
+
+def test_a_number_may_be_infinite_where_it_is_by_default() -> None:
+    build(
+        load({}, ["engine={kind: simulated, link: {bandwidth: .inf}, drafter: {certainty: .inf, alpha: 0.5}}"]),
+        VirtualClock(),
+    )
+
+
 class Drafter:
     """Lacks what a drafter must have: `engine.drafter: tests.serving.test_config` finds it here."""
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from rubato.core.did_you_mean import nearest
+from rubato.core.finite_settings import check_finite
 from rubato.core.former_names import by_present_names
 from rubato.core.interfaces import Router, Scheduler
 
@@ -143,6 +144,7 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
                 f"policy {name!r}: setting {key} is {value!r}; give a {_kind(known[key])}, like {known[key]!r}"
             )
     try:
+        check_finite(settings, cls)
         return cls(**settings)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {name!r}: {error}") from error

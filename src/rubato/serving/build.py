@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
+from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
@@ -243,6 +244,7 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
         if key not in inspect.signature(cls).parameters:
             raise ConfigError(f"{what} has no setting {key!r}{nearest(key, known)}")
     try:
+        check_finite(settings, cls)
         return cls(**settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from error

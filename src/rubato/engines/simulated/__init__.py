@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rubato.core.clock import COMPLETION, Clock
 from rubato.core.did_you_mean import nearest
+from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import KV, LatencyModel
 from rubato.core.plan import Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
 from rubato.core.request import Request
@@ -86,6 +87,7 @@ def drafter(name: str | None, **acceptance: Any) -> Drafter:
     for setting in acceptance:
         if setting not in known:
             raise ValueError(f"{said} has no setting {setting!r}{nearest(setting, known)}")
+    check_finite(acceptance, Acceptance, f"{said}: ")
     try:
         return Drafter(Acceptance(**acceptance), None if name is None else profiles.load(name).model())
     except TypeError as error:

@@ -1,0 +1,31 @@
+"""Settings that must be numbers: neither NaN nor, where that has no meaning, infinite."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def check_finite(settings: Mapping[str, Any], takes: Callable[..., Any], where: str = "") -> None:
+    """Raises ValueError for a setting that is, or has in a list or a mapping, no finite number. takes: what is called
+    with them; an infinite number is allowed where that is its default. where: how the message begins."""
+    parameters = inspect.signature(takes).parameters
+    for name, value in settings.items():
+        usual = parameters[name].default if name in parameters else None
+        for number in _numbers(value):
+            if not abs(number) <= sys.float_info.max and number != usual:
+                raise ValueError(f"{where}setting {name} is {value!r:.80}: give finite numbers only")
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _numbers(key)
+            yield from _numbers(below)
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _numbers(below)
