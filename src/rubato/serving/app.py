@@ -199,7 +199,9 @@ def _add_models(app: FastAPI, edge: _Edge) -> None:
 def _add_operations(app: FastAPI, edge: _Edge) -> None:
     service = edge.service
 
+    @app.head("/ready", responses=openapi.errors(503))
     @app.get("/ready", responses=openapi.errors(503))
+    @app.head("/health", responses=openapi.errors(503))
     @app.get("/health", responses=openapi.errors(503))
     async def health() -> Response:
         """200 while requests are taken, else 503: of a server that drains, and of one without a replica."""
