@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -86,10 +87,13 @@ Start = Callable[..., Server]
 
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[Start]:
-    """start(**config): a server with the simulated engine on the wall clock, unless told otherwise."""
+    """start(**config): a server with the simulated engine on the wall clock, unless told otherwise. descriptors: the
+    most files that its process may have open."""
     with contextlib.ExitStack() as stack:
 
-        def start(*, wait: bool = True, stderr: int = subprocess.STDOUT, **config: Any) -> Server:
+        def start(
+            *, wait: bool = True, stderr: int = subprocess.STDOUT, descriptors: int | None = None, **config: Any
+        ) -> Server:
             here = folder / f"server{len(list(folder.iterdir()))}"
             here.mkdir()
             defaults = {
@@ -107,6 +111,7 @@ def servers(folder: Path) -> Iterator[Start]:
                 stdout=log,
                 stderr=stderr,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
+                preexec_fn=descriptors and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors,) * 2)),
             )
             stack.callback(_kill, process)
             server = Server(process, here)

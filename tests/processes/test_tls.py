@@ -80,6 +80,28 @@ def test_a_client_that_does_not_read_is_cut_off_over_tls_too(start: Start, certi
     assert server.end() == 0
 
 
+@pytest.mark.full
+def test_silent_and_trickling_connections_give_way_to_others(start: Start, certificate: dict[str, str]) -> None:
+    server = start(tls=certificate, max_connections=8)
+    trust = ssl.create_default_context(cafile=certificate["cert"])
+    host, port = server.url.removeprefix("https://").split(":")
+    held = []
+    for number in range(30):
+        connection = socket.create_connection((host, int(port)), timeout=TIMEOUT)
+        if number % 3:  # else not even a handshake
+            connection = trust.wrap_socket(connection, server_hostname="127.0.0.1")
+            connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        held.append(connection)
+    with httpx2.Client(verify=trust, timeout=TIMEOUT) as http:
+        assert http.get(f"{server.url}/health").status_code == 200
+        over = http.post(f"{server.url}/v1/completions", content=b" " * (10 << 20))
+        assert (over.status_code, over.headers["connection"]) == (413, "close")
+    for connection in held:
+        connection.close()
+    assert server.end() == 0
+    assert "Traceback" not in server.log
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

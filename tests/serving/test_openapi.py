@@ -31,6 +31,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
+from rubato.serving.connections import Connections
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.stalled_clients import stall_guard
 from rubato.serving.tenants import Tenants
@@ -57,7 +58,8 @@ async def _run(listening: socket.socket, started: threading.Event, ended: thread
     await cluster.start()
     app = create_app(Service(cluster, engine.text, "simulated", 256, tiers=TIERS, tenants=TENANTS, max_body_bytes=4096))
     found.append(app.openapi())
-    server = uvicorn.Server(uvicorn.Config(app, http=stall_guard(5.0), lifespan="off", ws="none", log_level="critical"))
+    http = stall_guard(5.0, Connections(100))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", ws="none", log_level="critical"))
     task = asyncio.create_task(server.serve(sockets=[listening]))
     started.set()
     await asyncio.to_thread(ended.wait)

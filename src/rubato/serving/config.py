@@ -161,6 +161,7 @@ PARTS: Mapping[str, type[StrictSettings]] = {
 class Config(StrictSettings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound;
     auto: `build.most_in_flight`).
+    max_connections: null = as many as file descriptors allow.
 
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
     prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
@@ -189,6 +190,7 @@ class Config(StrictSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=2 << 20, ge=1)
+    max_connections: int | None = Field(default=None, ge=1)
     drain_seconds: float = Field(default=30.0, ge=0)
     stall_seconds: float = Field(default=30.0, gt=0)
     step_timeout_seconds: float = Field(default=60.0, gt=0)

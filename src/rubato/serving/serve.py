@@ -36,6 +36,7 @@ from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of, most_in_flight
 from rubato.serving.config import Config, ConfigError
+from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
 from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
@@ -60,7 +61,7 @@ def serve(config: Config) -> int:
 async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
-            listening = stack.enter_context(_bind(config.host, config.port))
+            listening = stack.enter_context(_bind(config))
             _check_tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             engines, cluster = build(config, clock)
@@ -102,12 +103,10 @@ def _say(what: str, **fields: object) -> None:
     log.info(what, extra={"fields": fields})
 
 
-async def _until_told(
-    config: Config, app: FastAPI, cluster: Cluster, listening: socket.socket, ending: Shutdown
-) -> int:
+async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: Door, ending: Shutdown) -> int:
     settings = uvicorn.Config(
         app,
-        http=stall_guard(config.stall_seconds),
+        http=stall_guard(config.stall_seconds, listening.connections),
         loop="asyncio",
         lifespan="off",
         ws="none",
@@ -121,6 +120,7 @@ async def _until_told(
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
     http = asyncio.create_task(server.serve(sockets=[listening]))
+    report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
     url = f"{'http' if config.tls is None else 'https'}://{host}:{port}"
     print(f"rubato: serving at {url}", flush=True)
@@ -161,11 +161,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(config: Config) -> Door:
     """A bound socket. Raises ConfigError: before the model is loaded, not after."""
+    host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named asyncio sets TCP_NODELAY; without, the first token comes about 45 ms late at times.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = Door(family, Connections(most_connections(config.max_connections)))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection accepted
     try:

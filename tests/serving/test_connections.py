@@ -1,0 +1,412 @@
+"""One connection's protocol fed with bytes on the virtual clock, and the door that lets connections in: no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from rubato.core.clock import run_virtual
+from rubato.serving import connections
+from rubato.serving.config import ConfigError
+from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
+from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard
+
+STALL = 8.0
+HEAD = b"POST /all HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Says how long the body was; of /early before reading it, of /slow after a minute."""
+    size, more = 0, scope["path"] != "/early"
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    if scope["path"] == "/slow":
+        await asyncio.sleep(60)
+    status = 401 if scope["path"] == "/early" else 200
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(str(size)))]}
+    )
+    await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+class Wire(asyncio.Transport):
+    """What the server did to one connection."""
+
+    def __init__(self) -> None:
+        self.socket, self.other = socket.socketpair()
+        super().__init__({"socket": self.socket})
+        self.written = b""
+        self.ended = self.reading = self.closed = False
+        self.protocol: Any = None
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.ended = True
+
+    def write(self, data: Any) -> None:
+        assert not self.ended
+        assert not self.closed
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+    abort = close
+
+    async def send(self, data: bytes, times: int = 1, every: float = 0.0) -> int:
+        """How often it could be sent before the connection was closed, or an answer came."""
+        for done in range(times):
+            if self.closed or self.ended or self.written:
+                return done
+            self.protocol.data_received(data)
+            await asyncio.sleep(every)
+        return times
+
+    @property
+    def statuses(self) -> list[int]:
+        return [int(part[:3]) for part in self.written.split(b"HTTP/1.1 ")[1:]]
+
+
+def on_a_wire(scenario: Callable[[Wire], Awaitable[None]]) -> None:
+    async def main() -> None:
+        guard = stall_guard(STALL, Connections(10))
+        config = uvicorn.Config(app, http=guard, lifespan="off", ws="none", log_config=None)
+        wire = Wire()
+        wire.protocol = guard(config, ServerState(), {}, asyncio.get_running_loop())  # type: ignore[call-arg]
+        wire.protocol.connection_made(wire)
+        try:
+            await scenario(wire)
+        finally:
+            wire.close()
+            await asyncio.sleep(0.001)
+            wire.socket.close()
+            wire.other.close()
+
+    run_virtual(main())
+
+
+# --------------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"GET /", b"a" * 50_000),
+        (b"GET / HTTP/1.1\r\nX: ", b"a" * 50_000),
+        (b"GET / HTTP/1.1\r\nX: ", b" " * 50_000),
+        (b"GET / HTTP/1.1\r\n", b"X-Y: %b\r\n" % (b"a" * 990) * 50),
+        (b"", b"\r\n" * 25_000),
+        (CHUNKED + b"1", b";a=" + b"b" * 50_000),
+        (CHUNKED, b"0" * 50_000),
+        (CHUNKED + b"0\r\n", b"X-Y: %b\r\n" % (b"a" * 990) * 50),
+    ],
+    ids=["url", "value", "blanks", "headers", "line ends", "extension", "zeros", "trailers"],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_more_than_64_kib_beside_the_body_are_refused(begin: bytes, more: bytes, at_once: bool) -> None:
+    async def scenario(wire: Wire) -> None:
+        if at_once:
+            await wire.send(begin + more * 10)
+        else:
+            await wire.send(begin)
+            assert await wire.send(more, times=100) == 2
+        assert wire.statuses == [431]
+        assert wire.ended
+        error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "headers_too_large")
+        assert b"\r\nconnection: close\r\n" in wire.written
+
+    on_a_wire(scenario)
+
+
+def test_a_head_of_almost_64_kib_and_small_ones_pipelined_pass() -> None:
+    async def scenario(wire: Wire) -> None:
+        get = b"GET /all HTTP/1.1\r\nX: "
+        await wire.send(get + b"a" * (MOST_HEAD - PIECE - len(get)) + b"\r\n\r\n")
+        assert wire.statuses == [200]
+        wire.protocol.data_received(b"GET /all HTTP/1.1\r\n\r\n" * 5000)
+        await asyncio.sleep(0.01)
+        assert wire.statuses == [200] * 5001
+
+    on_a_wire(scenario)
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /all HTTP/1.1\r\n\r\n"], ids=["new", "kept"])
+def test_a_trickled_head_has_stall_seconds(first: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        if first:
+            await wire.send(first)
+            assert wire.statuses == [200]
+            wire.written = b""
+        await wire.send(b"GET /all HTTP/1.1\r\nX: ")
+        assert STALL <= await wire.send(b"a", times=100, every=0.5) * 0.5 <= 1.5 * STALL
+        assert wire.statuses == [408]
+        assert wire.closed
+
+    on_a_wire(scenario)
+
+
+def test_a_connection_that_never_says_anything_is_closed_without_a_word() -> None:
+    async def scenario(wire: Wire) -> None:
+        await asyncio.sleep(STALL)
+        assert not wire.closed
+        await asyncio.sleep(STALL / 2)
+        assert (wire.closed, wire.written) == (True, b"")
+
+    on_a_wire(scenario)
+
+
+def test_half_of_the_next_head_does_not_cut_off_a_long_answer() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(b"GET /slow HTTP/1.1\r\n\r\nGET /al")
+        await asyncio.sleep(59)
+        wire.protocol.data_received(b"l HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(2)
+        assert wire.statuses == [200, 200]
+
+    on_a_wire(scenario)
+
+
+# --------------------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize("head", [HEAD + b"Content-Length: 4000000\r\n\r\n", CHUNKED], ids=["declared", "chunked"])
+@pytest.mark.parametrize("rate", [LEAST_RATE * 3 // 4, LEAST_RATE])
+def test_a_body_has_a_least_rate(head: bytes, rate: int) -> None:
+    async def scenario(wire: Wire) -> None:
+        part = b"a" * (rate // 2)
+        if head is CHUNKED:
+            part = b"%x\r\n%b\r\n" % (len(part), part)
+        await wire.send(head)
+        sent = await wire.send(part, times=400, every=0.5)
+        if rate >= LEAST_RATE:
+            assert (sent, wire.written) == (400, b"")
+        else:
+            assert STALL <= sent * 0.5 <= 1.5 * STALL
+            assert (wire.statuses, wire.closed) == ([408], True)
+
+    on_a_wire(scenario)
+
+
+def test_a_body_that_stops_is_cut_off_after_a_fast_beginning() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD + b"Content-Length: 4000000\r\n\r\n" + b"a" * 100_000)
+        await asyncio.sleep(1.6 * STALL)
+        assert (wire.statuses, wire.closed) == ([408], True)
+
+    on_a_wire(scenario)
+
+
+def test_a_body_in_pieces_is_whole() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD + b"Content-Length: 100000\r\n\r\n" + b"a" * 90_000)
+        await wire.send(b"a" * 10_000)
+        assert (wire.statuses, wire.written[-6:], wire.ended) == ([200], b"100000", False)
+
+    on_a_wire(scenario)
+
+
+# --------------------------------------------------------------------------- answers to half a request
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 400000000", b"Transfer-Encoding: chunked"])
+def test_after_an_early_answer_a_bounded_part_of_the_body_is_dropped_and_the_connection_closed(length: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD.replace(b"/all", b"/early") + length + b"\r\n\r\n")
+        assert (wire.statuses, wire.ended, wire.closed) == ([401], True, False)
+        assert b"\r\nconnection: close\r\n" in wire.written
+        block, sent = b"10000\r\n" + b"a" * 65_536 + b"\r\n", 0
+        while not wire.closed:
+            wire.protocol.data_received(block)
+            sent += len(block)
+        assert LINGER_BYTES <= sent <= LINGER_BYTES + 2 * len(block)
+        assert wire.statuses == [401]
+
+    on_a_wire(scenario)
+
+
+def test_after_an_early_answer_a_trickled_body_has_stall_seconds() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 100000\r\n\r\n")
+        for _ in range(int(3 * STALL)):
+            if not wire.closed:
+                wire.protocol.data_received(b"a")
+                await asyncio.sleep(0.5)
+        assert wire.closed
+        assert STALL <= asyncio.get_running_loop().time() <= 1.5 * STALL + 12
+
+    on_a_wire(scenario)
+
+
+def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 3\r\n\r\nabc")
+        assert (wire.statuses, wire.ended, wire.closed) == ([401], False, False)
+        assert b"connection: close" not in wire.written
+
+    on_a_wire(scenario)
+
+
+def test_what_is_not_http_is_answered_in_the_usual_shape() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(b"GET /\xff HTTP/1.1\r\n\r\n")
+        assert (wire.statuses, wire.ended) == ([400], True)
+        assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+    on_a_wire(scenario)
+
+
+def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_answer() -> None:
+    async def scenario(wire: Wire) -> None:
+        await wire.send(b"GET /slow HTTP/1.1\r\n\r\n")
+        wire.protocol.data_received(b"\xff\xff\r\n\r\n")
+        await asyncio.sleep(100)
+        assert (wire.written, wire.closed) == (b"", True)
+
+    on_a_wire(scenario)
+
+
+# --------------------------------------------------------------------------- the door
+
+
+class Ends(asyncio.Protocol):
+    """Of an accepted connection: only that it is told gone."""
+
+    def __init__(self, book: Connections) -> None:
+        self.book = book
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.descriptor = transport.get_extra_info("socket").fileno()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.book.gone(self.descriptor)
+
+
+def at_a_door(scenario: Callable[[Connections, Callable[[], Awaitable[Any]]], Awaitable[None]]) -> None:
+    """With room for two. The second argument connects, and returns a reader of what the server sends."""
+
+    async def main() -> None:
+        book = Connections(2)
+        with Door(socket.AF_INET, book) as door:
+            door.bind(("127.0.0.1", 0))
+            address = door.getsockname()
+            writers = []
+
+            async def visit() -> asyncio.StreamReader:
+                reader, writer = await asyncio.open_connection(*address)
+                writers.append(writer)
+                came = writer.get_extra_info("sockname")[1]
+                for _ in range(2000):
+                    if reader.at_eof() or came in map(peer, book._open.values()):
+                        return reader
+                    await asyncio.sleep(0.01)
+                raise AssertionError("neither accepted nor refused")
+
+            async with await asyncio.get_running_loop().create_server(lambda: Ends(book), sock=door):
+                await scenario(book, visit)
+                for writer in writers:
+                    writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def peer(connection: socket.socket) -> int:
+    return int(connection.getpeername()[1]) if connection.fileno() >= 0 else -1
+
+
+def test_the_connection_that_owes_a_head_for_longest_gives_way() -> None:
+    async def scenario(book: Connections, visit: Callable[[], Awaitable[Any]]) -> None:
+        first, second = await visit(), await visit()
+        descriptor = next(iter(book._open))
+        book.owes(descriptor, None)  # a request, served
+        book.owes(descriptor, "head")
+        third = await visit()
+        assert await second.read() == b""
+        assert not first.at_eof()
+        assert not third.at_eof()
+        assert len(book) == 2
+
+    at_a_door(scenario)
+
+
+def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(book: Connections, visit: Callable[[], Awaitable[Any]]) -> None:
+        first, second = await visit(), await visit()
+        before, after = book._open
+        book.owes(before, "body")
+        third = await visit()
+        assert await second.read() == b""  # it came later, but owes a head
+        book.owes(after, None)  # the third's: descriptors are given again
+        fourth = await visit()
+        assert await first.read() == b""
+        for descriptor in list(book._open):
+            book.owes(descriptor, None)
+        assert await (await visit()).read() == b""
+        assert not third.at_eof()
+        assert not fourth.at_eof()
+
+    at_a_door(scenario)
+    assert caplog.text.count("(1 times so far)") == 1  # the others within the same minute
+    assert "max_connections (2) reached" in caplog.text
+
+
+def test_accept_errors_are_reported_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        report_accept_errors_seldom(loop)
+        error = OSError(24, "Too many open files")
+        for _ in range(2):
+            for _ in range(1000):
+                loop.call_exception_handler({"message": "socket.accept()", "exception": error, "socket": object()})
+            await asyncio.sleep(connections.QUIET)
+        loop.call_exception_handler({"message": "something else", "exception": ValueError("else")})
+
+    run_virtual(main())  # whose own handler is replaced
+    told = [record.getMessage() for record in caplog.records]
+    assert told[:2] == [f"no connection can be accepted (Too many open files) ({n} times so far)" for n in (1, 1001)]
+    assert told[2:] == ["something else"]
+
+
+def test_connections_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [64, 256]
+
+    def set_limits(which: int, to: tuple[int, int]) -> None:
+        limits[:] = to
+
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(connections.resource, "setrlimit", set_limits)
+    assert most_connections(None) == 128
+    assert limits == [256, 256]
+    assert most_connections(100) == 100
+    with pytest.raises(ConfigError, match="max_connections: 200 take 328 file descriptors and 256 are allowed"):
+        most_connections(200)
+    limits[:] = [64, 64]
+    assert most_connections(None) == 32
+    limits[:] = [1024, -1]
+    assert most_connections(None) == connections.MOST
+    assert limits == [connections.MOST + connections.RESERVE, -1]
