@@ -14,8 +14,9 @@ from uvicorn.server import ServerState
 
 from rubato.core.clock import run_virtual
 from rubato.serving import connections
-from rubato.serving.config import ConfigError
+from rubato.serving.config import ConfigError, load
 from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
+from rubato.serving.serve import _warn_if_open_to_all
 from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard
 
 STALL = 8.0
@@ -390,6 +391,17 @@ def test_accept_errors_are_reported_once_a_minute(caplog: pytest.LogCaptureFixtu
     told = [record.getMessage() for record in caplog.records]
     assert told[:2] == [f"no connection can be accepted (Too many open files) ({n} times so far)" for n in (1, 1001)]
     assert told[2:] == ["something else"]
+
+
+@pytest.mark.parametrize(
+    ("host", "tenants", "warnings"),
+    [("0.0.0.0", False, 1), ("::", False, 1), ("0.0.0.0", True, 0), ("127.0.0.1", False, 0), ("::1", False, 0)],
+)
+def test_an_address_that_others_reach_without_keys_is_warned_of(
+    host: str, tenants: bool, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_if_open_to_all(load({"tenants": {"a": {"keys": ["sk-a"]}}} if tenants else {}), host)
+    assert len(caplog.records) == warnings
 
 
 def test_connections_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import ipaddress
 import logging
 import os
 import socket
@@ -103,6 +104,16 @@ def _say(what: str, **fields: object) -> None:
     log.info(what, extra={"fields": fields})
 
 
+def _warn_if_open_to_all(config: Config, host: str) -> None:
+    """host: the address bound."""
+    if not config.tenants and not ipaddress.ip_address(host).is_loopback:
+        log.warning(
+            "no tenants are configured: any client that reaches %s may use the model and see every "
+            "request and /metrics; configure tenants, or set host to 127.0.0.1",
+            host,
+        )
+
+
 async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: Door, ending: Shutdown) -> int:
     settings = uvicorn.Config(
         app,
@@ -125,6 +136,7 @@ async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening:
     url = f"{'http' if config.tls is None else 'https'}://{host}:{port}"
     print(f"rubato: serving at {url}", flush=True)
     _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
+    _warn_if_open_to_all(config, host)
 
     await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
