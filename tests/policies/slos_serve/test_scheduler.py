@@ -261,7 +261,7 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
     ("settings", "says"),
     [
         ({"decision_threshold": 0}, "at least 1 request"),
-        ({"decision_interval": inf}, "decision_interval inf"),
+        ({"decision_interval": inf}, "decision_interval is inf"),
         ({"safety_margin": -0.1}, "0 or more"),
         ({"max_batch_seconds": 0.0}, "seconds, more than 0"),
         ({"tier_reserve": 1.0}, "give a share"),
@@ -274,7 +274,7 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
         ({"safety_margin": inf}, "safety_margin is inf"),
         ({"max_waiting": "x"}, "max_waiting is 'x'"),
         ({"max_waiting": 1.5}, "a whole number of requests"),
-        ({"pessimism": inf}, "pessimism inf"),
+        ({"pessimism": inf}, "pessimism is inf"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
