@@ -173,7 +173,7 @@ def test_alone_a_tenant_has_the_whole_window() -> None:
     for r in through:
         fair.placed(r.id)
     assert fair.open(asked[4:], [view()], 0.0) == []
-    fair.finished("a0", 16, 1.0)
+    fair.finished("a0", "completed", 16, 1.0)
     assert [r.id for r in fair.open(asked[4:], [view()], 1.0)] == ["a4"]
     fair.returned("a1")  # its replica is gone: it goes before those who came later
     assert next(r.id for r in fair.open([*asked[4:], asked[1]], [view()], 1.0)) == "a1"

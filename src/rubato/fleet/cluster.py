@@ -570,7 +570,7 @@ class Cluster:
             last = True
             self._let_go(event.id)
             if self._fair is not None:
-                self._fair.finished(event.id, event.output, event.at)
+                self._fair.finished(event.id, event.outcome, event.output, event.at)
             self.finished += 1
             if event.outcome == "completed":
                 self._recent.append(event.at)

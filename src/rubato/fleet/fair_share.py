@@ -7,8 +7,17 @@ passes. Beyond that a tenant passes while its own load stays within its share am
 rest waits here, where it delays nobody, and goes on in the order of start-time fair queueing (Goyal, Vin and Cheng
 1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
 
-A request that alone is more than its tenant's share (a long prompt with a short answer stalls everybody for a moment)
-passes at times: what it keeps the replicas busy for is paid back first, at the rate of the share.
+A request that alone is more than its tenant's share passes at times: what it keeps the replicas busy for is paid back
+first, at the rate of the share. So does one whose prompt stalls a step for more than the share of the tightest TTFT.
+
+Promises are what clients state, and some lie. So the tightest TTFT and TPOT count as no less than `LEAST_STEPS` of the
+shortest step, where the replicas still do 0.6 of all they can do, feasible or not; and a prompt that stalls costs its
+tenant the seconds that it adds to a step, not its place: a tenant has its share of the replicas' time for prefill
+whatever the others promise. What a liar still gains: the others are held to their shares sooner, as beside a tenant
+that means it. Where they fit beside it that costs them little. On a replica that one tenant fills, with prompts of 400
+or 1000 tokens, it has half of what it has beside a neighbour with looser promises, which is still about what it would
+have on a machine of its share of the speed; where one request is more than a share, half of that (`PAUSE`). A promise
+tighter than `LEAST_STEPS` is protected as that, no further.
 """
 
 from __future__ import annotations
@@ -20,14 +29,15 @@ from math import inf
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Shape
-from rubato.core.request import Request
+from rubato.core.request import Outcome, Request
 
 LINGER = 10.0  # seconds that a tenant without requests still counts as active: its next one finds its share free
-RECENT = 64  # requests that the tightest TPOT and the mean work are taken over
+RECENT = 64  # requests that the tightest promises and the mean work are taken over
+LEAST_STEPS = 2.5  # of the shortest: a tighter promise counts as this, so that none can stop the others
 HEADROOM = 0.6  # of the replicas' load, beyond which a tenant is held to its share: real prefill comes in bunches
 GUESS = 64.0  # output tokens of a tenant's request before one has finished
 LEAST = 1e-3  # of a request, that a replica sustains at least: what a request can be charged is bounded
-PAUSE = 3.0  # times as long as its share would have it, a tenant waits after a request that stalls the others
+PAUSE = 2.0  # times as long as its share would have it, a tenant waits after a request that is more than its share
 
 
 @dataclass(slots=True)
@@ -41,7 +51,7 @@ class _Account:
     load: float = 0.0  # of these
     waiting: int = 0
     seen: float = -inf
-    output: float = GUESS  # running mean of what its requests emit
+    output: float = GUESS  # running mean of what its completed requests emit
     debt: float = 0.0
     since: float = 0.0
 
@@ -53,7 +63,8 @@ class _Entry:
     tag: float
     expected: float  # output tokens it was charged for
     load: float = 0.0  # 0 = not worked out yet
-    stall: float = 0.0  # seconds of its prefill alone
+    stall: float = 0.0  # seconds that its prefill adds to a step
+    owes: float = 0.0  # replica-seconds that it is to pay back once it is placed
     placed: bool = False
 
     @property
@@ -91,7 +102,7 @@ class FairShare:
         account = self._account(request.tenant)
         account.seen = now
         account.waiting += 1
-        expected = min(account.output, float(request.sampling.max_tokens))
+        expected = max(1.0, min(account.output, request.sampling.max_tokens))
         tag = max(self._virtual, account.finish)
         entry = self._entries[request.id] = _Entry(request, account, tag, expected)
         account.finish = tag + entry.work / account.weight
@@ -106,6 +117,8 @@ class FairShare:
         entry.account.placed += 1
         entry.account.load += entry.load
         entry.account.waiting -= 1
+        if entry.owes:
+            entry.account.debt = entry.owes
         self._virtual = max(self._virtual, entry.tag)
 
     def returned(self, id: str) -> None:
@@ -115,16 +128,18 @@ class FairShare:
         entry.account.waiting += 1
         self._gave_up(entry)
 
-    def finished(self, id: str, output: int, now: float) -> None:
+    def finished(self, id: str, outcome: Outcome, output: int, now: float) -> None:
         """It ended, with `output` tokens, here or at a replica. What it was charged too much or too little is made
-        good; one that never was placed costs nothing."""
+        good: it costs its prompt and what it emitted; one that never was placed costs nothing. Only what completed
+        says how long the tenant's answers are."""
         entry = self._entries.pop(id)
         account = entry.account
         account.seen = now
         if entry.placed:
             self._gave_up(entry)
             account.finish += (output - entry.expected) / account.weight
-            account.output += 0.1 * (output - account.output)
+            if outcome == "completed":
+                account.output += 0.1 * (output - account.output)
         else:
             account.waiting -= 1
             account.finish -= entry.work / account.weight
@@ -134,30 +149,33 @@ class FairShare:
     def open(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
         """Those of `held` that may go to a replica now, in this order."""
         self.wake_at = None
-        shares = self._shares(now)
+        if not fleet:
+            return list(held)
+        shares, step = self._shares(now), _step(fleet)
         spent = {tenant: account.load for tenant, account in self._accounts.items()}
         total = sum(spent.values())
-        ttft, tpot = self._tightest(0), self._tightest(1)
+        ttft, tpot = (max(self._tightest(which), LEAST_STEPS * step) for which in (0, 1))
+        paid = {tenant: self._pay_back(self._accounts[tenant], share, now) for tenant, share in shares.items()}
         through = []
         for request in sorted(held, key=lambda r: self._order(r, fleet, now)):
             entry, tenant = self._entries[request.id], request.tenant
+            share = shares[tenant]
             if not entry.load:
                 entry.load = self._load(request, entry, fleet)
-                entry.stall = _alone(request, fleet)
+                entry.stall = max(0.0, _alone(request, fleet) - step)
             alone = len(shares) == 1 and total == 0.0
-            # alone it takes more of the tightest TTFT than its share, and there is somebody to mind
-            stalls = len(shares) > 1 and entry.stall > shares[tenant] * ttft
-            much = inf if stalls else entry.load
-            if not (alone or total + much <= HEADROOM or spent[tenant] + much <= shares[tenant]):
-                if spent[tenant] > 0.0:
+            fits = alone or total + entry.load <= HEADROOM or spent[tenant] + entry.load <= share
+            # it takes more of the tightest TTFT than its share, and there is somebody to mind
+            stalls = len(shares) > 1 and entry.stall > share * ttft
+            entry.owes = 0.0
+            if not fits and spent[tenant] > 0.0:
+                continue
+            if stalls or not fits:
+                if paid[tenant] > now:
+                    self.wake_at = min(paid[tenant], self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
-                paid = self._pay_back(entry.account, shares[tenant], now)
-                if paid > now:
-                    self.wake_at = min(paid, self._next_inactive(entry.account, now), self.wake_at or inf)
-                    continue
-                kept = max(entry.load * entry.expected * min(tpot, 1.0), entry.stall)
-                # where no step is as short as the tightest TPOT the load says nothing: no longer than it takes alone
-                entry.account.debt = PAUSE * min(kept, entry.stall + entry.expected * _step(fleet))
+                entry.owes = entry.stall if fits else PAUSE * self._kept(entry, tpot, step)
+                paid[tenant] = now + entry.owes / share
             through.append(request)
             spent[tenant] += entry.load
             total += entry.load
@@ -180,7 +198,7 @@ class FairShare:
         """It is at no replica any more."""
         account = entry.account
         account.placed -= 1
-        account.load = account.load - entry.load if account.placed else 0.0  # no rest of rounding stays
+        account.load = max(0.0, account.load - entry.load) if account.placed else 0.0  # no rest of rounding stays
 
     def _order(self, request: Request, fleet: Sequence[View], now: float) -> tuple[bool, float, float]:
         """By start tag; what would be too late even alone comes after what can still be in time."""
@@ -215,8 +233,14 @@ class FairShare:
         return min((end for end in ends if end > now), default=inf)
 
     def _tightest(self, which: int) -> float:
-        """The tightest TTFT (0) or TPOT (1) promised lately."""
+        """The tightest TTFT (0) or TPOT (1) promised lately, as stated."""
         return min((promised[which] for promised in self._recent), default=inf)
+
+    def _kept(self, entry: _Entry, tpot: float, step: float) -> float:
+        """Seconds that it keeps the replicas busy: its part of them while it decodes, or its prefill. Where no step is
+        as short as the tightest TPOT the load says nothing: no longer than it takes alone."""
+        decode = entry.load * entry.expected * min(tpot, 1.0)
+        return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
     def _load(self, request: Request, entry: _Entry, fleet: Sequence[View]) -> float:
         """The part of the replicas that this request takes while it is served."""
@@ -228,7 +252,7 @@ class FairShare:
     def _sustained(self, view: View, prompt: int, output: float) -> float:
         """How many requests of this size one replica sustains within the tightest TPOT; less than 1 when the prefill
         of one, spread over its steps, is too much for them."""
-        tpot, most = self._tightest(1), view.limits.max_seqs
+        tpot, most = max(self._tightest(1), LEAST_STEPS * _step([view])), view.limits.max_seqs
         if tpot == inf:
             return most
 
