@@ -42,6 +42,7 @@ from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener
+from rubato.fleet.fair_gate import FairGate
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES
 
@@ -112,7 +113,6 @@ class Cluster:
         self._router = router
         self._max_in_flight = max_in_flight
         self._rule = rule
-        self._fair = fair
         self._lengths = lengths
         self._steps = "step" in wants  # asked when a step has ended, and once an instant
         self._soon: Handle | None = None  # to ask the router at the end of this instant
@@ -128,6 +128,7 @@ class Cluster:
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
         self._listeners = EventBus()
+        self._fair = None if fair is None else FairGate(fair, self._listeners)
         self._observed: Listener = lambda event: router.observe((event,))
         self._observed.__qualname__ = f"observe of router {self._policy!r}"  # what an error of it is reported as
         self._own: dict[str, Listener] = {}
@@ -148,7 +149,7 @@ class Cluster:
 
     @property
     def listener_errors(self) -> Mapping[str, int]:
-        """By its name, how many events a listener failed on."""
+        """By its name, how many events a listener failed on; also how often the tenants' fair shares failed."""
         return self._listeners.errors
 
     async def start(self) -> None:
@@ -486,7 +487,7 @@ class Cluster:
         if request.group:
             self._groups.setdefault(request.group, (replica, set()))[1].add(request.id)
         if self._fair is not None and request.handoff is None:
-            self._fair.placed(request.id)
+            self._fair.placed(request.id, now)
         self._emit(Placed(now, request.id, replica, why))
         if request.id not in self._placed:  # cancelled by who was told of its placement
             return True
@@ -625,7 +626,7 @@ class Cluster:
                 self._forget(request.id)
                 self._hold(self._with_kv(request))
                 if self._fair is not None and request.handoff is None:
-                    self._fair.returned(request.id)
+                    self._fair.returned(request.id, now)
                 self._emit(Lost(now, request.id, id))
         for seq in list(self._held.values()):
             if (request := self._with_kv(seq.request)) is not seq.request:

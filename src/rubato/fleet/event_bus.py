@@ -46,16 +46,22 @@ class EventBus:
         except Exception as error:
             self._failed_on(listener, event, error)
 
+    def count(self, name: str, at: float) -> int:
+        """One more error of `name`, at time `at`: how many there are, where it is to be reported; 0 where one was less
+        than QUIET seconds ago."""
+        count, last = self._failed.get(name, (0, -inf))
+        due = at >= last + QUIET
+        self._failed[name] = (count + 1, at if due else last)
+        return count + 1 if due else 0
+
     def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
         name = getattr(listener, "__qualname__", type(listener).__qualname__)
-        count, last = self._failed.get(name, (0, -inf))
-        due = event.at >= last + QUIET
-        self._failed[name] = (count + 1, event.at if due else last)
-        if not due:
+        count = self.count(name, event.at)
+        if not count:
             return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise error from None
-        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count + 1}"
+        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count}"
         loop.call_exception_handler({"message": message, "exception": error})

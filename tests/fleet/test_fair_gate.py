@@ -1,0 +1,67 @@
+"""An error of the fair shares themselves ends no request, whichever of their methods it is in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from rubato.core.events import Placed
+from rubato.core.plan import Limits
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.fair_share import FairShare
+from rubato.policies import router_for
+from tests.doubles import request
+from tests.fleet.routers import ends, serve
+from tests.fleet.test_conservation import Elsewhere, cancels, vanishes
+
+LIMITS = Limits(max_seqs=256, max_tokens=2048, max_length=4096, kv_blocks=16384, block=16)
+
+
+class Fails(FairShare):
+    """One of its methods always raises."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+
+        def fails(*_: object) -> None:
+            raise OverflowError("cannot convert float infinity to integer")
+
+        setattr(self, method, fails)
+
+
+@pytest.mark.parametrize("router", ["least_loaded", "sa"])  # placed at once, and in a timer
+@pytest.mark.parametrize("method", ["open", "enter", "placed", "returned", "finished", "beyond_share"])
+def test_an_error_of_the_shares_ends_no_request(method: str, router: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One is cancelled, one is beyond what may be in flight, and a replica is lost: the others complete."""
+    clusters: list[Cluster] = []
+
+    def bounded(cluster: Cluster) -> None:
+        cluster._max_in_flight = 8
+        clusters.append(cluster)
+
+    requests = [replace(request(f"q{i}", 50, ttft=1.0, tpot=0.05), tenant="ab"[i % 2]) for i in range(9)]
+    placing = router_for("sa" if router == "sa" else "edf", "auto" if router == "sa" else router)
+    with caplog.at_level(logging.ERROR):
+        events = serve(
+            "simulated", placing, requests, acts=[(0.03, vanishes(0)), (0.03, cancels("q1"))], host=Elsewhere,
+            limits=LIMITS, fair=Fails(method), setup=bounded,
+        )  # fmt: skip
+    outcomes = {id: e.outcome for id, e in ends(events).items()}  # each ended once, as `serve` saw
+    assert outcomes.pop("q1") == "cancelled"
+    # without `enter` nothing is known to be in flight: the tenant still has places
+    assert outcomes.pop("q8") == ("completed" if method == "enter" else "refused")
+    assert set(outcomes.values()) == {"completed"}
+    assert clusters[0].listener_errors[f"FairShare.{method}"] > 0
+    said = [
+        r for r in caplog.records if r.name == "rubato.fleet.fair_gate" and f"FairShare.{method} " in r.getMessage()
+    ]
+    assert len(said) == 1  # once a minute
+    assert said[0].exc_info
+
+
+def test_shares_that_fail_let_all_pass_in_order_of_arrival() -> None:
+    requests = [replace(request(f"q{i}"), tenant="ab"[i % 2]) for i in range(6)]
+    events = serve("simulated", router_for("edf", "least_loaded"), requests, fair=Fails("open"))
+    assert [e.id for e in events if isinstance(e, Placed)] == [f"q{i}" for i in range(6)]
