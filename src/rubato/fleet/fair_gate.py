@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,15 +10,14 @@ from rubato.core.request import Outcome, Request
 from rubato.fleet.event_bus import EventBus
 from rubato.fleet.fair_share import FairShare
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
 class FairGate:
-    """A FairShare whose errors are logged, once in `event_bus.QUIET` seconds, and counted in `errors` under the name of
-    what failed (`FairShare.open`). The cluster goes on without that decision: all that is held passes, in the order
-    that it is held in, and what is beyond `max_in_flight` is refused whose ever it is."""
+    """A FairShare whose errors are reported as those of a listener (`EventBus`) of the name of what failed, such as
+    `FairShare.open`: live they are logged and counted, a simulation ends with the first. The cluster goes on without
+    that decision: all that is held passes, in the order that it is held in, and what is beyond `max_in_flight` is
+    refused, whatever its tenant."""
 
     def __init__(self, fair: FairShare, errors: EventBus) -> None:
         self._fair = fair
@@ -53,9 +51,6 @@ class FairGate:
         try:
             return ask()
         except Exception as error:  # whatever it is: no client is to pay for how others share
-            count = self._errors.count(f"FairShare.{name}", now)
-            if count:
-                log.error(
-                    "FairShare.%s failed; requests go on without it (errors so far: %d)", name, count, exc_info=error
-                )
+            what = f"FairShare.{name}"
+            self._errors.report(what, now, f"{what} failed, and requests go on without it", error)
             return otherwise
