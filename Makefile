@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm setup serve docs check format bench clean
+.PHONY: demo test test-full test-vllm soak soak-short setup serve docs check format bench clean
 
 demo: setup  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -25,6 +25,12 @@ test-full: setup  ## all tests, with more random examples
 test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
 	$(BIN)/python benchmarks/vllm_env.py
 	.venv-vllm/bin/python -m pytest tests/vllm
+
+soak-short: setup  ## three servers, a minute each, under load and faults; also in test-full
+	$(BIN)/python -m tests.soak --minutes 3
+
+soak: setup  ## the same for half an hour, with more policies
+	$(BIN)/python -m tests.soak --minutes 30
 
 setup: $(STAMP)  ## installation alone; does nothing when it is done and pyproject.toml has not changed
 

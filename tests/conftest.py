@@ -30,6 +30,7 @@ PROCESSES = (
     "fleet/test_ray_",
     "processes/",
     "serving/test_openapi.py",
+    "soak/",
 )
 TIMED = tuple(
     f"{FIGURE}[{name}]" for name in ("policy-plan-time", "simulator-fidelity", "simulator-speed", "slos-serve-planning")
