@@ -8,16 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rubato.core.clock import Clock
 from rubato.core.events import Event
-from rubato.core.interfaces import View
-from rubato.core.plan import Batch, Plan, StepResult, Work
+from rubato.core.interfaces import LatencyModel, View
+from rubato.core.plan import Batch, Limits, Plan, StepResult, Work
 from rubato.engines import simulated
 
 SOURCE = "nothing that is published"
 
 
 class Engine(simulated.Engine):
-    """Its first step never ends, in a thread."""
+    """Its first step never ends, in a thread; with `loads` not even its start does."""
+
+    def __init__(self, latency: LatencyModel, limits: Limits, clock: Clock, *, loads: bool = False) -> None:
+        super().__init__(latency, limits, clock)
+        self._loads = loads
+
+    async def start(self) -> None:
+        if self._loads:
+            await asyncio.Event().wait()
 
     async def execute(self, batch: Batch) -> StepResult:
         await asyncio.to_thread(time.sleep, 3600)

@@ -9,6 +9,7 @@ import socket
 import time
 
 import httpx2
+import pytest
 
 from tests.processes.conftest import Server, Start
 from tests.processes.test_serving import chat, outcomes, raw_request
@@ -47,6 +48,16 @@ def test_a_step_that_hangs_ends_the_process_with_an_error(start: Start) -> None:
     assert server.end(None) == 1
 
 
+def test_sigterm_ends_a_server_that_still_starts(start: Start) -> None:
+    server = start(wait=False, engine={"kind": "tests.processes.hanging", "loads": True}, drain_seconds=20)
+    until = time.monotonic() + SECONDS
+    while "starting" not in server.log:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert server.end() == 0
+
+
+@pytest.mark.full
 def test_a_policy_that_computes_for_five_seconds_loses_nothing(start: Start) -> None:
     server = start(policy={"name": "tests.processes.hanging", "seconds": 5.0}, stall_seconds=1)
     answer = httpx2.post(f"{server.url}/v1/chat/completions", json=chat(), timeout=SECONDS)

@@ -68,9 +68,12 @@ async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
             engines, cluster = build(config, clock)
             if config.fleet.name == "ray":
                 stack.callback(_leave_ray)
+            ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
+            at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = _logs(config, stack)
             _say("starting", model=config.model, engine=config.engine.name, policy=config.policy.name)
-            await cluster.start()
+            if not await _started(cluster, ending):
+                return 0
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
             return 2
@@ -81,11 +84,22 @@ async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
                 app.state.books.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            ending = Shutdown(config.drain_seconds, writer)
-            at_last.callback(ending.end_within, THREAD_SECONDS)
             return await _until_told(config, app, cluster, listening, ending)
         finally:
             await cluster.close()
+
+
+async def _started(cluster: Cluster, ending: Shutdown) -> bool:
+    """False when told to end before that. Raises as the start does."""
+    start = asyncio.ensure_future(cluster.start())
+    await _first(ending.told.wait(), asyncio.shield(start))
+    if start.done():
+        await start
+        return True
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
+    _say("exit", status=0, offered=0, finished=0)
+    return False
 
 
 def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:

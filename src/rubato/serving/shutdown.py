@@ -53,6 +53,8 @@ class Shutdown:
         self._loop.call_soon_threadsafe((self.told if first else self.again).set)
 
     def _exit(self, seconds: float) -> None:
-        log.critical("exit: the server has not ended by itself within %.0f s; a step or a policy hangs", seconds)
+        log.critical(
+            "exit: the server has not ended by itself within %.0f s; a step, a policy or a start hangs", seconds
+        )
         self._writer.drain(LOG_SECONDS)
         os._exit(1)
