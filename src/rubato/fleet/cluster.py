@@ -518,7 +518,6 @@ class Cluster:
             why = f"its KV could not be moved from {source.id} to {target.id}: {error}"
             self._end(self._take_back(id), "failed", why)
         else:
-            self._transfers.pop(id, None)  # unless it has ended already
             self._place_moved()
 
     def _take_back(self, id: str) -> Seq:
@@ -578,12 +577,15 @@ class Cluster:
         elif isinstance(event, HandedOff):
             self._forget(event.id)
             self._hold(event.request)
+        elif isinstance(event, Transferred):
+            self._transfers.pop(event.id, None)  # it is the target's: from now on a cancel is for that to carry out
+        # The router first: a listener may cancel, and what that leads to is not to be observed before what led to it.
+        self._listeners.tell_one(self._observed, event)
         if self._own:
             own = self._own.pop(event.id, None) if last else self._own.get(event.id)
             if own is not None:
                 self._listeners.tell_one(own, event)
         self._listeners.tell(event)
-        self._listeners.tell_one(self._observed, event)
         if last or isinstance(event, Offered):
             self._scale_later()
         if self._draining_hosts and isinstance(event, LEAVES):
