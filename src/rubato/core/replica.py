@@ -111,6 +111,7 @@ class Replica(ReplicaState):
         self._groups: dict[str, list[Seq]] = {}
         self.recalled: list[Seq] = []
         self._gone: list[str] = []
+        self._untold: list[Event] = []  # of a call that raised half-way: `fail` tells them
         self._drafted: list[Seq] = []  # whose draft is to be verified in the next step that they are in, or never
         self._looked_up = -1  # the version of `kv` at which those that wait were looked up
         self._unseen = False  # whether somebody waits since
@@ -211,7 +212,7 @@ class Replica(ReplicaState):
             self._landed(now)
         for id in [*self.leaving, *self.arriving]:
             self.release(id)
-        events: list[Event] = []
+        events, self._untold = self._untold, []
         for seq in list(self._seqs.values()):
             if seq.ended:
                 self._release(seq)
@@ -234,7 +235,12 @@ class Replica(ReplicaState):
         """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
         marked, self.recalled = self.recalled, []
         here = {s.id: s for s in marked if self._seqs.get(s.id) is s and not s.calling}  # marked twice, it goes once
-        return [self._hand_off(s, "recalled", now, with_kv=False) for s in sorted(here.values(), key=_order)]
+        events: list[Event] = []
+        self._untold = events
+        for seq in sorted(here.values(), key=_order):
+            events.append(self._hand_off(seq, "recalled", now, with_kv=False))
+        self._untold = []
+        return events
 
     def gone(self) -> list[str]:
         """Ids that ended since the last call and that no batch mentions any more."""
@@ -273,7 +279,9 @@ class Replica(ReplicaState):
                     self.kv.take_found(self._seqs[work.seq])
         events: list[Event] = []
         if plan.drop or plan.handoff or plan.preempt or plan.demote or plan.promote:
+            self._untold = events
             self._carry_out(plan, now, events)
+            self._untold = []
         if plan.work and not plan.decode and self.pool.count:
             self._rest({work.seq for work in plan.work})
         order: list[Seq] = []
@@ -346,10 +354,12 @@ class Replica(ReplicaState):
         for name, group in self._groups.items():
             if any(seq.id in self.running for seq in group):
                 self._release_group(name)
+        self._untold = events
         for id, out in emitted.items():
             seq = self._seqs[id]
             if not seq.ended:
                 self._emit(seq, out, now, run, events)
+        self._untold = []
         for seq in drafted:
             if seq.id not in emitted:
                 seq.draft = None
@@ -695,7 +705,6 @@ class Replica(ReplicaState):
         return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))
 
     def _end(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
-        seq.ended = True
         run = self.run
         busy = run is not None and (seq.decoding or any(seq is chunk.seq for chunk in run.chunks))
         if seq.decoding and not busy:
@@ -703,6 +712,7 @@ class Replica(ReplicaState):
         event = self._finished(seq, now, outcome, reason)
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, event.output)
+        seq.ended = True  # not before there is an event that says so
         self._no_longer_here(seq)
         self.arriving.pop(seq.id, None)
         self._leave_group(seq)

@@ -82,6 +82,7 @@ class LocalHost:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._failures = 0
+        self._unobserved: RuntimeError | None = None  # of the scheduler; for the loop, whoever caused the events
         self._restarting = False
         self._task: asyncio.Task[None] | None = None
 
@@ -191,6 +192,8 @@ class LocalHost:
     async def _step(self, replica: Replica) -> None:
         await self.clock.settle()
         self._wake.clear()  # the plan is made with all that has come
+        if self._unobserved is not None:
+            raise self._unobserved
         self._forget(replica)
         began = self.clock.now()
         self._outbox += replica.hand_back(began)
@@ -209,8 +212,9 @@ class LocalHost:
         result = await self._in_time(running, f"a step of {batch.shape.tokens} tokens", predicted)
         # The outbox of after the wait, not of before. What a step takes is what a client waits for: planning, the way
         # to the engine's thread and back included, not only the engine's own time.
-        self._outbox += self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
-        self._failures = 0
+        self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
+        if self._unobserved is None:
+            self._failures = 0
 
     async def _in_time(self, work: asyncio.Future[T], what: str, predicted: float = 0.0) -> T:
         """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
@@ -230,11 +234,11 @@ class LocalHost:
         finally:
             timer.cancel()
 
-    def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> list[Event]:
+    def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> None:
         now = self.clock.now()
         events = replica.commit(batch, result, now)
-        self.latency.update(Sample(batch.shape, result.seconds))
-        return [Stepped(now, self.id, batch.shape, result.seconds), *events]
+        self._outbox += [Stepped(now, self.id, batch.shape, result.seconds), *events]
+        self.latency.update(Sample(batch.shape, result.seconds))  # last: no event is lost where this fails
 
     async def _wait(self, until: float | None) -> None:
         """Until something is submitted or cancelled, or `until` comes."""
@@ -255,6 +259,7 @@ class LocalHost:
         try:
             self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
             self._flush()
+            self._unobserved = None
             if isinstance(error, StepTimeoutError):
                 raise error  # its thread or device is still in that step: beginning afresh would hang, too
             if self._failures >= FAILURES:
@@ -308,15 +313,18 @@ class LocalHost:
         self._wake.set()
 
     def _flush(self) -> None:
+        """Publish; the loop's next step fails with what the scheduler raises."""
         events, self._outbox = self._outbox, []
         for event in events:
             self._emit(event)
         if events:
             try:
                 self.scheduler.observe(events)
-            except Exception as error:
+            except Exception as error:  # not raised here: a client that leaves, or a peer's KV, is not to pay for it
                 why = f"policy {self.policy!r} failed to observe: {type(error).__name__}: {error}"
-                raise RuntimeError(why) from error
+                self._unobserved = RuntimeError(why)
+                self._unobserved.__cause__ = error
+                self._wake.set()
 
     def _started(self) -> Replica:
         if self.replica is None:
