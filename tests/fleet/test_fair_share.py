@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rubato.core.events import Finished
-from rubato.core.plan import Limits
+from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
@@ -209,3 +212,55 @@ def test_a_tpot_below_the_shortest_step_holds_nobody_back_while_nothing_runs() -
     done = [event.at for event in simulate(requests, {}, setup) if isinstance(event, Finished)]
     assert len(done) == 20
     assert max(done) < 3 * 20 * 60 * 0.05
+
+
+@dataclass
+class Counting(Linear):
+    asked: int = 0
+
+    def step_time(self, shape: Shape) -> float:
+        self.asked += 1
+        return super().step_time(shape)
+
+
+def test_what_thousands_held_cost_is_by_their_lengths_not_by_their_number() -> None:
+    """Each event asks `open` about all that is held: the model is asked once for each length of prompt and replica."""
+    model, fair = Counting(), FairShare()
+    waiting = [replace(request(f"q{i}", 100 + i % 5, ttft=1.0, tpot=0.05), tenant="ab"[i % 2]) for i in range(2000)]
+    for each in waiting:
+        fair.enter(each, 0.0)
+    fleet = [view(latency=model), view(latency=model)]
+    fair.open(waiting, fleet, 0.0)  # works out each one's load, once
+    model.asked = 0
+    fair.open(waiting, fleet, 0.1)
+    assert model.asked == 2 * 5 + 2
+
+
+@given(
+    prompts=st.lists(st.sampled_from([4, 50, 51, 900, 4000]), min_size=1, max_size=12),
+    ttft=st.lists(st.sampled_from([None, 0.05, 0.2, 2.0]), min_size=12, max_size=12),
+    placed=st.sets(st.integers(0, 11)),
+    now=st.floats(0.0, 5.0),
+)
+def test_step_times_asked_once_decide_as_those_asked_for_each_request(
+    prompts: list[int], ttft: list[float | None], placed: set[int], now: float
+) -> None:
+    def opened() -> tuple[list[str], float | None]:
+        fair = FairShare({"a": 2.0})
+        asked = [
+            replace(request(f"q{i}", prompt, ttft=ttft[i], tpot=0.03), tenant="abc"[i % 3])
+            for i, prompt in enumerate(prompts)
+        ]
+        fleet = [view(latency=Linear(0.01)), view(latency=Linear(0.005, 0.002))]
+        for each in asked:
+            fair.enter(each, 0.0)
+        for each in fair.open(asked, fleet, 0.0):
+            if int(each.id[1:]) in placed:
+                fair.placed(each.id)
+        held = [each for each in asked if not fair._entries[each.id].placed]
+        return [each.id for each in fair.open(held, fleet, now)], fair.wake_at
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.fleet.fair_share.cache", lambda ask: ask)
+        expected = opened()
+    assert opened() == expected

@@ -23,8 +23,9 @@ tighter than `LEAST_STEPS` is protected as that, no further.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from math import inf
 
 from rubato.core.interfaces import View
@@ -157,12 +158,13 @@ class FairShare:
         ttft, tpot = (max(self._tightest(which), LEAST_STEPS * step) for which in (0, 1))
         paid = {tenant: self._pay_back(self._accounts[tenant], share, now) for tenant, share in shares.items()}
         through = []
-        for request in sorted(held, key=lambda r: self._order(r, fleet, now)):
+        alone_seconds = cache(partial(_alone, fleet))  # of thousands held many are as long
+        for request in sorted(held, key=lambda r: self._order(r, alone_seconds, now)):
             entry, tenant = self._entries[request.id], request.tenant
             share = shares[tenant]
             if not entry.load:
                 entry.load = self._load(request, entry, fleet)
-                entry.stall = max(0.0, _alone(request, fleet) - step)
+                entry.stall = max(0.0, alone_seconds(request.stages[0].prompt) - step)
             alone = len(shares) == 1 and total == 0.0
             fits = alone or total + entry.load <= HEADROOM or spent[tenant] + entry.load <= share
             # it takes more of the tightest TTFT than its share, and there is somebody to mind
@@ -200,11 +202,11 @@ class FairShare:
         account.placed -= 1
         account.load = max(0.0, account.load - entry.load) if account.placed else 0.0  # no rest of rounding stays
 
-    def _order(self, request: Request, fleet: Sequence[View], now: float) -> tuple[bool, float, float]:
+    def _order(self, request: Request, alone: Callable[[int], float], now: float) -> tuple[bool, float, float]:
         """By start tag; what would be too late even alone comes after what can still be in time."""
         ttft, late = request.stages[0].slo.ttft, False
         if ttft is not None and request.progress is None:
-            late = now + _alone(request, fleet) > request.arrival + ttft
+            late = now + alone(request.stages[0].prompt) > request.arrival + ttft
         return (late, self._entries[request.id].tag, request.arrival)
 
     def _pay_back(self, account: _Account, share: float, now: float) -> float:
@@ -275,7 +277,7 @@ def _step(fleet: Sequence[View]) -> float:
     return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
 
 
-def _alone(request: Request, fleet: Sequence[View]) -> float:
-    """Seconds of the batch that is its prompt, where that is fastest."""
-    prompt = Shape().plus(request.stages[0].prompt, 0)
-    return min(view.latency.step_time(prompt) for view in fleet)
+def _alone(fleet: Sequence[View], prompt: int) -> float:
+    """Seconds of the batch that is a prompt of so many tokens, where that is fastest."""
+    shape = Shape().plus(prompt, 0)
+    return min(view.latency.step_time(shape) for view in fleet)
