@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -255,6 +256,7 @@ class LocalHost:
     async def _recover(self, replica: Replica, error: Exception) -> None:
         """Every request here fails with the error; the engine begins afresh, or the host is dead."""
         log.error("replica %s: step failed", self.id, exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # what the step allocated is free before the engine begins afresh
         self._failures += 1
         try:
             self._outbox += replica.fail(self.clock.now(), f"{type(error).__name__}: {error}")
