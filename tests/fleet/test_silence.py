@@ -1,9 +1,10 @@
-"""Replicas that fall silent, in virtual time: both sides of `ray_host` in this process, and no Ray between them."""
+"""Replicas that fall silent, and wall clocks that jump, in virtual time: both sides of `ray_host` in one process."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -186,3 +187,26 @@ def test_closing_does_not_wait_for_the_frozen(killed: list[Process]) -> None:
         assert set(killed) == set(processes)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_wall_clock_that_jumps_moves_no_event(
+    killed: list[Process], monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """It jumps at every reading, so also between a replica's and the controller's."""
+    readings = itertools.count(1)
+
+    async def main() -> list[Event]:
+        cluster, _, events = fleet()
+        await cluster.start()
+        for n in range(4):
+            cluster.offer(request(f"q{n}", 20, most=OUTPUT, ttft=1.0, tpot=0.02, arrival=cluster.clock.now()))
+        await cluster.drain()
+        await cluster.close()
+        return events
+
+    undisturbed = run_virtual(main())
+    monkeypatch.setattr(ray_host, "unix_time", lambda: VirtualClock().now() + next(readings) * jump)
+    assert run_virtual(main()) == undisturbed
+    assert next(readings) > 2, "the wall clock was never read"
+    assert all(e.verdict.met for e in undisturbed if isinstance(e, Finished))

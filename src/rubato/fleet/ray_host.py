@@ -70,10 +70,14 @@ class _Actor:
             **options,
         )
 
-    async def start(self) -> tuple[Limits, frozenset[str], LatencyModel, float]:
-        """Limits, capabilities, what steps take as far as is known, and what to add to this clock for Unix time."""
+    async def start(self) -> tuple[Limits, frozenset[str], LatencyModel]:
+        """Limits, capabilities, and what steps take as far as is known."""
         await self._host.start()
-        return self._engine.limits, self._host.supports, self._host.latency, unix_time() - self._clock.now()
+        return self._engine.limits, self._host.supports, self._host.latency
+
+    async def clocks(self) -> tuple[float, float]:
+        """What this clock and Unix time show now."""
+        return self._clock.now(), unix_time()
 
     async def do(self, number: int, commands: Sequence[Command]) -> None:
         """Carry out batch `number` after the one before it, in whatever order they arrive."""
@@ -169,11 +173,9 @@ class RayHost:
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
-        limits, supports, latency, to_unix = await self.actor.start.remote()
-        now = self.clock.now()
-        # Both clocks by way of Unix time: nodes are expected to agree in it (NTP); in one machine they do.
-        self._ahead = (unix_time() - now) - to_unix
-        self._mirror = Mirror(self.id, limits, latency, supports, now, self._lengths)
+        limits, supports, latency = await self.actor.start.remote()
+        self._ahead = await self._measured_ahead()
+        self._mirror = Mirror(self.id, limits, latency, supports, self.clock.now(), self._lengths)
         self._spawn(self._listen(self._mirror))
         self._spawn(self._watch())
 
@@ -237,6 +239,21 @@ class RayHost:
         ray.kill(self.actor)
 
     # ----------------------------------------------------------------- parts
+
+    async def _measured_ahead(self) -> float:
+        """Seconds that the actor's clock shows more than this one.
+
+        Its answer was given between the question and its arrival: that bounds it. Within these bounds Unix time, which
+        one machine shares and nodes keep in common (NTP), says it exactly; beyond them the machines do not agree in it,
+        or it was set meanwhile.
+        """
+        asked = self.clock.now()
+        theirs, their_unix = await self.actor.clocks.remote()
+        heard = self.clock.now()
+        ahead: float = (theirs - their_unix) - (heard - unix_time())
+        least: float = theirs - heard
+        most: float = theirs - asked
+        return ahead if least <= ahead <= most else (least + most) / 2
 
     async def _listen(self, mirror: Mirror) -> None:
         while not self._gone:
