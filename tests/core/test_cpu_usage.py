@@ -54,12 +54,33 @@ def test_what_others_take_is_what_is_used_less_what_we_use(stat: Path) -> None:
     assert taken.now() == 0.0
 
 
-def test_without_proc_nothing_is_known(stat: Path) -> None:
+@pytest.mark.parametrize("text", [None, "cpu  1 2\ncpu0 1 2 3\n", "cpu\ncpux 1 2 3 4 5 6 7 8\n"])
+def test_without_proc_nothing_is_known_and_all_threads_are_used(
+    stat: Path, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, not at every step."""
+    caplog.set_level("INFO")
+    if text is not None:
+        stat.write_text(text)
     clock = Clock()
     taken = TakenCores(clock, {0, 1})
-    clock.time = 5.0
-    assert taken.now() == 0.0
+    free = FreeCores(2, clock, taken.now, 2)
+    for clock.time in range(5, 25):
+        assert taken.now() == 0.0
+        assert free.threads() == 2
     assert cpu_usage.busy_seconds({0}) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{stat} does not say what other programs take of the cores: they count as free"
+    ]
+
+
+def test_a_stat_file_that_goes_away_is_no_error(stat: Path) -> None:
+    stat.write_text("cpu  0\ncpu0 0 0 0 0 0 0 0 0\n")
+    clock = Clock()
+    taken = TakenCores(clock, {0})
+    stat.unlink()
+    for clock.time in (1.0, 2.0):
+        assert taken.now() == 0.0
 
 
 def test_this_machine_says_what_this_process_uses() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rubato.core.clock import Clock, process_cpu_time
+
+log = logging.getLogger(__name__)
 
 STAT = Path("/proc/stat")
 
@@ -22,9 +25,12 @@ def busy_seconds(cores: Collection[int]) -> float | None:
     """CPU seconds that all programs together, the kernel and other virtual machines have taken of these cores since the
     machine started; None where the operating system does not say."""
     try:
-        lines = STAT.read_text().splitlines()
-    except OSError:
+        return _ticks(STAT.read_text().splitlines(), cores) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):  # there is no such file, it may not be read, or it is not what Linux writes
         return None
+
+
+def _ticks(lines: Sequence[str], cores: Collection[int]) -> int:
     ticks = 0
     for line in lines[1:]:  # the first line is the sum of all cores
         name, *fields = line.split()
@@ -33,7 +39,7 @@ def busy_seconds(cores: Collection[int]) -> float | None:
         if int(name[3:]) in cores:
             user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields[:8])
             ticks += user + nice + system + irq + softirq + steal
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks
 
 
 def cpu_seconds_of(pid: int) -> float:
@@ -60,6 +66,8 @@ class TakenCores:
         self._cores = usable() if cores is None else frozenset(cores)
         self._value = 0.0
         self._before = self._read()
+        if self._before is None:
+            log.info("%s does not say what other programs take of the cores: they count as free", STAT)
 
     def _read(self) -> tuple[float, float, float] | None:
         busy = busy_seconds(self._cores)
