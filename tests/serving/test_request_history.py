@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +139,37 @@ def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.M
     assert len(record.waits) <= MOST_STEPS
     assert record.left_out == 2 + 1500 - MOST_STEPS
     assert (record.preemptions, record.output, record.steps[0].what) == (500, 500, "offered")
+
+
+def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of these may be as long as a body, the last thousand requests are remembered, and thousands of steps with
+    those who were in them."""
+    long, most, ids = "x" * 100_000, 10_000, list(range(300, 3300))
+    caplog.set_level(logging.INFO, "rubato")
+    history = RequestHistory()
+
+    async def scenario(at: Edge) -> None:
+        at.cluster.listen(history)
+        slo = {"stages": [{"until": f"{long}u", "ttft_ms": 50}, {"ttft_ms": 50}]}
+        sent: dict[str, Any] = {"stop": [f"{long}s"], "slo": slo, "user": long, "metadata": {"a": long}}
+        for headers in ({}, {"x-request-id": long}):
+            assert (await at.complete(headers, prompt=ids, stop_token_ids=[1, 2], **sent)).status_code == 200
+        assert (await at.chat({})).status_code == 200  # of what runs the last may be at hand still
+        at.events.clear()
+        gc.collect()
+        alive = [o for o in gc.get_objects() if type(o) is Request]
+        assert not [o for o in alive if o.stages[0].token_ids == tuple(ids) or any(long in s for s in o.sampling.stop)]
+        assert not [o for o in alive if any(long in stage.ends for stage in o.stages)]
+        assert (await at.chat({}, max_tokens=most)).status_code == 200
+
+    edge(scenario, limits=Limits(max_seqs=8, max_tokens=20_000, max_length=20_000, kv_blocks=2000, block=16))
+    (one, _, _, last) = [records[0] for records in history._answers.values()]
+    assert (one.prompt, last.output) == (3000, most)
+    assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
+    page = request_history.shown("id", [one], [], 10.0, fair=False)
+    assert page["slo"][0]["until"] == "x" * 64
+    assert len(caplog.records) == 4
+    assert all(len(logs.Text().format(record)) < 600 for record in caplog.records)
 
 
 def test_deadlines_of_a_later_stage_go_on_from_the_one_before() -> None:

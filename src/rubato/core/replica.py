@@ -38,7 +38,7 @@ from rubato.core.miss_cause import MissCauses
 from rubato.core.plan import Batch, Emitted, Entry, Limits, Plan, Recall, StepResult
 from rubato.core.plan_check import check, check_emitted
 from rubato.core.replica_state import ReplicaState
-from rubato.core.request import NOTHING, Cause, Handoff, HandoffReason, Outcome, Request
+from rubato.core.request import NOTHING, Cause, Handoff, HandoffReason, Outcome, Request, without_texts
 from rubato.core.sequence import Seq, Wait
 from rubato.core.slo import StageTimes, judge
 from rubato.core.step_log import Chunk, Run, Speculation, StepLog
@@ -729,6 +729,7 @@ class Replica(ReplicaState):
             self.kv.release(seq)
         del self._seqs[seq.id]
         self._gone.append(seq.id)
+        seq.request = without_texts(seq.request)  # the log still has it in thousands of steps
         if self.steps.kept > self._most_kept:
             self._forget_steps()
 

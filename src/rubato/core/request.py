@@ -6,7 +6,7 @@ Frozen; times in seconds, lengths in tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -181,6 +181,23 @@ class Request:
             if not stage.slo.best_effort:
                 return False
         return True
+
+
+LONGEST_END = 64  # characters of what ends a stage that are left by `without_texts`
+
+
+def without_texts(request: Request) -> Request:
+    """What may be remembered of a request when it is over: without its prompts, its stop strings and what it has
+    received, of which there may be megabytes."""
+    sampling = request.sampling
+    if sampling.stop or sampling.stop_ids:
+        sampling = replace(sampling, stop=(), stop_ids=())
+    stages = request.stages
+    if any(stage.token_ids or len(stage.ends) > LONGEST_END for stage in stages):
+        stages = tuple(replace(stage, token_ids=(), ends=stage.ends[:LONGEST_END]) for stage in stages)
+    if stages is request.stages and sampling is request.sampling and request.progress is None:
+        return request
+    return replace(request, stages=stages, sampling=sampling, progress=None)
 
 
 # Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a

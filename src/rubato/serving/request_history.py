@@ -1,4 +1,5 @@
-"""The events of a request and why it waited, for `/debug/requests/{id}` and the log. No prompt, no output.
+"""The events of a request and why it waited, for `/debug/requests/{id}` and the log. No prompt, no output, and no
+other text of a client but for the beginning of what ends a stage.
 
 A fold over events. In flight every request is kept, afterwards the last `KEEP`.
 """
@@ -27,7 +28,7 @@ from rubato.core.events import (
     Transferred,
 )
 from rubato.core.interfaces import View
-from rubato.core.request import Request
+from rubato.core.request import Request, without_texts
 from rubato.core.slo import deadlines
 from rubato.serving.response_choices import answer_of, firsts
 
@@ -97,7 +98,7 @@ class RequestHistory:
         if isinstance(event, OF_REPLICAS):  # of a replica, not of a request
             return
         if type(event) is Offered:
-            record = self._open[event.id] = RequestRecord(event.request)
+            record = self._open[event.id] = RequestRecord(without_texts(event.request))
             self._answers.setdefault(answer_of(event.id), []).append(record)
         record = self._open[event.id]
         _fold(record, event)
