@@ -41,6 +41,26 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (None, "plan returned NoneType: return a Plan"),
+        ((), "plan returned tuple"),
+        (Plan((Work("r", 0.5),)), "work gives 'r' 0.5 tokens: give a whole number"),  # type: ignore[arg-type]
+        (Plan((Work("r", float("nan")),)), "work gives 'r' nan tokens"),  # type: ignore[arg-type]
+        (Plan(preempt=iter(["r"])), "preempt is list_iterator: give a tuple"),  # type: ignore[arg-type]
+        (Plan(demote=(id for id in "s")), "demote is generator: give a tuple"),  # type: ignore[arg-type]
+        (Plan(promote="s"), "promote is str: give a tuple"),  # type: ignore[arg-type]
+        (Plan(drop={"d": 5}), "give a mapping with a text for each request id"),  # type: ignore[dict-item]
+        (Plan(drop=["d"]), "give a mapping with a text for each request id"),  # type: ignore[arg-type]
+    ],
+)
+def test_no_plan(plan: object, says: str) -> None:
+    """What goes through here is carried out, where it would be an exception of the engine or stand still."""
+    with pytest.raises(PlanError, match=f"policy 'mine', replica 'r0', t=0.000000: .*{says}"):
+        check(plan, example(), "mine")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("plan", "says"), CASES)
 def test_impossible(plan: Plan, says: str) -> None:
     with pytest.raises(PlanError, match=f"policy 'mine', replica 'r0', t=0.000000: .*{says}"):

@@ -24,7 +24,7 @@ class PlanError(RuntimeError):
 def check(plan: Plan, view: View, policy: str) -> None:
     """Raise PlanError unless `plan` can be carried out on `view`: known sequences, each named once, no more tokens than
     are pending, the engine's limits kept, enough KV, and no standing still while there is work."""
-    for problem in _problems(plan, view):
+    for problem in chain(_no_plan(plan), _problems(plan, view)):
         raise PlanError(f"policy {policy!r}, replica {view.id!r}, t={view.now:.6f}: {problem}")
 
 
@@ -35,6 +35,22 @@ def spelled_out(plan: Plan, view: View) -> Plan:
     gone = {*plan.preempt, *plan.drop}
     decodes = (Work(s.id, 1) for s in view.running if s.pending == 1 and s.id not in gone)
     return plan._replace(work=(*decodes, *plan.work), decode=False)
+
+
+def _no_plan(plan: object) -> Iterable[str]:
+    """What is of another kind than a `Plan` says. What can be read only once would be empty when it is carried out, and
+    a reason goes to the client."""
+    if not isinstance(plan, Plan):
+        yield f"plan returned {type(plan).__name__}: return a Plan"
+        return
+    for name, value in (("preempt", plan.preempt), ("demote", plan.demote), ("promote", plan.promote)):
+        if type(value) is not tuple and (isinstance(value, str) or not isinstance(value, Collection)):
+            yield f"{name} is {type(value).__name__}: give a tuple of request ids"
+    for work in plan.work:
+        if type(work.tokens) is not int and not hasattr(work.tokens, "__index__"):
+            yield f"work gives {work.seq!r} {work.tokens!r} tokens: give a whole number"
+    if plan.drop and not (isinstance(plan.drop, Mapping) and all(isinstance(why, str) for why in plan.drop.values())):
+        yield f"drop is {plan.drop!r:.200}: give a mapping with a text for each request id"
 
 
 def _problems(plan: Plan, view: View) -> Iterable[str]:
