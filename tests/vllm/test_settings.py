@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rubato.core.plan import Limits
@@ -28,12 +30,39 @@ def test_everything() -> None:
         ({"polcy": "edf"}, "has no 'polcy': did you mean 'policy'?"),
         ("edf", "give an object"),
         ({"rule": "strict"}, "choose one of deadline"),
-        ({"lengths": "oracle"}, "give running_mean"),
+        ({"lengths": "oracle"}, "rubato.lengths is 'oracle': give running_mean"),
+        ({"lengths": ["running_mean"]}, "give running_mean"),
+        ({"rule": {}}, "choose one of deadline"),
+        ({"policy": 5}, "rubato.policy is 5: give a policy's name"),
+        ({"settings": "x"}, "rubato.settings is 'x': give an object"),
+        ({"settings": None}, "rubato.settings is None: give an object"),
+        ({"latency": [1.0]}, "rubato.latency is [1.0]: give an object"),
+        ({"latency": {"bb": 1.0}}, "rubato.latency has no 'bb'"),
+        ({"latency": {"window": "x"}}, "rubato.latency.window is 'x': give a whole number"),
     ],
 )
 def test_unknown(given: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+    with pytest.raises(ValueError, match=re.escape(words)):
         settings_of({"rubato": given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"settings": {"safety_margin": float("nan")}},
+        {"settings": {"safety_margin": float("inf")}},
+        {"latency": {"b": [float("nan"), 0.0]}},
+        {"latency": {"host": float("inf")}},
+        {"latency": {"window": 0}},
+        {"settings": {"nope": 1}},
+    ],
+)
+def test_numbers_that_cannot_be_end_the_start(given: dict[str, object]) -> None:
+    """vLLM reads its option as JSON, and Python's JSON knows NaN and Infinity."""
+    ((_, named),) = given.items()
+    (name,) = named  # type: ignore[misc]
+    with pytest.raises(ValueError, match=f"{name}.*(is|has no)|has no.*{name}"):
+        Control(settings_of({"rubato": given}), LIMITS)
 
 
 def test_unknown_policy() -> None:

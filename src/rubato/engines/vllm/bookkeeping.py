@@ -44,12 +44,24 @@ class Settings:
     rule: str = "deadline"
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
+        for name, kind, words in (
+            ("policy", str, "a policy's name"),
+            ("settings", Mapping, "an object"),
+            ("latency", Mapping, "an object"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(f"rubato.{name} is {value!r}: give {words}")
+        known = [name for name, part in affine.Model.__dataclass_fields__.items() if part.init]
+        for key in self.latency:
+            if key not in known:
+                raise ValueError(f"rubato.latency has no {key!r}{nearest(key, known)}")
+        window = self.latency.get("window", 1)
+        if type(window) is not int:
+            raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
+        if self.rule not in tuple(RULES):
             raise ValueError(f"rubato.rule is {self.rule!r}: choose one of {', '.join(RULES)}")
-        if self.lengths and self.lengths not in PREDICTORS:
-            raise ValueError(
-                f"rubato.core.length_prediction is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out"
-            )
+        if self.lengths and self.lengths not in tuple(PREDICTORS):
+            raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out")
 
 
 def settings_of(additional: object) -> Settings:
@@ -90,7 +102,7 @@ class Control:
         self.seqs: dict[str, Seq] = {}
         self.steps = self.deviations = self.fallbacks = 0
         self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_tokens})
-        self._reported = -inf  # when a failure of the policy was last logged
+        self._reported = {"policy": -inf, "plan": -inf}  # when a failure, and a deviation, was last logged
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._rule = settings.rule
         self._order = 0
@@ -161,8 +173,10 @@ class Control:
         return View(
             id=NAME,
             now=now,
-            waiting=queued,
-            running=holding,
+            waiting=tuple(
+                queued
+            ),  # not to be changed: should the policy fail, vLLM's order is planned on the same view
+            running=tuple(holding),
             kv_free=kv_free,
             kv_total=self.limits.kv_blocks,
             limits=self.limits,
@@ -190,13 +204,19 @@ class Control:
     def _report_failure(self, view: View) -> None:
         """Count a step that the policy could not plan; log the exception being handled, once in QUIET seconds."""
         self.fallbacks += 1
-        if view.now < self._reported + QUIET:
+        if not self._due("policy", view.now):
             return
-        self._reported = view.now
         log.exception(
             "policy %r failed at step %d, which is scheduled in vLLM's own order instead; failures so far: %d",
             self.name, self.steps, self.fallbacks,
         )  # fmt: skip
+
+    def _due(self, what: str, now: float) -> bool:
+        """Whether to report this now: a fault may come back at every step."""
+        if now < self._reported[what] + QUIET:
+            return False
+        self._reported[what] = now
+        return True
 
     def shift(self, plan: Plan) -> None:
         """Book a plan's demotions and promotions."""
@@ -225,7 +245,11 @@ class Control:
         unlike = [id for id in waiting & counts.keys() & planned.keys() if self.seqs[id].look_up().tokens != begun[id]]
         if counts != planned or unlike:
             self.deviations += 1
-            log.warning("vLLM did not carry out the plan of step %d: %s", self.steps, _difference(planned, counts))
+            if self._due("plan", now):
+                log.warning(
+                    "vLLM did not carry out the plan of step %d: %s; such steps so far: %d",
+                    self.steps, _difference(planned, counts), self.deviations,
+                )  # fmt: skip
         self.steps += 1
         self._flights.append(Flight(output, shape, self._last if self._busy else now))
 
@@ -257,7 +281,7 @@ class Control:
 
 def _difference(planned: Mapping[str, int], counts: Mapping[str, int]) -> str:
     parts = [
-        f"{id} {planned.get(id, 0)} tokens planned, {counts.get(id, 0)} scheduled"
+        f"{id:.100} {planned.get(id, 0)} tokens planned, {counts.get(id, 0)} scheduled"
         for id in sorted(planned.keys() | counts.keys())
         if planned.get(id) != counts.get(id)
     ]

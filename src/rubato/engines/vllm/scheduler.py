@@ -118,7 +118,7 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
 
     def _refuse(self, request: Any, reason: str) -> None:
         """End a request with an error. vLLM makes that a 500 whatever the reason, which therefore goes to the log."""
-        log.warning("request %s refused: %s", request.request_id, reason)
+        log.warning("request %.100s refused: %s", request.request_id, reason)  # the id may be a header of any length
         self.rubato.end(request.request_id, "refused", reason)
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         last = EngineCoreOutput(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
@@ -14,6 +14,7 @@ PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
 KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
+LONGEST = 64  # characters of a tier's name, which policies keep, and of what a refusal shows of a client's text
 
 
 def request_of(own: Any, arrival: float) -> Request:
@@ -27,7 +28,7 @@ def request_of(own: Any, arrival: float) -> Request:
     extra: Mapping[str, Any] = params.extra_args or {}
     for key in extra:
         if key.startswith(PREFIX) and key not in KEYS:
-            raise ValueError(f"vllm_xargs: unknown key {key!r}; known are {', '.join(KEYS)}")
+            raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
     ttft, tpot, e2e = (_seconds(key, extra.get(key)) for key in MILLISECONDS)
     sampling = Sampling(
         max_tokens=own.max_tokens,
@@ -39,7 +40,7 @@ def request_of(own: Any, arrival: float) -> Request:
         own.request_id,
         (Stage(own.num_prompt_tokens, SLO(ttft, tpot, e2e)),),
         arrival,
-        tier=str(extra.get(TIER, "default")),
+        tier=_tier(extra.get(TIER, "default")),
         sampling=sampling,
         on_decline=_on_decline(extra.get(ON_DECLINE, "best_effort")),
     )
@@ -49,18 +50,33 @@ def _seconds(key: str, value: object) -> float | None:
     if value is None:
         return None
     try:
-        milliseconds = float(cast(Any, value))
-    except (TypeError, ValueError, OverflowError):
+        milliseconds = float(value) if isinstance(value, int | float | str) else 0.0
+    except (ValueError, OverflowError):
         milliseconds = 0.0
     if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise ValueError(f"vllm_xargs: {key} is {value!r:.80}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
+        raise ValueError(f"vllm_xargs: {key} is {_shown(value)}: give {LEAST_MS:g} to {MOST_MS:g} milliseconds")
     return milliseconds / 1e3
+
+
+def _tier(value: object) -> str:
+    if isinstance(value, str) and 1 <= len(value) <= LONGEST:
+        return value
+    raise ValueError(f"vllm_xargs: {TIER} is {_shown(value)}: give a name of 1 to {LONGEST} characters")
 
 
 def _on_decline(value: object) -> OnDecline:
     if value == "best_effort" or value == "refuse":
         return value
-    raise ValueError(f"vllm_xargs: {ON_DECLINE} is {value!r}: give best_effort or refuse")
+    raise ValueError(f"vllm_xargs: {ON_DECLINE} is {_shown(value)}: give best_effort or refuse")
+
+
+def _shown(value: object) -> str:
+    """A client's value as an error names it; it may be of any kind and length."""
+    if isinstance(value, str):
+        return repr(value[:LONGEST]) + (f"... ({len(value)} characters)" if len(value) > LONGEST else "")
+    if isinstance(value, int | float):
+        return repr(value)  # vLLM lets no integer beyond 64 bits through
+    return f"of type {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
