@@ -173,9 +173,7 @@ class Control:
         return View(
             id=NAME,
             now=now,
-            waiting=tuple(
-                queued
-            ),  # not to be changed: should the policy fail, vLLM's order is planned on the same view
+            waiting=tuple(queued),  # not to be changed: should the policy fail, vLLM's order is planned on this view
             running=tuple(holding),
             kv_free=kv_free,
             kv_total=self.limits.kv_blocks,
