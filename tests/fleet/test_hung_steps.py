@@ -13,6 +13,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.local_host import CLOSE_SECONDS, SLOWER
 from tests.doubles import Linear, request
+from tests.fleet.test_silence import stop_everything
 
 LIMITS = Limits(max_seqs=4, max_tokens=256, max_length=256, kv_blocks=64, block=16)
 STEP, TIMEOUT = 0.1, 30.0
@@ -22,6 +23,7 @@ class Hanging(Engine):
     """Hangs where it is told to; `step`: None = for ever."""
 
     step: float | None = STEP
+    stopped = 0.0  # seconds, in the middle of a step
     fails = False
     restart_hangs = False
     close_hangs = False
@@ -32,6 +34,9 @@ class Hanging(Engine):
             raise RuntimeError("injected failure")
         if self.step is None:
             await asyncio.Event().wait()
+        if self.stopped:
+            await self._clock.sleep_until(self._clock.now() + STEP, COMPLETION)
+            stop_everything(self.stopped)
         await self._clock.sleep_until(self._clock.now() + (self.step or 0.0), COMPLETION)
         return self.run(batch)
 
@@ -90,6 +95,13 @@ def test_a_step_that_hangs_ends_its_requests_in_time() -> None:
 def test_a_step_that_is_slow_beyond_its_prediction_is_waited_for() -> None:
     ends, dead, _ = serve({"step": TIMEOUT + SLOWER * STEP - 0.5})
     assert (ends["q0"].outcome, dead) == ("completed", False)
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    """A virtual machine is suspended for ten minutes in the middle of a step."""
+    ends, dead, _ = serve({"stopped": 600.0})
+    assert (ends["q0"].outcome, dead) == ("completed", False)
+    assert ends["q0"].at > 2 * 600.0  # its prefill and its decode
 
 
 def test_the_other_replicas_go_on() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`: predictions may be guesses
+TICK = 1.0  # seconds
 CLOSE_SECONDS = 3.0  # for a step to notice that it is cancelled, and then for the engine to let go of what it holds
 
 
@@ -222,7 +222,7 @@ class LocalHost:
         if self._step_timeout is None:
             return await work
         limit = self._step_timeout + SLOWER * predicted
-        timer = self.clock.call_at(self.clock.now() + limit, PLAN, functools.partial(_cancel, work))
+        time_limit = _TimeLimit(self.clock, work, limit)
         try:
             return await work
         except asyncio.CancelledError:
@@ -233,7 +233,7 @@ class LocalHost:
                 f"replica {self.id}: the engine hangs: {what} has not ended after {limit:.1f} s"
             ) from None
         finally:
-            timer.cancel()
+            time_limit.end()
 
     def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> None:
         now = self.clock.now()
@@ -334,5 +334,23 @@ class LocalHost:
         return self.replica
 
 
-def _cancel(work: asyncio.Future[Any]) -> None:
-    work.cancel()
+class _TimeLimit:
+    """Cancels work after so many seconds. They are counted in turns of the event loop, not read from a clock: a process
+    that was itself stopped, as a virtual machine may be for minutes, has not waited meanwhile."""
+
+    def __init__(self, clock: Clock, work: asyncio.Future[Any], seconds: float) -> None:
+        self._clock = clock
+        self._work = work
+        self._left = seconds
+        self._tick()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        if self._left <= 0.0:
+            self._work.cancel()
+            return
+        wait = min(TICK, self._left)
+        self._left -= wait
+        self._timer = self._clock.call_at(self._clock.now() + wait, PLAN, self._tick)
