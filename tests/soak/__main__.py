@@ -1,6 +1,6 @@
 """A server under load and faults for a while, and what must hold meanwhile.
 
-    python -m tests.soak [--minutes 30] [--seed 1] [--json soak.json] [--folder FOLDER]
+    python -m tests.soak [--minutes 30] [--seed 1] [--only torch] [--json soak.json] [--folder FOLDER]
 
 Engines in turn: simulated with two replicas and the policies one after another, the bundled model, two Ray actors.
 Three tenants offer 0.5, 1.0 and 1.5 times what a machine of two cores does with these; one of them states SLOs that are
@@ -135,7 +135,12 @@ async def run(segment: Segment, seed: int, folder: Path) -> Result:
                 break
             await asyncio.sleep(max(0.0, at - time.monotonic()))
             result.faults.append(fault.__name__)
-            await fault(server, rng, result.seen)
+            try:
+                await fault(server, rng, result.seen)
+            except OSError as error:  # it does not answer any more
+                result.seen.broken(f"{fault.__name__}: {type(error).__name__} {error}")
+            if server.process.poll() is not None:
+                raise RuntimeError(f"the server ended in {fault.__name__}: {server.log[-2000:]}")
         await loading
         watching.cancel()
         await _check_rest(server, base, result)
@@ -226,12 +231,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="the servers with this in their name (default: all)")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--folder", type=Path, default=None, help="for the servers' files (default: a temporary one)")
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as temporary:
-        for number, segment in enumerate(segments(args.minutes)):
+        for number, segment in enumerate(s for s in segments(args.minutes) if args.only in s.name):
             print(f"== {segment.name}, {segment.seconds:.0f} s, seed {args.seed}", flush=True)
             result = asyncio.run(run(segment, args.seed, (args.folder or Path(temporary)) / str(number)))
             results.append(result)

@@ -83,8 +83,7 @@ class Server:
         """MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+)", status)
-        assert found is not None
-        return int(found[1]) // 1024
+        return int(found[1]) // 1024 if found else 0  # 0: it has ended
 
     def actors(self) -> list[int]:
         """Processes of Ray's replicas below it."""
