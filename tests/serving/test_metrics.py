@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rubato.core.events import Finished, Offered, Stepped, Tokens, Verdict
+from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
 from rubato.serving.metrics import MOST_REASONS, Metrics
 from rubato.serving.request_slo import Tier, Tiers
@@ -118,9 +118,20 @@ def test_reasons_of_refusal_are_bounded() -> None:
     assert "said at length" not in text
 
 
-def test_a_listener_that_fails_is_counted() -> None:
-    text = Metrics("m", list, lambda: 0, lambda: {"EventLog": 3}).text().decode()
-    assert 'rubato_listener_errors_total{listener="EventLog"} 3.0' in text
+def test_a_listener_that_fails_is_counted(edge: Runs) -> None:
+    """Such as the event log on a full disk. No request ends for it."""
+
+    def full(event: Event) -> None:
+        raise OSError("No space left on device")
+
+    async def scenario(at: Edge) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)
+        at.app.state.books.listen(full)
+        assert (await at.chat()).status_code == 200
+        value = await scrape(at)
+        assert value("rubato_listener_errors_total", listener=full.__qualname__) == len(at.events) > 3
+
+    edge(scenario)
 
 
 def test_drafted_tokens_are_counted_by_what_became_of_them() -> None:

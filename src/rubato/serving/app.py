@@ -84,7 +84,7 @@ class _Edge:
             service.names[0],
             service.views,
             lambda: service.cluster.in_flight,
-            lambda: service.cluster.listener_errors,
+            lambda: self.books.listener_errors,
             service.log_lines_dropped,
         )
         self.recorder = request_history.RequestHistory(logs.finished)

@@ -10,7 +10,7 @@ costs time, too. Prompts beyond the first, and tokens, are charged when they are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -116,6 +116,11 @@ class OfferedEvents:
     def listen(self, listener: Listener) -> None:
         """Every event from now on, in order, on the event loop."""
         self._listeners.add(listener)
+
+    @property
+    def listener_errors(self) -> Mapping[str, int]:
+        """By its name, how many events a listener failed on, here or at the cluster."""
+        return {**self.cluster.listener_errors, **self._listeners.errors}
 
     def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
         """Offered, and ended at once: its end."""
