@@ -1,5 +1,6 @@
 """The event log reads back as what was written; a broken line is named."""
 
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -108,12 +109,24 @@ def test_what_a_killed_server_left_of_a_line_is_left_out(tmp_path: Path, cut: in
     assert list(read(tmp_path / "log")) == [one, two]
 
 
-@pytest.mark.parametrize("content", [b"policy: edf\n", b"{", b'{"kind":"Nothing"}\n', b"\x00" * 100_000, b"\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"policy: edf\n", b"{", b'{"kind":"Nothing"}\n', b"\x00" * 100_000, b"\n", b'{"kind":"Pod","apiVersion":"v1"}',
+        encode(Stepped(1.0, "r0", Shape(1, 1, 1), 0.1)) + b'{"kind":"Pod"}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_event_log_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "log").write_bytes(content)
     with pytest.raises(ValueError, match=r"the file is there and is no event log; name another, or move it away"):
         EventLogWriter(tmp_path / "log")
     assert (tmp_path / "log").read_bytes() == content
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="it is a pipe, and its reader could stop the server; name a file"):
+        EventLogWriter(tmp_path / "pipe")
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -109,4 +110,21 @@ def test_a_client_that_sends_all_of_its_body_first_gets_its_answer(start: Start,
         client.close()
     head = httpx2.head(f"{server.url}/health", timeout=TIMEOUT)
     assert (head.status_code, head.content) == (200, b"")
+    assert server.end() == 0
+
+
+@pytest.mark.full
+def test_a_kept_connection_is_not_closed_on_a_request_that_came_while_the_server_was_stopped(start: Start) -> None:
+    """Its own timer of 5 s is due when it goes on, and so is the request."""
+    server = start()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    connection.request("GET", "/health")
+    server.process.send_signal(signal.SIGCONT)
+    assert connection.getresponse().status == 200
+    connection.close()
     assert server.end() == 0

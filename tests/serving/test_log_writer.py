@@ -72,6 +72,15 @@ def test_a_reader_that_does_not_read_holds_nothing_up(pipe: tuple[IO[bytes], int
     os.close(write)
 
 
+def test_a_line_that_cannot_be_made_costs_its_caller_nothing(pipe: tuple[IO[bytes], int]) -> None:
+    reader, write = pipe
+    writer = LogWriter(write)
+    logger(writer).info("x %d", "a")
+    assert writer.drain(SECONDS)
+    os.close(write)
+    assert reader.read().startswith(b"INFO 'x %d' with ('a',) (TypeError: ")
+
+
 def test_a_reader_that_is_gone_costs_lines_only(pipe: tuple[IO[bytes], int]) -> None:
     reader, write = pipe
     reader.close()

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from rubato.core.events import Finished, Offered
-from rubato.serving.rate_limits import Bucket
+from rubato.serving.rate_limits import AT_ONCE, Bucket, TenantUsage
+from rubato.serving.tenants import Quota
 from tests.serving.conftest import STEP, Edge, key, tenant
 from tests.serving.test_metrics import scrape
 
@@ -27,6 +28,15 @@ def test_a_bucket() -> None:
     bucket.take(600, 10.0)
     assert bucket.wait(1, 10.0) == pytest.approx(541.0)  # and is paid for afterwards
     assert bucket.wait(1, 5.0) == pytest.approx(541.0)  # time does not run backwards
+
+
+def test_prompts_beyond_the_places_of_a_tenant_are_charged_as_one() -> None:
+    usage = TenantUsage(Quota(requests_per_minute=100, max_in_flight=2))
+    usage.in_flight = 1
+    assert usage.enter(0.0) == 0.0
+    assert usage.charge(2, 10, 0.0) == (AT_ONCE, 0.0)
+    assert usage.requests is not None
+    assert usage.requests.level == 99.0
 
 
 def test_requests_per_minute(edge: Runs) -> None:

@@ -38,7 +38,7 @@ from rubato.core.events import (
 
 log = logging.getLogger(__name__)
 
-LONGEST_FIRST = 1 << 20  # bytes of a first line that are read to tell an event log from another file
+LONGEST_KIND = 64  # bytes, in which a line has said of what kind it is
 CHUNK = 1 << 16
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
@@ -89,11 +89,14 @@ class EventLogWriter:
     """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for.
 
     A log that is there is gone on with. A new file is for its owner alone to read (mode 0600). Raises ValueError for a
-    file that is no event log, or that another process writes, and OSError for one that cannot be opened.
+    file that is no event log, or that another process writes, and for a pipe, whose reader could stop the server, and
+    OSError for one that cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, content: bool = False) -> None:
         self._path = path
+        if Path(path).is_fifo() or Path(path).is_socket():
+            raise ValueError(f"event log {path}: it is a pipe, and its reader could stop the server; name a file")
         self._file = open(path, "ab", opener=_for_owner)  # noqa: SIM115 - the writer is the context manager
         try:
             _check_ours(path, self._file)
@@ -133,10 +136,13 @@ def _check_ours(path: str | Path, file: IO[bytes]) -> None:
     except BlockingIOError:
         raise ValueError(f"event log {path}: another process writes it; name another file") from None
     with Path(path).open("rb") as there:
-        first = there.readline(LONGEST_FIRST)
-        if first and not _is_event(first):
-            raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
+        first = there.readline()
         whole = _end_of_lines(there)
+        there.seek(whole)
+        cut = there.read(LONGEST_KIND)
+        ours = _is_event(first) and _may_begin_an_event(cut) if whole else not cut or cut.startswith(BEGINNINGS)
+        if not ours:
+            raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
     if whole < os.fstat(file.fileno()).st_size:
         log.warning("event log %s: its last line was cut short, and is left out", path)
         file.truncate(whole)
@@ -146,8 +152,16 @@ def _is_event(line: bytes) -> bool:
     try:
         decode(line)
     except ValueError:
-        return not line.endswith(b"\n") and line.startswith(b'{"kind":"')  # cut short, or long
+        return False
     return True
+
+
+BEGINNINGS = tuple(b'{"kind":"%s",' % kind.encode() for kind in _KINDS)
+
+
+def _may_begin_an_event(cut: bytes) -> bool:
+    """Whether a line that begins so, and ends wherever its writer was killed, may have been an event."""
+    return cut.startswith(BEGINNINGS) or any(begin.startswith(cut) for begin in BEGINNINGS)
 
 
 def _end_of_lines(file: IO[bytes]) -> int:

@@ -34,6 +34,7 @@ from pydantic import (
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.former_names import by_present_names
+from rubato.core.request import MOST
 from rubato.core.slo import RULES
 from rubato.core.tier_settings import StrictSettings, TierSettings
 
@@ -85,7 +86,7 @@ class TenantSettings(StrictSettings):
     key_file: str | None = None
     keys_env: str | None = None
     tiers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, ge=1e-6, le=1e6)
     requests_per_minute: float | None = Field(default=None, gt=0)
     tokens_per_minute: float | None = Field(default=None, gt=0)
     max_in_flight: int | None = Field(default=None, ge=1)
@@ -191,9 +192,9 @@ class Config(StrictSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=2 << 20, ge=1)
     max_connections: int | None = Field(default=None, ge=1)
-    drain_seconds: float = Field(default=30.0, ge=0)
-    stall_seconds: float = Field(default=30.0, gt=0)
-    step_timeout_seconds: float = Field(default=60.0, gt=0)
+    drain_seconds: float = Field(default=30.0, ge=0, le=MOST)
+    stall_seconds: float = Field(default=30.0, gt=0, le=MOST)
+    step_timeout_seconds: float = Field(default=60.0, gt=0, le=MOST)
     tls: TLSSettings | None = None
     log: LogSettings = LogSettings()
     event_log: str | None = None

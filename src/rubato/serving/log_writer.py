@@ -28,7 +28,11 @@ class LogWriter(logging.Handler):
         threading.Thread(target=self._write_all, name="log writer", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = record.getMessage(), None  # as it is now: its arguments may change
+        try:  # as it is now: its arguments may change
+            message = record.getMessage()
+        except Exception as error:  # as in logging itself, the caller does not pay for a line that cannot be made
+            message = f"{record.msg!r} with {record.args!r:.200} ({type(error).__name__}: {error})"
+        record.msg, record.args = message, None
         try:
             self._waiting.put_nowait(record)
         except queue.Full:

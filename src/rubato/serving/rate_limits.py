@@ -75,16 +75,17 @@ class TenantUsage:
         use, which are charged choice by choice. Why it may not pass now, and the seconds until it might come again
         (0: not known)."""
         wait = 0.0 if self.tokens is None else self.tokens.wait(tokens, now)
+        saturated = self.in_flight + prompts > self.max_in_flight
         short = False
         if self.requests is not None and prompts > 1:
             self.requests.take(-1, now)  # the first is paid: together they may cost more than the bucket holds
             short = self.requests.wait(prompts, now) > 0.0
-            self.requests.take(1 if short or wait else prompts, now)
+            self.requests.take(1 if short or wait or saturated else prompts, now)
         if self.requests is not None and (short or wait):
             wait = max(wait, self.requests.wait(prompts, now))
         if wait > 0:
             return RATE, wait
-        return (AT_ONCE, 0.0) if self.in_flight + prompts > self.max_in_flight else None
+        return (AT_ONCE, 0.0) if saturated else None
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""

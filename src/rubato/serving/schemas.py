@@ -73,6 +73,7 @@ MOST_STAGES = 64
 MOST_MESSAGES = 2048  # OpenAI's bound, too
 MOST_UNKNOWN = 64  # fields that are not known at all: each is compared with every known name
 MOST_PARTS = 65_536  # lists, objects and fields of a body: 0.3 us of parsing for each list, 1 us for each field
+SHOWN = 65_536  # bytes of a body up to which an error says what was given
 LONGEST_NAME = 64  # characters of a name that are compared
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 
@@ -339,7 +340,7 @@ def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
-        raise _bad_request(schema, error) from None
+        raise _bad_request(schema, error, shown=len(raw) <= SHOWN) from None
     _refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
@@ -387,8 +388,9 @@ def _refuse_unsupported(body: Completion) -> None:
             )
 
 
-def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
+def _bad_request(schema: type[BaseModel], error: ValidationError, *, shown: bool) -> ApiError:
+    """shown: say what was given; each error then brings its part of the body along, maybe all of it."""
+    first = error.errors(include_url=False, include_input=shown)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     if not first["loc"]:
@@ -401,7 +403,7 @@ def _bad_request(schema: type[BaseModel], error: ValidationError) -> ApiError:
         fields = StageBody.model_fields if "stages" in first["loc"] else SLOBody.model_fields
         near = get_close_matches(str(first["loc"][-1])[:LONGEST_NAME], fields, 1, cutoff=0.0)
         message = f"unknown field; did you mean {near[0]}?"
-    elif first["type"] != "value_error" and isinstance(first["input"], int | float | str | bool):
+    elif first["type"] != "value_error" and isinstance(first.get("input"), int | float | str | bool):
         message = f"{message}, got {first['input']!r:.100}"
     return ApiError(400, f"{path}: {message}.", param=path, code="invalid_value")
 

@@ -12,8 +12,10 @@ import logging
 import os
 import signal
 import threading
+from math import inf
 from types import FrameType
 
+from rubato.core.clock import WallClock
 from rubato.serving.log_writer import LogWriter
 
 CLOSE_SECONDS = 9.0  # from the end of the drain to that of the process: the manual promises 10
@@ -33,12 +35,18 @@ class Shutdown:
         self._writer = writer
         self._signals = 0
         self._timer: threading.Timer | None = None
+        self._clock = WallClock()
+        self._deadline = inf
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._heard)
 
     def end_within(self, seconds: float = CLOSE_SECONDS) -> None:
-        """From now on: the process exits with status 1 unless it has ended before."""
+        """From now on: the process exits with status 1 unless it has ended before. A limit that ends sooner stays."""
+        deadline = self._clock.now() + seconds
+        if deadline >= self._deadline:  # however often it is told to end, that does not put its end off
+            return
+        self._deadline = deadline
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds, self._exit, (seconds,))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import sys
 from collections import deque
@@ -150,6 +151,13 @@ class _StallGuard(HttpToolsProtocol):
             self._tell()
         else:
             self.server_state.total_requests += 1
+
+    def timeout_keep_alive_handler(self) -> None:
+        # A process that was stopped finds its timers due beside requests that came meanwhile, in time.
+        waiting = select.poll()
+        waiting.register(self._descriptor, select.POLLIN)
+        if not waiting.poll(0):
+            super().timeout_keep_alive_handler()
 
     def close_when_read(self) -> None:
         """Close, where half a request is left only when the client had time to read what was written."""
