@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from rubato.core.clock import ARRIVAL, COMPLETION, SCALE, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
 from rubato.core.interfaces import KV
-from rubato.core.plan import Batch, Limits, StepResult
+from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.engines.simulated import Engine, Link
+from rubato.engines.simulated import Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from tests.conftest import few
 from tests.doubles import Linear, request
+from tests.fleet import test_handoff as handoff
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=16, block=8)
 LINK = Link(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s
@@ -38,21 +39,8 @@ AFTER = SCALE + 1  # a rank after all that happens at an instant
 RUNAWAY = 2000  # events; the runs here have about 100
 
 
-class Breaks(Engine):
-    """Reading KV takes time, too. Fails its next step once `fails` is set; `dead`: and cannot begin afresh."""
-
-    fails = dead = False
-
-    async def start(self) -> None:
-        if self.dead:
-            raise RuntimeError("the device fell off")
-        await super().start()
-
-    async def execute(self, batch: Batch) -> StepResult:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("a cosmic ray")
-        return await super().execute(batch)
+class Breaks(handoff.Breaks):
+    """Reading KV takes time, too."""
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
         await self._clock.sleep_until(self._clock.now() + READ, COMPLETION)

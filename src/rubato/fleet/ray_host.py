@@ -38,7 +38,7 @@ HEARTBEAT = 1.0  # seconds after which a replica reports though nothing has happ
 # Seconds without a report after which a replica is lost. Steps run beside its event loop, so only what holds Python's
 # lock, such as a compilation or an import, keeps it silent: 10 s is more than any of these, and clients still wait.
 SILENT = 10.0
-CLOSE = 2.0  # seconds that a replica has to end by itself: hosts are closed in turn, and SIGTERM must not take long
+CLOSE = 2.0  # seconds that a replica has to end by itself: SIGTERM must not take long
 
 
 class HostLostError(Exception):
