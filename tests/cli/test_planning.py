@@ -125,14 +125,14 @@ def test_a_packaged_profile_and_scenario(tmp_path: Path, capsys: pytest.CaptureF
     out, jobs = tmp_path / "out.json", tmp_path / "jobs.jsonl"
     words = ["sweep", "--scenario", "slos-serve-chatbot", "--rates", "2", "--seeds", "4", "--count", "30", *QUIET]
     words += ["--json", str(out)]
-    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(jobs)]) == 0
+    assert main([*words, "--profile", "opt-13b-a100", "--resume", str(jobs)]) == 0
     data = json.loads(out.read_text())
     (job,) = data["jobs"]
     assert (job["workload"]["name"], job["workload"]["requests"]) == ("slos-serve-chatbot", 30)
     hardware = data["settings"][0]["hardware"]
     assert (hardware["name"], hardware["gpus"]) == ("opt-13b-a100", 1)
     assert hardware["limits"]["kv_blocks"] == load("opt-13b-a100").kv_tokens // 16
-    assert main([*words, "--profile", "opt-13b-a100", "--cells", str(jobs)]) == 0  # step times have the same digest
+    assert main([*words, "--profile", "opt-13b-a100", "--resume", str(jobs)]) == 0  # step times have the same digest
     assert "1 of 1 jobs were in the file already" in json.loads(out.read_text())["notes"][0]
     without = tmp_path / "without.json"
     without.write_text(json.dumps(load("opt-13b-a100").to_json() | {"kv_tokens": None}))
@@ -204,7 +204,7 @@ class Scheduler:
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
         (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
-        (["figure", "slos-serve-toy", "--small", "--cells", "x"], "--resume is what a full run goes on from"),
+        (["figure", "slos-serve-toy", "--small", "--resume", "x"], "--resume is what a full run goes on from"),
         (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
         (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],

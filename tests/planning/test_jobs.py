@@ -100,13 +100,6 @@ def test_a_file_of_other_jobs_is_refused(tmp_path: Path) -> None:
         jobs.run(squares(1), file=tmp_path / "other", head=HEAD, workers=1)
 
 
-def test_a_file_with_the_formats_former_name_is_gone_on_from(tmp_path: Path) -> None:
-    file = tmp_path / "jobs"
-    jobs.run(squares(2), file=file, head=HEAD, workers=1)
-    file.write_text(file.read_text().replace("rubato-jobs/2", "rubato-cells/2"))
-    assert jobs.run(squares(3), file=file, head=HEAD, workers=1).resumed == 2
-
-
 def test_keys_are_unique_and_workers_some() -> None:
     with pytest.raises(ValueError, match="two jobs have the same key"):
         jobs.run([*squares(1), *squares(1)])

@@ -226,11 +226,6 @@ def test_edf_tries_again_when_its_model_has_forgotten_a_slow_spell() -> None:
     assert asked("c", 20.0, ttft=0.1).drop == {"c": "rejected-slo-infeasible"}  # 110 ms at the best
 
 
-def test_edf_still_takes_the_setting_that_has_no_effect_any_more() -> None:
-    with pytest.warns(FutureWarning, match="setting stale has no effect any more"):
-        load("edf", {"stale": 5.0})
-
-
 @pytest.mark.parametrize(
     ("slo", "predicted", "refused"),
     [
@@ -471,17 +466,3 @@ def test_edf_keeps_nothing_of_a_request_that_goes_on_elsewhere() -> None:
     assert (policy._tiers, policy._counted) == ({"a": seq.request.tier}, {"a"})
     policy.observe((HandedOff(0.0, "a", seq.request),))
     assert (policy._tiers, policy._counted) == ({}, set())
-
-
-def test_settings_by_their_former_names_work_for_one_release() -> None:
-    with pytest.warns(FutureWarning, match="setting longest is now max_batch_seconds"):
-        policy: Any = policies.load("slos_serve", {"longest": 0.1})
-    assert policy.max_batch_seconds == 0.1
-    with pytest.raises(PolicyError, match="setting safety_margin is given twice"), pytest.warns(FutureWarning):
-        policies.load("edf", {"safety": 0.1, "safety_margin": 0.2})
-    with pytest.warns(FutureWarning, match="setting margin is now safety_margin"):
-        router: Any = policies.router_for("slos_serve", "auto", None, {"margin": 0.3})
-    assert router.safety_margin == 0.3
-    with pytest.warns(FutureWarning, match="setting margin is now safety_margin"):  # its own beside the policy's
-        router = policies.router_for("slos_serve", "auto", {"margin": 0.4}, {"safety_margin": 0.2, "threshold": 3})
-    assert router.safety_margin == 0.4

@@ -345,11 +345,6 @@ def test_the_version_is_the_changelogs() -> None:
     assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"] == newest
 
 
-def test_a_setting_by_its_former_name_works_and_says_what_it_is_called_now() -> None:
-    with pytest.warns(FutureWarning, match="setting trace is now event_log"):
-        assert load({"trace": "log.jsonl"}).event_log == "log.jsonl"
-
-
 @pytest.mark.parametrize(
     ("settings", "most"),
     [

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write claims and data as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG, where the figure has a picture")
     parser.add_argument(
-        "--resume", "--cells", metavar="FILE", help="where a full run keeps what has finished (removed at its end)"
+        "--resume", metavar="FILE", help="where a full run keeps what has finished (removed at its end)"
     )
     parser.add_argument("--workers", type=int, help="processes (default: one a core)")
     parser.add_argument("--no-progress", action="store_true")

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _server_options(serve)
     serve.add_argument("--host")
     serve.add_argument("--port", type=int)
-    serve.add_argument("--event-log", "--trace", metavar="FILE", help="write the event log here (JSON lines)")
+    serve.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
 
     run = command("bench", _bench, "offer a workload to a server, open loop, and judge what comes back")
     run.add_argument("url", help="the server, such as http://127.0.0.1:8000")

@@ -68,9 +68,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
         requests.add_argument("--seeds", type=common_options.seeds, default=[0, 1, 2, 3], metavar="0,1,2")
     running = parser.add_argument_group("running and results")
     running.add_argument("--workers", type=int, help="processes (default: one a core)")
-    running.add_argument(
-        "--resume", "--cells", metavar="FILE", help="file of finished parts; an interrupted run resumes from it"
-    )
+    running.add_argument("--resume", metavar="FILE", help="file of finished parts; an interrupted run resumes from it")
     running.add_argument("--no-progress", action="store_true")
     running.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
     running.add_argument("--report", metavar="FILE", help="write a short Markdown report")

@@ -28,7 +28,6 @@ from rubato.core.clock import measured
 from rubato.core.json_lines import json_object
 
 FORMAT = "rubato-jobs/2"
-FORMER_FORMAT = "rubato-cells/2"  # the same lines under another name
 PATIENCE = 10.0  # seconds for a pool to end in, once the command is told to
 T = TypeVar("T")
 
@@ -277,8 +276,6 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
         path.write_bytes(_line(expected))
         return {}, dropped
     lines = [_object(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
-    if lines[0].get("format") == FORMER_FORMAT:
-        lines[0]["format"] = FORMAT
     if lines[0].get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of jobs ({FORMAT}, but {lines[0].get('format')!r}): name another file")
     other = list(_differing(lines[0], expected))

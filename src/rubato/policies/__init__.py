@@ -19,7 +19,6 @@ from typing import Any, cast
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
-from rubato.core.former_names import by_present_names
 from rubato.core.interfaces import Router, Scheduler
 
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
@@ -62,9 +61,8 @@ def router_for(
             "of it would be left; choose router auto"
         )
     if paired and router == policy:
-        shared, former = _settings(paired), getattr(paired, "former", {})
-        given = {name: value for name, value in (own or {}).items() if former.get(name, name) in shared}
-        settings = _renamed(router, paired, given) | _renamed(router, paired, settings or {})
+        shared = _settings(paired)
+        settings = {name: value for name, value in (own or {}).items() if name in shared} | dict(settings or {})
     return load_router(router, settings)
 
 
@@ -132,7 +130,6 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
     known = _settings(cls)
-    settings = _renamed(name, cls, settings)
     for key, value in settings.items():
         if key not in known:
             other = getattr(module, "Router", None) if kind == "Scheduler" else None
@@ -148,14 +145,6 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         return cls(**settings)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"policy {name!r}: {error}") from error
-
-
-def _renamed(policy: str, cls: Any, settings: Mapping[str, object]) -> dict[str, object]:
-    """`by_present_names` of a policy's settings, some of which may be spelled as in the last release (`cls.former`)."""
-    try:
-        return by_present_names(settings, getattr(cls, "former", {}), f"policy {policy!r}: ")
-    except ValueError as error:
-        raise PolicyError(str(error)) from error
 
 
 def _settings(cls: Any) -> dict[str, object]:

@@ -85,7 +85,6 @@ class Router:
     what those that run there take to their ends (the longest it may be)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     prefill: int = 1
     decode: int = 1
     watermark: float = 0.01

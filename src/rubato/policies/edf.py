@@ -49,16 +49,6 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {
-        "stale": "",  # latency models forget a slow spell by themselves
-        "longest": "max_ttft_share",
-        "every": "turn_every",
-        "least": "turn_tokens",
-        "share": "decode_share",
-        "reserve": "deadline_reserve",
-        "safety": "safety_margin",
-        "cushion": "decode_lead",
-    }
     safety_margin: float = 0.1
     deadline_reserve: float = 0.01
     max_ttft_share: float = 0.3

@@ -5,7 +5,7 @@ A prompt longer than the engine's batch is run alone, in chunks as long as a bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +23,6 @@ class Scheduler:
     reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
-    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
     watermark: float = 0.01
     reserve_kv: bool = False

@@ -14,7 +14,7 @@ in one step of `turn_every` and keeps its KV.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
@@ -37,7 +37,6 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {"patience": "max_wait", "every": "turn_every", "least": "turn_tokens"}
     budget: int = 2048
     max_wait: float = 5.0
     turn_every: int = 16

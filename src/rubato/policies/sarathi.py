@@ -7,7 +7,7 @@ never allows less where a static one would keep the TPOT, so this baseline is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,6 @@ class Scheduler:
     reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {"least": "min_chunk", "whole": "reserve_kv"}
     budget: int = 0
     min_chunk: int = 32
     reserve_kv: bool = False

@@ -7,7 +7,7 @@ Not reproduced: prefix caching, and the reservation of a whole prompt's KV befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,6 @@ class Scheduler:
     (`batch_builder.starting`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
     reserve_kv: bool = False
 

@@ -7,7 +7,7 @@ do. Not reproduced: what `vllm` does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +26,6 @@ class Scheduler:
     `vllm`."""
 
     needs: ClassVar[frozenset[str]] = vllm.Scheduler.needs | {"draft"}
-    former: ClassVar[Mapping[str, str]] = {"whole": "reserve_kv"}
     budget: int = 2048
     n: int = 4
     reserve_kv: bool = False

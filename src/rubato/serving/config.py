@@ -33,7 +33,6 @@ from pydantic import (
 )
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.former_names import by_present_names
 from rubato.core.request import MOST
 from rubato.core.slo import RULES
 from rubato.core.tier_settings import StrictSettings, TierSettings
@@ -247,9 +246,6 @@ def _check_names(names: Mapping[str, Any], what: str) -> None:
             )
 
 
-FORMER = {"trace": "event_log", "trace_content": "event_log_content"}  # settings by the names of 0.3, for one release
-
-
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file (or a mapping), changed by overrides such as `policy.safety_margin=0.2`.
 
@@ -261,10 +257,6 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
         if not found or not path:
             raise ConfigError(f"override {path!r}: write it as setting=value, such as policy.safety_margin=0.2")
         _set(tree, path.split("."), _yaml(text, f"override of {path}"))
-    try:
-        tree = by_present_names(tree, FORMER)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -25,7 +25,6 @@ class Router:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    former: ClassVar[Mapping[str, str]] = Scheduler.former
     max_hops: int = 3
     backup: str = "best_effort"
     safety_margin: float | None = Scheduler.safety_margin

@@ -118,20 +118,6 @@ class Scheduler:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
-    former: ClassVar[Mapping[str, str]] = {
-        "threshold": "decision_threshold",
-        "timeout": "decision_interval",
-        "margin": "safety_margin",
-        "longest": "max_batch_seconds",
-        "patience": "best_effort_patience",
-        "even": "steady_tokens",
-        "values": "tier_values",
-        "reserve": "tier_reserve",
-        "backlog": "max_waiting",
-        "draft": "max_draft",
-        "caution": "pessimism",
-        "prior": "prior_acceptance",
-    }
     decision_threshold: int = 1
     decision_interval: float = 0.1
     safety_margin: float | None = None
