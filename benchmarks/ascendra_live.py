@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 from slos_serve_live import found
 
-from rubato.cli import demo_runs as demo
-from rubato.cli.demo_progress import Progress
 from rubato.core import event_log
 from rubato.core.events import Event, Stepped
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import steps
+from rubato.demo import runs as demo
+from rubato.demo.progress import Progress
 from rubato.engines.torch import bundled_model
 from rubato.latency import operation_count
 from rubato.latency.fit import coefficients

@@ -86,9 +86,9 @@ class RubatoSide:
     model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from rubato.core.replica import Replica
         from rubato.latency import affine
         from rubato.policies import load
+        from rubato.replica.replica import Replica
 
         self.engine = rubato_engine(**settings)
         self.latency = affine.Model()

@@ -1,11 +1,11 @@
-"""`rubato.experiments.fidelity` on the bundled model, and the table in docs/fidelity.md.
+"""`experiments.fidelity` on the bundled model, and the table in docs/fidelity.md.
 
     python benchmarks/fidelity.py --table docs/fidelity.md --json results/fidelity.json [--loads | --quick]
 
 About 30 minutes on two cores, which must be free: three policies at 0.7 and 1.0 of the rate at which simulated `vllm`
 attains 90 %, tier by tier; a row holds within 5 points of attainment and 10 % of mean e2e. --loads: 0.6, 0.9 and 1.2 of
-that rate, all tiers together, within 3 points, 7 % of mean e2e and 15 % of the P99 of TTFT, which `rubato figure
-simulator-fidelity` runs, too; --quick: three minutes, too few requests to judge by.
+that rate, all tiers together, within 3 points, 7 % of mean e2e and 15 % of the P99 of TTFT, which
+`python -m experiments simulator-fidelity` runs, too; --quick: three minutes, too few requests to judge by.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rubato.experiments.fidelity.fit_run import LearnedModel, say
-from rubato.experiments.fidelity.live_runs import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
-from rubato.experiments.fidelity.table import table
+from experiments.fidelity.fit_run import LearnedModel, say
+from experiments.fidelity.live_runs import FULL, HOLDS, LOADS, QUICK, Scale, torch_rig
+from experiments.fidelity.table import table
 from rubato.measure import results
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments._cluster_time import Inside
 from rubato.core.clock import measured
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
-from rubato.experiments._cluster_time import Inside
 from rubato.latency import profiles
 from rubato.simulation.simulate import SimulationSetup, simulate_fast
 

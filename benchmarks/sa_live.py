@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.sa_gain import measured
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Stepped
 from rubato.core.interfaces import LengthPredictor
@@ -34,7 +35,6 @@ from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.torch import Engine, bundled_model
-from rubato.experiments.sa_gain import measured
 from rubato.fleet.build import local_cluster
 from rubato.latency import bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rubato.cli import demo_runs as demo
-from rubato.cli.demo_progress import Progress
 from rubato.core.request import SLO
+from rubato.demo import runs as demo
+from rubato.demo.progress import Progress
 from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run

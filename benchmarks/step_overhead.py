@@ -31,11 +31,11 @@ from rubato.core.clock import WallClock, run_strict
 from rubato.core.events import Event
 from rubato.core.interfaces import KV
 from rubato.core.plan import Batch, Emitted, Limits, Sample, StepResult
-from rubato.core.replica import Replica
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.local_host import LocalHost
 from rubato.latency.affine import Model
 from rubato.policies import load
+from rubato.replica.replica import Replica
 
 PROMPT, BLOCK = 512, 16
 WARM, STEPS = 20, 300  # steps, before the clock and under it

@@ -30,8 +30,8 @@ from typing import Any
 
 from vllm_env import ROOT, ensure_env
 
-from rubato.cli.demo_runs import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.core.request import SLO
+from rubato.demo.runs import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.measure import load_generator, results
 from rubato.measure.records import Run, summarise
 from rubato.workloads import Workload

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rubato.core import sequence
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Sample, Shape, Tree
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency.model_base import ModelBase
+from rubato.replica import sequence
 
 
 @dataclass

@@ -13,12 +13,12 @@ from rubato.core.clock import Clock, VirtualClock, WallClock, run_strict, run_vi
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan
-from rubato.core.replica import Replica
-from rubato.core.sequence import Seq
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.policies import load
+from rubato.replica.replica import Replica
+from rubato.replica.sequence import Seq
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host
 from rubato.simulation.simulated_host import SimulatedHost
 from tests.core import test_speculation

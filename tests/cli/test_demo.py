@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from rubato.cli import demo, demo_progress, demo_runs
-from rubato.cli.demo_progress import SECONDS, Progress
-from rubato.cli.demo_runs import (
+from rubato.core.events import Verdict
+from rubato.core.plan import Shape
+from rubato.core.request import SLO
+from rubato.demo import demo
+from rubato.demo import progress as demo_progress
+from rubato.demo import runs as demo_runs
+from rubato.demo.progress import SECONDS, Progress
+from rubato.demo.runs import (
     LEAST,
     OVERLOAD,
     SCALES,
@@ -22,9 +27,6 @@ from rubato.cli.demo_runs import (
     checked_rate,
     held,
 )
-from rubato.core.events import Verdict
-from rubato.core.plan import Shape
-from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
 from rubato.measure.load_generator import BenchError

@@ -418,7 +418,7 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "shortest.py").write_text(
         "from dataclasses import dataclass\n"
         "from typing import ClassVar\n"
-        "from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order\n"
+        "from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order\n"
         "SOURCE = 'mine'\n"
         "@dataclass\n"
         "class Scheduler:\n"
@@ -439,7 +439,7 @@ def test_a_policy_of_ones_own(mix: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["capacity"], ["figure"], ["plan"], ["serve"]):
+    for words in ([], ["capacity"], ["plan"], ["serve"]):
         with pytest.raises(SystemExit) as end:
             main([*words, "--help"])
         assert end.value.code == 0

@@ -203,10 +203,7 @@ class Scheduler:
         (["plan", *REPLICA, "--report", "."], "--report . cannot be written: it is a folder"),
         (["plan", *REPLICA, "--set", "latency.k=abc"], "affine k is 'abc': give numbers"),
         (["plan", *REPLICA, "--set", "latency.a=abc"], "affine a is ['abc']: give numbers"),
-        (["figure", "--docs", "nowhere"], "nowhere holds no JSON of a figure"),
-        (["figure", "slos-serve-toy", "--small", "--resume", "x"], "--resume is what a full run goes on from"),
         (["sweep", *REPLICA, "--rates", "1", "--seeds", "-1"], "--seeds -1: give 0 or more"),
-        (["figure", "simulator-speeds"], "unknown figure 'simulator-speeds'"),
     ],
 )
 def test_what_is_impossible_is_one_sentence_and_status_2(
@@ -221,9 +218,8 @@ def test_what_is_impossible_is_one_sentence_and_status_2(
     )
     faulty = tmp_path / "faulty.py"
     faulty.write_text(FAULTY)
-    quiet = [] if words[0] == "figure" else QUIET
     files = {"TRACE": trace, "BAD": str(bad), "STILL": str(still), "FAULTY": str(faulty)}
-    assert main([files.get(word, word) for word in words] + quiet) == 2
+    assert main([files.get(word, word) for word in words] + QUIET) == 2
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.acceptance import MEMORY, PRIOR, WEIGHT, Accepted, Offered
 from rubato.core.events import Finished, Tokens, Verdict
 from rubato.core.plan import Tree
 from rubato.engines.simulated.acceptance import Acceptance
+from rubato.policy_kit.acceptance import MEMORY, PRIOR, WEIGHT, Accepted, Offered
 from tests.doubles import Seq, request
 
 

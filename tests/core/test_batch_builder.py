@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order
 from rubato.core.interfaces import View
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Tree, Work
-from rubato.core.replica import Replica
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order
+from rubato.replica.replica import Replica
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=64, block=4)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from rubato.core.draft_tree import adaptive, optimal, select
+from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, total
 from rubato.core.plan import Tree
-from rubato.experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, total
+from rubato.policy_kit.draft_tree import adaptive, optimal, select
 
 
 @st.composite

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.config.build import lengths_of
+from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import CLASSES, LAST, PREDICTORS, ConditionalMean, Gaussian, Oracle, RunningMean
 from rubato.core.request import Request, Sampling, Stage
 from rubato.planning import spec
-from rubato.serving.build import lengths_of
-from rubato.serving.config import ConfigError, load
 
 
 def of(app: str, id: str = "a", most: int = 1000, tier: str = "default") -> Request:

@@ -7,8 +7,8 @@ import pytest
 
 from rubato.core.interfaces import Dispatch, View
 from rubato.core.plan import Limits, Plan, Role, Shape, Work
-from rubato.core.plan_check import PlanError, check, check_dispatch
 from rubato.core.request import Handoff
+from rubato.replica.plan_check import PlanError, check, check_dispatch
 from tests.doubles import Seq, request, shown, view
 
 LIMITS = Limits(max_seqs=2, max_tokens=20, max_length=100, kv_blocks=4, block=8)

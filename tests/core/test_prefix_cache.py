@@ -7,11 +7,11 @@ import random
 import pytest
 
 from rubato.core.events import Finished, Started, Stepped
-from rubato.core.kv_blocks import KVBlocks, first_key, next_key
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
-from rubato.core.replica import Replica
 from rubato.core.request import Progress, Request, Sampling, Stage
 from rubato.policies import describe, load
+from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
+from rubato.replica.replica import Replica
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear
 

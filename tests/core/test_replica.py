@@ -5,8 +5,8 @@ import pytest
 from rubato.core.events import Finished, Preempted, Started, Tokens
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
-from rubato.core.replica import Replica
 from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.replica.replica import Replica
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=100, kv_blocks=8, block=8)

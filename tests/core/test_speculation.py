@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event, Finished, Stepped, Tokens
 from rubato.core.interfaces import LatencyModel, View
 from rubato.core.plan import Emitted, Limits, Plan, Sample, Shape, StepResult, Tree, Work
-from rubato.core.plan_check import PlanError
-from rubato.core.replica import Replica
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency import affine
 from rubato.latency.with_drafter import Drafted
+from rubato.policy_kit.batch_builder import BatchBuilder
+from rubato.replica.plan_check import PlanError
+from rubato.replica.replica import Replica
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind

@@ -38,8 +38,8 @@ def spans(page: str) -> list[str]:
     return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def commands(page: str) -> list[list[str]]:
-    """The words after `rubato` of each of its commands, without comments and redirections."""
+def commands(page: str, program: str = "rubato") -> list[list[str]]:
+    """The words after `program` of each of its commands, without comments and redirections."""
     text = "".join(blocks(page)).replace("\\\n", " ")
-    found = [shlex.split(line, comments=True) for line in re.findall(r"^rubato .*", text, re.MULTILINE)]
-    return [list(takewhile(lambda word: word != ">", words))[1:] for words in found]
+    found = [shlex.split(line, comments=True) for line in re.findall(rf"^{program}\b.*", text, re.MULTILINE)]
+    return [list(takewhile(lambda word: word != ">", words))[len(program.split()) :] for words in found]

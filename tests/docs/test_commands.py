@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from experiments.__main__ import parser as experiments_parser
 from rubato.cli.main import _parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
@@ -24,6 +25,14 @@ def test_commands_are_understood(page: str, words: list[str]) -> None:
     _parser().parse_args(words)
 
 
+EXPERIMENTS = [(page, words) for page in PAGES for words in commands(page, "python -m experiments")]
+
+
+@pytest.mark.parametrize(("page", "words"), EXPERIMENTS)
+def test_commands_of_experiments_are_understood(page: str, words: list[str]) -> None:
+    experiments_parser().parse_args(words)
+
+
 def test_every_subcommand_but_the_tour_has_an_example() -> None:
     shown = {words[0] for _, words in COMMANDS} | {"demo"}  # `make demo`
     shown |= {span.split()[1] for page in PAGES for span in spans(page) if span.startswith("rubato ")}
@@ -33,6 +42,7 @@ def test_every_subcommand_but_the_tour_has_an_example() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_and_targets_in_sentences_exist(page: str) -> None:
     known = {word for sub in subcommands().values() for word in sub._option_string_actions} | OTHERS
+    known |= set(experiments_parser()._option_string_actions)
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
     said = {word for span in spans(page) for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}

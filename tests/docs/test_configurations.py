@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from rubato import policies
+from rubato.config.build import drafter_of, latency_of, link_of, simulation_limits
+from rubato.config.schema import Config, TenantSettings, load
 from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
 from rubato.engines.vllm.bookkeeping import Settings, settings_of
 from rubato.engines.vllm.sequence import KEYS
 from rubato.latency import profiles
-from rubato.serving.build import drafter_of, latency_of, link_of, simulation_limits
-from rubato.serving.config import Config, TenantSettings, load
 from rubato.serving.metrics import Metrics
 from rubato.serving.serve import build, tenants_of
 from tests.docs.pages import PAGES, blocks, fenced, prose

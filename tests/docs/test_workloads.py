@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rubato.cli.main import main
-from rubato.workloads import kinds_file, read, scenarios
+from rubato.config import kinds_file
+from rubato.workloads import read, scenarios
 from rubato.workloads.arrivals import parse
 from tests.docs.pages import PAGES, blocks, commands
 

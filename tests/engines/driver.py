@@ -8,9 +8,9 @@ from typing import Any
 
 from rubato.core.interfaces import KV, Engine
 from rubato.core.plan import Batch, Emitted, Entry, StepResult
-from rubato.core.replica import Replica
 from rubato.core.request import Request, Sampling, Stage
 from rubato.latency import affine
+from rubato.replica.replica import Replica
 
 
 def started_behind_replica(engine: Any, cache: bool) -> tuple[Replica, asyncio.AbstractEventLoop]:

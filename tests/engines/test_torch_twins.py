@@ -16,13 +16,16 @@ transformers = pytest.importorskip("transformers")
 
 from rubato.core.events import Event, Finished, Preempted, Started, Tokens  # noqa: E402
 from rubato.core.interfaces import SeqView, View  # noqa: E402
-from rubato.core.kv_blocks import blocks_for  # noqa: E402
-from rubato.core.plan import Plan, Work  # noqa: E402
-from rubato.core.replica import Replica  # noqa: E402
+from rubato.core.plan import (  # noqa: E402
+    Plan,
+    Work,
+    blocks_for,
+)
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.model import bytes_per_token  # noqa: E402
 from rubato.engines.torch.model_config import load_config  # noqa: E402
+from rubato.replica.replica import Replica  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
 from tests.engines.driver import started_behind_replica  # noqa: E402
 

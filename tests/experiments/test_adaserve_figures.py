@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rubato.experiments._adaserve_runs import OURS, PAPER, TUNED, fewer, up_to
-from rubato.experiments.adaserve_control import rank
-from rubato.experiments.adaserve_rate import point
+from experiments._adaserve_runs import OURS, PAPER, TUNED, fewer, up_to
+from experiments.adaserve_control import rank
+from experiments.adaserve_rate import point
 
 
 def at(rate: float, **shares: float) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rubato import experiments
-from rubato.cli.main import main
-from rubato.experiments import Claim, claims, failed, names
-from rubato.experiments.paper_page import SECTION, page
+import experiments
+from experiments import Claim, claims, failed, names
+from experiments.__main__ import main
+from experiments.paper_page import SECTION, page
 from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
 
@@ -106,13 +106,30 @@ def test_a_figure_of_a_recorded_stream(tmp_path: Path) -> None:
 
 
 def test_names_and_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["figure", "--names"]) == 0
+    assert main(["--names"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == names()
-    assert main(["figure"]) == 0
+    assert main([]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in names())
-    assert main(["figure", "slos-serve-tou", "--small"]) == 2
+    assert main(["slos-serve-tou", "--small"]) == 2
     assert "did you mean 'slos-serve-toy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--docs", "nowhere"], "nowhere holds no JSON of a figure"),
+        (["slos-serve-toy", "--small", "--resume", "x"], "--resume is what a full run goes on from"),
+        (["simulator-speeds"], "unknown figure 'simulator-speeds'"),
+    ],
+)
+def test_what_is_impossible_is_one_sentence_and_status_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
 
 
 def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
@@ -120,7 +137,7 @@ def test_a_full_run_says_its_time_goes_on_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     out, kept = tmp_path / "toy.json", tmp_path / "results" / "figures" / "slos-serve-toy.jobs.jsonl"
-    words = ["figure", "slos-serve-toy", "--workers", "1", "--no-progress", "--json", str(out)]
+    words = ["slos-serve-toy", "--workers", "1", "--no-progress", "--json", str(out)]
 
     def stop(*_: Any) -> None:
         raise RuntimeError("stopped")
@@ -142,7 +159,7 @@ def test_a_check_that_does_not_hold_is_exit_status_1(
     own = known["slos-serve-toy"]
     own["sarathi-third-prefill"] = replace(own["sarathi-third-prefill"], paper=12.0)
     monkeypatch.setattr(experiments, "claims", lambda: known)
-    assert main(["figure", "slos-serve-toy", "--small", "--workers", "1", "--no-progress", "--json", "-"]) == 1
+    assert main(["slos-serve-toy", "--small", "--workers", "1", "--no-progress", "--json", "-"]) == 1
     captured = capsysbinary.readouterr()
     assert b"these checks do not hold: sarathi-third-prefill" in captured.err
     verdicts = {claim["name"]: claim["verdict"] for claim in json.loads(captured.out)["claims"]}
@@ -193,11 +210,11 @@ def test_a_file_that_the_page_cannot_be_made_of_is_named(tmp_path: Path, capsys:
         (whole[: len(whole) // 2], "is not JSON ("),
     ):
         file.write_text(content)
-        assert main(["figure", "--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
+        assert main(["--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
         error = capsys.readouterr().err
         assert f"{file} {says}" in error
-        assert f"): give what `rubato figure NAME --json {file}` writes" in error
+        assert f"): give what `python -m experiments NAME --json {file}` writes" in error
         assert error.count("\n") == 1
     file.write_text(whole.replace('"small": false', '"small": true'))
-    assert main(["figure", "--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
+    assert main(["--docs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 2
     assert f"{file}: figure " in capsys.readouterr().err

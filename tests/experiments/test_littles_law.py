@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.experiments.littles_law import littles_law
+from experiments.littles_law import littles_law
 from rubato.policies import describe, load
 from tests.planning.machine import mix, setting
 

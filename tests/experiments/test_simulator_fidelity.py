@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rubato import experiments
+import experiments
+from experiments import simulator_fidelity as figure
+from experiments.fidelity.live_runs import Outcome
+from experiments.fidelity.table import Cell, Figures, Rule
 from rubato.core.request import SLO
-from rubato.experiments import simulator_fidelity as figure
-from rubato.experiments.fidelity.live_runs import Outcome
-from rubato.experiments.fidelity.table import Cell, Figures, Rule
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Run
 from rubato.simulation.simulate import SimulationSetup, simulated_run

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from experiments import simulator_speed
+from experiments._handing_off_sarathi import KINDS, Router, Scheduler
+from experiments.simulator_speed import CASES, case_setup, workload
 from rubato.core.events import Finished, HandedOff, Placed, Started, Tokens, Transferred
-from rubato.experiments import simulator_speed
-from rubato.experiments._handing_off_sarathi import KINDS, Router, Scheduler
-from rubato.experiments.simulator_speed import CASES, case_setup, workload
 from rubato.simulation.simulate import simulate
 from rubato.workloads.workload import HASH_BLOCK
 

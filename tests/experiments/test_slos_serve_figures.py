@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from experiments import claims
+from experiments import slos_serve_capacity as capacity
+from experiments._recording_slos_serve import PromiseLog, Scheduler
+from experiments.slos_serve_capacity import Rates, RateTrials, stages, verdicts
+from experiments.slos_serve_coder_load import here
+from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
 from rubato.core.request import SLO
-from rubato.experiments import claims
-from rubato.experiments import slos_serve_capacity as capacity
-from rubato.experiments._recording_slos_serve import PromiseLog, Scheduler
-from rubato.experiments.slos_serve_capacity import Rates, RateTrials, stages, verdicts
-from rubato.experiments.slos_serve_coder_load import here
-from rubato.experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.measure.records import Record, Run
 from rubato.workloads import Arrival, OfferedStage, Workload
 from tests.policies.test_tables import prompt, seen

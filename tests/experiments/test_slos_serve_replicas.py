@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from rubato.experiments import slos_serve_planning as planning
-from rubato.experiments import slos_serve_scaling as scaling
+from experiments import slos_serve_planning as planning
+from experiments import slos_serve_scaling as scaling
 
 
 def test_the_crossing_is_a_line_in_the_last_bracket() -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from rubato.core.events import Event, Finished, HandedOff, Tokens
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Batch, Limits, Plan, StepResult
-from rubato.core.plan_check import PlanError
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
+from rubato.replica.plan_check import PlanError
 from tests.doubles import request
 from tests.fleet.routers import Act, lost, moved, serve
 

@@ -15,13 +15,13 @@ from rubato.core.event_log import decode, encode, without_content
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import SeqView
 from rubato.core.plan import Batch, Emitted, Limits, Plan, StepResult, Work
-from rubato.core.plan_check import PlanError
-from rubato.core.replica import Replica
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
+from rubato.replica.plan_check import PlanError
+from rubato.replica.replica import Replica
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run

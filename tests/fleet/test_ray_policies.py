@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from rubato.config import schema as config
 from rubato.core.clock import WallClock, run_strict
 from rubato.core.events import Finished
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster import Cluster
-from rubato.serving import config, serve
+from rubato.serving import serve
 from tests.docs.pages import PAGES
 from tests.serving.test_every_policy import SCHEDULERS, configuration
 

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.config.build import latency_of
+from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, profiles, roofline, table
@@ -15,8 +17,6 @@ from rubato.latency.model_base import MEMBERS, MOST, completed
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.planning.fleet_size_model import Faster
-from rubato.serving.build import latency_of
-from rubato.serving.config import ConfigError, load
 from rubato.simulation.simulate import Fixed
 from tests.doubles import Linear
 from tests.latency.every import Entries, batch, entries, models

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
+from rubato.policy_kit.batch_builder import BatchBuilder
 
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rubato.core.draft_value import fastest, worth
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan, Shape, Tree
 from rubato.policies import PolicyError
 from rubato.policies.adaserve import tokens_needed
+from rubato.policy_kit.draft_value import fastest, worth
 from tests.doubles import Linear, Seq, view
 from tests.policies.test_tables import LIMITS, decode, load, prompt
 

@@ -15,11 +15,11 @@ from rubato import policies
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Preempted, Started, Tokens, Verdict
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Limits, Plan, Role
-from rubato.core.plan_check import check, spelled_out
 from rubato.core.request import SATURATED, SLO, Handoff, Request, Sampling, Stage
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import PolicyError
 from rubato.policies.ascendra import HP, LP, Router, Scheduler
+from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown, view

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 
+from experiments import slos_serve_capacity
 from rubato.core.events import Event, Finished, Verdict
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan
-from rubato.core.plan_check import spelled_out
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.experiments import slos_serve_capacity
 from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
 from rubato.policies import edf
+from rubato.replica.plan_check import spelled_out
 from tests.conftest import PROFILE
 from tests.doubles import Linear, Seq, view
 from tests.policies import edf_reference

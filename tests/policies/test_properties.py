@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.interfaces import Assigner, View
-from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Limits, Plan
+from rubato.core.plan import Limits, Plan, blocks_for
 from rubato.core.request import LEAST, MOST, SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter, Link
 from rubato.engines.simulated.acceptance import Acceptance

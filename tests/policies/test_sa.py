@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments._exhaustive_mapping import exhaustive
 from rubato.core.events import Event, Finished, Placed
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.experiments._exhaustive_mapping import exhaustive
 from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for

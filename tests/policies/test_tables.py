@@ -11,11 +11,11 @@ from rubato import policies
 from rubato.core.events import Finished, HandedOff, Verdict
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Limits, Plan, Role, Sample, Shape, Tree, Work
-from rubato.core.plan_check import check, spelled_out
 from rubato.core.request import Handoff, Request
 from rubato.latency import affine
 from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router, ideal_ratio
+from rubato.replica.plan_check import check, spelled_out
 from tests.doubles import Linear, Seq, request, shown, view
 
 

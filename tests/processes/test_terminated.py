@@ -26,10 +26,10 @@ def alive(session: int) -> bool:
     return True
 
 
-FIGURE = ["figure", "simulator-fidelity", "--small"]  # starts a server
+FIGURE = ["experiments", "simulator-fidelity", "--small"]  # starts a server
 LONG = (
-    "sweep --profile opt-13b-2xa100-40g --scenario slos-serve-chatbot --policy slos_serve --rates 20 --count 50000 "
-    "--seeds 0,1 --workers 2"
+    "rubato.cli sweep --profile opt-13b-2xa100-40g --scenario slos-serve-chatbot --policy slos_serve --rates 20 "
+    "--count 50000 --seeds 0,1 --workers 2"
 )
 
 
@@ -37,8 +37,9 @@ LONG = (
 @pytest.mark.parametrize(("words", "starts"), [(FIGURE, 1), (LONG.split(), 2)], ids=["server", "jobs"])
 def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], starts: int) -> None:
     """Its server; jobs that would take minutes yet."""
-    command = [sys.executable, "-m", "rubato.cli", *words, "--no-progress"]
-    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as process:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # where `experiments` is
+    command = [sys.executable, "-m", *words, "--no-progress"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True) as process:
         until = time.monotonic() + SECONDS
         while len(children(process.pid)) < starts and time.monotonic() < until:
             time.sleep(0.02)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rubato.config.build import drafter_of, fair_share_of, most_in_flight, simulation_limits, token_drafter_of
+from rubato.config.schema import Config, ConfigError, load
 from rubato.core.clock import VirtualClock
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
@@ -16,8 +18,6 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
-from rubato.serving.build import drafter_of, fair_share_of, most_in_flight, simulation_limits, token_drafter_of
-from rubato.serving.config import Config, ConfigError, load
 from rubato.serving.serve import build, tenants_of
 from rubato.serving.tenants import Quota, Tenant
 

@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from rubato.config.schema import ConfigError, load
 from rubato.core.clock import run_virtual
 from rubato.serving import connections
-from rubato.serving.config import ConfigError, load
 from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
 from rubato.serving.serve import _warn_if_open_to_all
 from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard

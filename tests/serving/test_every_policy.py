@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from rubato import policies
+from rubato.config import schema as config
 from rubato.core.clock import VirtualClock, run_virtual
-from rubato.serving import config, serve
+from rubato.serving import serve
 from rubato.serving.app import create_app
 from rubato.serving.tenants import Tenants
 from tests.docs.pages import PAGES, fenced

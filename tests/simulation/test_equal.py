@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.batch_builder import decode_first
 from rubato.core.clock import ARRIVAL
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import Dispatch, LengthPredictor, SeqView, View
@@ -20,11 +19,12 @@ from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
 from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
 from rubato.core.slo import StageTimes
-from rubato.core.step_log import Run
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.local_host import LocalHost
 from rubato.latency import profiles
 from rubato.policies import describe, load
+from rubato.policy_kit.batch_builder import decode_first
+from rubato.replica.step_log import Run
 from rubato.simulation.driver import drive
 from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host, tools
 from rubato.simulation.simulated_host import SimulatedHost

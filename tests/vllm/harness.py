@@ -24,8 +24,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Plan
-from rubato.core.plan_check import spelled_out
 from rubato.engines.vllm.scheduler import RubatoScheduler
+from rubato.replica.plan_check import spelled_out
 from tests.doubles import Linear
 
 STEP = Linear(fixed=0.01, per_token=0.001)

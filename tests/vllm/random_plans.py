@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
+from rubato.policy_kit.batch_builder import BatchBuilder
 
 SOURCE = "chance"
 

@@ -11,8 +11,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from rubato.core.events import Finished, Offered, Preempted, Started, Stepped, Tokens
-from rubato.core.kv_blocks import blocks_for
-from rubato.core.plan import Plan, Work
+from rubato.core.plan import Plan, Work, blocks_for
 from tests.policies.test_properties import Amnesiac, Watching
 from tests.vllm.harness import Harness, harness, token
 

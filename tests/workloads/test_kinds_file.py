@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rubato.config import kinds_file
 from rubato.core.request import SLO
-from rubato.workloads import kinds_file, request_kinds
+from rubato.workloads import request_kinds
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 
 TEXT = """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rubato.config import kinds_file
 from rubato.core.request import SLO
-from rubato.workloads import kinds_file
 from rubato.workloads.request_kinds import Kind, chat, code, summary
 
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
@@ -73,7 +76,9 @@ def numbers(text: str) -> list[float]:
 
 def check_results(args: argparse.Namespace) -> None:
     """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
-    own = ("out", "steps") if args.command == "profile" else ()  # elsewhere those are read, or made with their folder
+    own = (
+        ("out", "steps") if getattr(args, "command", "") == "profile" else ()
+    )  # elsewhere those are read, or made with their folder
     for name in ("json", "report", "plot", "records", *own):
         to = getattr(args, name, None)
         if to in (None, "-"):
@@ -111,3 +116,27 @@ def write(to: str | None, text: str, data: bytes) -> None:
         sys.stdout.buffer.write(data)
     elif to:
         Path(to).write_bytes(data)
+
+
+def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why."""
+    _end_on_sigterm()
+    try:
+        check_results(args)
+        check_seeds(args)
+        return run(args)
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        print(f"{name}: {sentence(error, args)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _end_on_sigterm() -> None:
+    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():  # others may not
+        signal.signal(signal.SIGTERM, leave)

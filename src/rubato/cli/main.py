@@ -8,9 +8,7 @@ import copy
 import dataclasses
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +17,15 @@ from typing import Any
 import yaml
 
 from rubato import policies
-from rubato.cli import capacity, common_options, figure, fit, plan, profile, simulation_options, sweep
+from rubato.cli import capacity, common_options, fit, plan, profile, simulation_options, sweep
 from rubato.cli import workload as offered
+from rubato.config.schema import Config, load
 from rubato.core import event_log
 from rubato.core.slo import RULES
 from rubato.core.timeline import steps
 from rubato.measure import compare, goodput, load_generator, results
 from rubato.measure import plot as plotting
 from rubato.planning.spec import PolicyChoice
-from rubato.serving.config import Config, load
 from rubato.workloads import Workload
 
 
@@ -36,27 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.append(os.getcwd())  # for a policy of one's own, `--policy my_package.my_module`
     parser = _parser()
     args = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
-    _end_on_sigterm()
-    try:
-        common_options.check_results(args)
-        common_options.check_seeds(args)
-        return run(args)
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"rubato {args.command}: {common_options.sentence(error, args)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _end_on_sigterm() -> None:
-    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():  # others may not
-        signal.signal(signal.SIGTERM, leave)
+    return common_options.carried_out(f"rubato {args.command}", args, args.run)
 
 
 # --------------------------------------------------------------------------- what can be said
@@ -112,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
     _workload_options(make, file=False)
 
-    for module in (sweep, capacity, plan, figure):
+    for module in (sweep, capacity, plan):
         module.add(commands)
 
     demo = command("demo", _demo, "measure this machine, then serve three tiers of requests, policy against policy")
@@ -275,7 +253,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rubato.serving.build import drafter_of, fair_share_of, lengths_of, link_of, most_in_flight
+    from rubato.config.build import drafter_of, fair_share_of, lengths_of, link_of, most_in_flight
     from rubato.simulation.simulate import SimulationSetup, simulated_run
 
     if args.steps and args.profile:
@@ -323,7 +301,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
     """What of the replica nobody has said, "" if nothing. meant: profiles that the workload is made for."""
-    from rubato.serving.build import guessed, simulation_limits
+    from rubato.config.build import guessed, simulation_limits
 
     if args.profile:
         return ""
@@ -356,7 +334,7 @@ def _report(args: argparse.Namespace, runs: Sequence[results.Run]) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from rubato.cli.demo import demo
+    from rubato.demo.demo import demo
 
     return demo(Path(args.out), policy=args.policy, seconds=args.seconds, seed=args.seed)
 

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 from rubato.cli import common_options
+from rubato.config.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
+from rubato.config.schema import Config, load
 from rubato.core.plan import Limits
 from rubato.core.slo import RULES
 from rubato.planning.spec import (
@@ -21,8 +23,6 @@ from rubato.planning.spec import (
     packaged_hardware,
     unknown_lengths,
 )
-from rubato.serving.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
-from rubato.serving.config import Config, load
 from rubato.workloads.workload import check_rate
 
 

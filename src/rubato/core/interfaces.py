@@ -228,6 +228,9 @@ class Scheduler(Protocol):
     def plan(self, view: View) -> Plan: ...
 
 
+SOONEST = 1e-6  # seconds from now that a router may ask to be asked again (`Dispatch.wake_at`)
+
+
 class Dispatch(NamedTuple):
     """What a Router decides. Carried out in this order: assign, recall, demote, reject, place. A request that is
     neither placed nor rejected is still held.

@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
 Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
+
+
+def blocks_for(tokens: int, block: int) -> int:
+    """Blocks that `tokens` tokens of KV take, `block` tokens to a block."""
+    return -(-tokens // block)
 
 
 # --------------------------------------------------------------------------- what a step is made of

@@ -37,14 +37,14 @@ from rubato.core.interfaces import (
     View,
 )
 from rubato.core.plan import Role
-from rubato.core.plan_check import PlanError, check_dispatch
 from rubato.core.request import SATURATED, Outcome, Progress, Request
-from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener
 from rubato.fleet.fair_gate import FairGate
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES
+from rubato.replica.plan_check import PlanError, check_dispatch
+from rubato.replica.sequence import Seq
 
 log = logging.getLogger(__name__)
 

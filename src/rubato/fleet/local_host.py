@@ -13,8 +13,8 @@ from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Stepped
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
 from rubato.core.plan import Batch, Plan, Recall, Role, Sample, StepResult
-from rubato.core.replica import Replica
 from rubato.core.request import Request
+from rubato.replica.replica import Replica
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from rubato.core.events import (
 from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample, Shape
 from rubato.core.request import Request
-from rubato.core.sequence import Seq
+from rubato.replica.sequence import Seq
 
 
 @dataclass(frozen=True, slots=True)

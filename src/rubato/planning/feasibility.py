@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from rubato.core.batch_builder import prefill_time
 from rubato.core.plan import Shape
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
 from rubato.planning.spec import Hardware
+from rubato.policy_kit.batch_builder import prefill_time
 from rubato.workloads import Arrival, OfferedStage, Workload
 
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import yaml
 
-from rubato.core.batch_builder import prefill_time
 from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
@@ -26,6 +25,7 @@ from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run
 from rubato.policies import load, router_for
+from rubato.policy_kit.batch_builder import prefill_time
 from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make

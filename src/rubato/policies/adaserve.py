@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.acceptance import PRIOR, Offered
-from rubato.core.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
-from rubato.core.draft_tree import adaptive, select
-from rubato.core.draft_value import drafting, fastest, with_nodes, worth
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
+from rubato.policy_kit.acceptance import PRIOR, Offered
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
+from rubato.policy_kit.draft_tree import adaptive, select
+from rubato.policy_kit.draft_value import drafting, fastest, with_nodes, worth
 
 SOURCE = "AdaServe: SLO-customized speculative decoding (2025)"
 

@@ -21,12 +21,12 @@ from math import inf
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, cast
 
-from rubato.core.batch_builder import BatchBuilder, memory, prefill_time, run_all, run_in_order, unreserved
 from rubato.core.did_you_mean import nearest
 from rubato.core.events import Event, Finished, HandedOff, Lost, Started
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Role, Shape
 from rubato.core.request import SATURATED, HandoffReason
+from rubato.policy_kit.batch_builder import BatchBuilder, memory, prefill_time, run_all, run_in_order, unreserved
 
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, decodes_only, memory
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
-from rubato.core.pools import split
 from rubato.core.request import Request
+from rubato.policy_kit.batch_builder import BatchBuilder, decodes_only, memory
+from rubato.policy_kit.pools import split
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 

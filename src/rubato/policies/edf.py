@@ -21,11 +21,11 @@ from math import inf
 from operator import attrgetter
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, make_room
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
-from rubato.policies._prefill_jobs import DecodesToBe, Job, PrefillRate, fitting_beside, schedulable, tpot_of
+from rubato.policy_kit.batch_builder import BatchBuilder, make_room
+from rubato.policy_kit.prefill_jobs import DecodesToBe, Job, PrefillRate, fitting_beside, schedulable, tpot_of
 
 SOURCE = "ours; EDF (Liu and Layland 1973) for the order, Moore (1968) for whom to set aside"
 DECODES = 2.0  # times as long as its decodes a step may always be, whatever the tightest TTFT: half of it is prefill

@@ -16,7 +16,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Role, Shape
-from rubato.core.pools import candidates, check_ratio, roles_for
+from rubato.policy_kit.pools import candidates, check_ratio, roles_for
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 

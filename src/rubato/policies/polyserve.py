@@ -22,12 +22,12 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import ClassVar, NamedTuple
 
-from rubato.core.batch_builder import BatchBuilder, decode_first, decodes_only, remaining
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
 from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
-from rubato.core.kv_forecast import KVForecast
 from rubato.core.plan import Plan, Recall, Role, Shape
 from rubato.core.request import HandoffReason
+from rubato.policy_kit.batch_builder import BatchBuilder, decode_first, decodes_only, remaining
+from rubato.policy_kit.kv_forecast import KVForecast
 
 SOURCE = "PolyServe, §4"
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, make_room
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
+from rubato.policy_kit.batch_builder import BatchBuilder, make_room
 
 SOURCE = (
     "vLLM V1 scheduler with --scheduling-policy priority; priorities from SLOs, and turns for the starved, are ours"

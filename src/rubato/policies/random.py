@@ -14,7 +14,7 @@ import numpy as np
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Role
-from rubato.core.pools import candidates, check_ratio, roles_for
+from rubato.policy_kit.pools import candidates, check_ratio, roles_for
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 

@@ -22,14 +22,13 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.batch_builder import remaining
-from rubato.core.compiled import compiled
 from rubato.core.events import Event, Finished, HandedOff, Lost
-from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
-from rubato.core.plan_check import SOONEST
+from rubato.core.interfaces import SOONEST, Dispatch, LatencyModel, SeqView, View
 from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies.vllm import Scheduler as Scheduler
+from rubato.policy_kit.batch_builder import remaining
+from rubato.policy_kit.compiled import compiled
 
 SOURCE = "SLO-Aware Scheduling for Large Language Model Inferences, §3 and §4"
 

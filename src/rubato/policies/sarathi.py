@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import decode_first
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
+from rubato.policy_kit.batch_builder import decode_first
 
 SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it as a baseline"
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rubato.core.acceptance import Accepted
-from rubato.core.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
-from rubato.core.draft_value import drafting, with_nodes
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
+from rubato.policy_kit.acceptance import Accepted
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
+from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SOURCE = "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024)"
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rubato.core.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, starting
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, starting
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
 

@@ -16,7 +16,7 @@ import socket
 from math import inf
 from typing import Any, Literal
 
-from rubato.serving.config import ConfigError
+from rubato.config.schema import ConfigError
 
 RESERVE = 128  # descriptors for all but connections: engine, Ray, logs, and what the libraries open
 MOST = 16_384  # connections, where the descriptors would do for more: their heads together are 1 GiB at worst

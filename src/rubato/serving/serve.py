@@ -24,6 +24,8 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from rubato.config.build import believed_of, engine_of, fair_share_of, lengths_of, most_in_flight
+from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
@@ -35,8 +37,6 @@ from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
-from rubato.serving.build import believed_of, engine_of, fair_share_of, lengths_of, most_in_flight
-from rubato.serving.config import Config, ConfigError
 from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
 from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers

@@ -17,16 +17,16 @@ from typing import Protocol
 from rubato.core.clock import COMPLETION, PLAN, HandClock
 from rubato.core.events import Event, Finished, Stepped
 from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
-from rubato.core.kv_ledger import KVCounts
 from rubato.core.plan import Emitted, Plan, Recall, Role, Sample
-from rubato.core.plan_check import PlanError
-from rubato.core.replica import Replica
 from rubato.core.request import NOTHING, Request
-from rubato.core.sequence import Seq
 from rubato.core.slo import StageTimes
-from rubato.core.step_log import Run
 from rubato.engines.simulated import Engine
 from rubato.policies import optional
+from rubato.replica.kv_ledger import KVCounts
+from rubato.replica.plan_check import PlanError
+from rubato.replica.replica import Replica
+from rubato.replica.sequence import Seq
+from rubato.replica.step_log import Run
 from rubato.simulation.step_times import StepTimes
 
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain

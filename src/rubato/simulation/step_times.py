@@ -10,8 +10,8 @@ from typing import cast
 import numpy as np
 
 from rubato.core.interfaces import LatencyModel, Line
-from rubato.core.step_log import Run
 from rubato.engines.simulated import check_noise, factors
+from rubato.replica.step_log import Run
 
 DRAWN = 1024  # step-time factors drawn at a time
 

@@ -12,11 +12,11 @@ import numpy as np
 from rubato.core.events import Event, Finished, Preempted, Tokens
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Entry, Logprob, Plan, Tree, Work
-from rubato.core.replica import Replica
 from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.torch import Engine
 from rubato.engines.torch.drafters import Draft, Wanted
 from rubato.engines.torch.tokenizer import Text
+from rubato.replica.replica import Replica
 from rubato.workloads.prompts import TEXTS
 
 DEEP, WIDE = 4, 3

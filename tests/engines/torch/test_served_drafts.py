@@ -15,14 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from rubato.config.build import believed_of, token_drafter_of  # noqa: E402
+from rubato.config.schema import ConfigError, load  # noqa: E402
 from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
 from rubato.engines.torch.drafters.suffix import SuffixDrafter  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
 from rubato.latency.with_drafter import Drafted  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
-from rubato.serving.build import believed_of, token_drafter_of  # noqa: E402
-from rubato.serving.config import ConfigError, load  # noqa: E402
 from rubato.serving.serve import build, service_of, tiers_of  # noqa: E402
 from rubato.serving.tenants import Tenants  # noqa: E402
 

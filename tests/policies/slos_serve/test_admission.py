@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from rubato.experiments import slos_serve_toy as toy
+from experiments import slos_serve_toy as toy
 from rubato.policies.slos_serve import dynamic_program
 from rubato.policies.slos_serve.admission import AdmissionLimits, admit
 from rubato.policies.slos_serve.token_budget import Demand, rows

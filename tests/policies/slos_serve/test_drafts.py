@@ -12,7 +12,6 @@ from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Plan, Tree, Work
-from rubato.core.plan_check import spelled_out
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
 from rubato.engines.simulated.acceptance import Acceptance
@@ -21,6 +20,7 @@ from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.speculation import HORIZON, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand
+from rubato.replica.plan_check import spelled_out
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, view

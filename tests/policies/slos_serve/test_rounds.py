@@ -8,9 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished, Preempted
-from rubato.core.kv_blocks import blocks_for
 from rubato.core.length_prediction import Oracle
-from rubato.core.plan import Limits
+from rubato.core.plan import Limits, blocks_for
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies.slos_serve.scheduler import ASKED
 from tests.conftest import few

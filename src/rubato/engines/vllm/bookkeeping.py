@@ -18,12 +18,12 @@ from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Pro
 from rubato.core.interfaces import LengthPredictor, Scheduler, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Sample, Shape
-from rubato.core.plan_check import check, spelled_out
 from rubato.core.request import Outcome
 from rubato.core.slo import RULES, StageTimes, judge
 from rubato.engines.vllm.sequence import Seq, request_of
 from rubato.latency import affine
 from rubato.policies import PolicyError, load
+from rubato.replica.plan_check import check, spelled_out
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})

@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
-from rubato.core.sequence import Seq as Books
+from rubato.replica.sequence import Seq as Books
 
 PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")

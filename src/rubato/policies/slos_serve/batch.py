@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from rubato.core.batch_builder import BatchBuilder, memory
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import NOTHING
+from rubato.policy_kit.batch_builder import BatchBuilder, memory
 
 
 class BatchFiller:

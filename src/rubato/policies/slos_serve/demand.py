@@ -10,10 +10,10 @@ from math import ceil, inf, log2
 
 import numpy as np
 
-from rubato.core.batch_builder import memory, remaining
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.policies.slos_serve.token_budget import Demand
+from rubato.policy_kit.batch_builder import memory, remaining
 
 PROBE = 512  # tokens of prefill whose time stands for all
 TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)

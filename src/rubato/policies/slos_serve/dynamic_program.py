@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.compiled import compiled
+from rubato.policy_kit.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from rubato.core.acceptance import PRIOR
-from rubato.core.batch_builder import memory
 from rubato.core.events import Event, Finished, HandedOff
 from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Shape
@@ -30,6 +28,8 @@ from rubato.policies.slos_serve.demand import (
 from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
+from rubato.policy_kit.acceptance import PRIOR
+from rubato.policy_kit.batch_builder import memory
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step

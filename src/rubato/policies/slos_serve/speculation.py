@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, inf, sqrt
 
-from rubato.core.acceptance import PRIOR, Accepted
-from rubato.core.batch_builder import remaining
 from rubato.core.events import Event, Finished, HandedOff, Preempted
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape, Work
 from rubato.policies.slos_serve.demand import BatchCapacity, counted, prompt_stage
 from rubato.policies.slos_serve.token_budget import Demand
+from rubato.policy_kit.acceptance import PRIOR, Accepted
+from rubato.policy_kit.batch_builder import remaining
 
 LONGEST = 10  # tokens verified in one entry (the paper: lengths are below ten)
 CLOSE = 1e-9  # relative: TPOTs times expected tokens that are equal but for rounding

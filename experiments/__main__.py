@@ -1,0 +1,105 @@
+"""`python -m experiments`: list the experiments, run one, or write the page that sets papers beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import experiments
+from experiments.paper_page import bar, page, read
+from rubato.cli import common_options
+from rubato.measure import results
+from rubato.planning.sweep import markdown
+
+RUNS = Path("docs/figures")  # the JSON of full runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status. 1: a check does not hold. 2: what was asked for is impossible."""
+    return common_options.carried_out("experiments", parser().parse_args(argv), _run)
+
+
+def parser() -> argparse.ArgumentParser:
+    about = "The papers' experiments and checks of the simulator; without a name, a list."
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=about)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--names", action="store_true", help="print every figure's name, one a line")
+    parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
+    parser.add_argument("--trace", metavar="FILE", help="offer this recorded stream, where the figure takes one")
+    parser.add_argument("--json", metavar="FILE", help="write claims and data as JSON; - for standard output")
+    parser.add_argument("--plot", metavar="FILE", help="write a PNG, where the figure has a picture")
+    parser.add_argument(
+        "--resume", metavar="FILE", help="where a full run keeps what has finished (removed at its end)"
+    )
+    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
+    parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--docs", nargs="?", const=RUNS, type=Path, metavar="FOLDER",
+                        help=f"write docs/papers.md from the JSON of full runs in FOLDER (default {RUNS})")  # fmt: skip
+    parser.add_argument("--out", default="docs/papers.md", metavar="FILE", help="with --docs: where to write")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.names:
+        print("\n".join(experiments.names()))
+        return 0
+    if args.docs is not None:
+        return _docs(args.docs, Path(args.out))
+    if args.name is None:
+        rows = [["figure", "full run, one core", "what", "source"]]
+        for name in experiments.names():
+            figure = experiments.load(name)
+            rows.append([name, f"{figure.SECONDS:g} s", experiments.about(name), figure.SOURCE])
+        print(markdown(rows))
+        return 0
+    return _figure(args)
+
+
+def _figure(args: argparse.Namespace) -> int:
+    figure = experiments.load(args.name)
+    if args.small and args.resume:
+        raise ValueError("--resume is what a full run goes on from: leave it out, or --small")
+    file = None
+    if not args.small:
+        file = Path(args.resume or f"results/figures/{args.name}.jobs.jsonl")
+        again = f"if interrupted, the same command goes on from {file}"
+        print(f"{args.name}: about {figure.SECONDS:g} s of one core; {again}", file=sys.stderr, flush=True)
+    data = experiments.run(
+        args.name, small=args.small, trace=args.trace, file=file, workers=args.workers, progress=not args.no_progress
+    )
+    rows = [["claim", "kind", "paper", "ours", "low", "high", "unit", "verdict"]]
+    for c in data["claims"]:
+        numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
+        rows.append([c["name"], c["kind"], *numbers, c["unit"], c["verdict"]])
+    common_options.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
+    if args.plot:
+        draw = getattr(figure, "draw", None)
+        if draw is None:
+            raise ValueError(f"figure {args.name!r} has no picture: leave out --plot")
+        from rubato.measure.plot import picture
+
+        picture(args.plot, lambda axes: draw(data["data"], axes), data["about"])
+    if file is not None:
+        file.unlink()
+    failed = experiments.failed(data)
+    if failed:
+        print(f"experiments: {args.name}: these checks do not hold: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _docs(folder: Path, out: Path) -> int:
+    """Raises ValueError for a folder without runs, or with a file that is no full run."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(
+            f"{folder} holds no JSON of a figure: run `python -m experiments NAME --json {folder}/NAME.json` first"
+        )
+    out.write_text(page([read(file) for file in files]), encoding="utf-8")
+    print(f"{out}: {len(files)} figures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Attainment and goodput of AdaServe and baselines by the scale of the urgent SLO, 4.0 requests/s (Fig. 11).
+
+Scale 1 is 1.0 × the unloaded time per token of code, 60 % of the requests; other SLOs stay as they are. Else as
+`adaserve-rate`, 90 s a run (with `--trace` the whole stream); a ratio is the largest of the scales', on average over
+seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import Found
+from experiments._adaserve_runs import MODELS, Sweep, offered
+from rubato.core.request import SLO
+from rubato.planning.jobs import Job
+
+SOURCE = "AdaServe, §6.2 and Fig. 11"
+SECONDS = 650.0
+TRACED = True
+RATE = 4.0
+
+
+def measured(model: str, scale: float, seconds: float, seed: int, trace: str | None) -> dict[str, Any]:
+    load = offered(model, RATE, seconds, seed, trace).with_slos({"code": SLO(tpot=scale * MODELS[model].unloaded)})
+    return SWEEP.measured(model, scale, load, seed)
+
+
+SWEEP = Sweep("scale", "urgent TPOT in unloaded ones", (0.6, 0.8, 1.0, 1.2, 1.6), measured, (0.8,))
+
+
+def jobs(small: bool, trace: str | None = None) -> list[Job]:
+    return SWEEP.jobs(small, trace)
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    return SWEEP.found(values, {"rate": RATE, "scales": list(SWEEP.at)})
+
+
+tables, draw = SWEEP.tables, SWEEP.draw

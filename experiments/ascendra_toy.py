@@ -1,0 +1,80 @@
+"""The toy of Ascendra's Fig. 1: five prompts on two replicas, first come first served, and as LP and HP.
+
+Prompts A to E take 3, 1, 2, 2, 2 units (lengths ours: they reproduce the text), A to D come at 0, E at 1; TTFT is 5.
+Round robin and first come first served, E starts at 5 and is late. Ascendra: B goes to the HP by a ticket, E by the
+next one; at 3 the LP takes D and offloads C. θ = 0, of equal values the later one goes first, and the HP's first ticket
+comes after A is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import Found
+from rubato.core.events import Finished, Placed, Started
+from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.latency.affine import Model
+from rubato.measure.confidence import Estimate
+from rubato.planning.jobs import Job
+from rubato.planning.spec import PolicyChoice
+from rubato.planning.sweep import markdown
+from rubato.simulation.simulate import SimulationSetup, simulate
+
+SOURCE = "Ascendra, Fig. 1"
+SECONDS = 0.1
+
+PROMPTS = {"A": (3, 0.0), "B": (1, 0.0), "C": (2, 0.0), "D": (2, 0.0), "E": (2, 1.0)}
+TTFT = 5.0
+LIMITS = Limits(max_seqs=8, max_tokens=4, max_length=100, kv_blocks=100, block=1)
+POLICIES = {"first come": "prefill_first:budget=3@round_robin", "ascendra": "ascendra:theta=0.0"}
+
+
+def jobs(small: bool) -> list[Job]:
+    return [Job(name, play, (choice,)) for name, choice in POLICIES.items()]
+
+
+def play(choice: str) -> dict[str, Any]:
+    """Of each prompt: the replicas that it was placed on, and when it started and ended."""
+    chosen = PolicyChoice.parse(choice)
+    requests = [
+        Request(id, (Stage(tokens, SLO(ttft=TTFT)),), at, sampling=Sampling(max_tokens=1))
+        for id, (tokens, at) in PROMPTS.items()
+    ]
+    setup = SimulationSetup(
+        lambda: Model(k=(1.0, 0.0), b=(0.0, 0.0)), LIMITS, chosen.policy, chosen.settings, chosen.router,
+        chosen.router_settings, replicas=2, learns=False,
+    )  # fmt: skip
+    events = simulate(requests, dict.fromkeys(PROMPTS, (1,)), setup)
+    return {
+        id: {
+            "where": [e.replica for e in events if isinstance(e, Placed) and e.id == id],
+            "when": [round(e.at, 6) for e in events if isinstance(e, Started | Finished) and e.id == id],
+            "met": next(e.verdict.met for e in events if isinstance(e, Finished) and e.id == id),
+        }
+        for id in PROMPTS
+    }
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    first_come, ours = values
+    numbers = {
+        "first-come-e-starts": first_come["E"]["when"][0],
+        "first-come-met": sum(own["met"] for own in first_come.values()),
+        "met": sum(own["met"] for own in ours.values()),
+        "lp-d-starts": ours["D"]["when"][0],
+        "hp-e-starts": ours["E"]["when"][0],
+        "hp-c-starts": ours["C"]["when"][0],
+        "c-offloaded": len(ours["C"]["where"]) - 1,
+    }
+    return Found({name: Estimate.exact(n) for name, n in numbers.items()}, list(values), [], "deadline", {"ttft": TTFT})
+
+
+def tables(data: Any) -> str:
+    rows = [["prompt", *(f"{name}: replica, from, to" for name in POLICIES)]]
+    rows += [
+        [id, *(f"{' → '.join(v[id]['where'])}, {v[id]['when'][0]:g}, {v[id]['when'][1]:g}" for v in data)]
+        for id in PROMPTS
+    ]
+    return markdown(rows)

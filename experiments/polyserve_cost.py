@@ -1,0 +1,112 @@
+"""PolyServe's cost: replica-seconds a request with as many replicas as it takes, beside CO-Chunk (Fig. 8).
+
+Uniform-4096-1024 at three rates. polyserve has more replicas than it needs, and pays for those that serve a tier,
+prefill or drain, not for the pool's. CO-Chunk has its budget and its router swept, and the fewest replicas at which
+90 % attain; it pays for all of them, all the time. Both are over the time in which the requests counted come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments import _polyserve_runs as runs
+from experiments._polyserve_runs import CHUNKS, MODES, OURS, REPLICAS, TARGET
+from rubato.measure.confidence import over_seeds
+from rubato.measure.fleet_roles import FleetRoles
+from rubato.planning.jobs import Job
+from rubato.planning.sweep import markdown
+
+SOURCE = "PolyServe, §5.4 and Fig. 8"
+SECONDS = 2500.0
+
+DATA, HOST = "uniform-4096-1024", "constant"
+LOADS = (0.2, 0.6, 1.0)  # of the optimum of 20 replicas, co-located
+POOL, ROOM = "best_effort", 3.0  # replicas given to polyserve, over those that the optimum needs
+SEEDS, COUNT = (1,), 2500
+
+
+def jobs(small: bool) -> list[Job]:
+    if small:
+        return [Job("0.1 seed=1", measured, (0.1, 1, 150, 0.1, CHUNKS[1:2]))]
+    return [
+        Job(f"{load} seed={seed}", measured, (load, seed, COUNT, runs.BEFORE, CHUNKS))
+        for seed in SEEDS for load in LOADS
+    ]  # fmt: skip
+
+
+def measured(load: float, seed: int, count: int, fill: float, choices: Sequence[str]) -> dict[str, Any]:
+    """cost: replica-seconds a request; attained: share in SLO, of each."""
+    rate = load * REPLICAS * runs.best_rate(DATA, HOST, "co")
+    enough = max(6, round(ROOM * load * REPLICAS))
+    offered = runs.offered(DATA, HOST, count, seed, max(1, round(load * REPLICAS)), fill).rescaled(rate)
+    first = runs.before(DATA, HOST, max(1, round(load * REPLICAS)), fill)
+    last = min(first + count, len(offered.arrivals) - 1)
+    start, end = offered.arrivals[first].at, offered.arrivals[last].at
+
+    def attained(choice: str, replicas: int, listen: Any = None) -> float:
+        return runs.share(runs.served(offered, HOST, choice, replicas, listen=listen).records[first:last])
+
+    cost: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for mode in MODES:
+        roles = FleetRoles()
+        shares[mode] = attained(OURS[mode], enough, roles)
+        paid = sum(spent for role, spent in roles.seconds(start, end).items() if role != POOL)
+        cost[mode] = paid / (last - first)
+    fewest, best = 2 * enough, ""
+    for choice in choices:
+        if attained(choice, fewest - 1) < TARGET:
+            continue
+        low, high = 0, fewest - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if attained(choice, middle) >= TARGET else (middle, high)
+        fewest, best = high, choice
+    cost["co_chunk"], shares["co_chunk"] = fewest * (end - start) / (last - first), attained(best or choices[0], fewest)
+    return {"load": load, "seed": seed, "rate": rate, "cost": cost, "attained": shares,
+            "replicas": fewest, "setting": best}  # fmt: skip
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    loads = sorted({v["load"] for v in values})
+    seeds = sorted({v["seed"] for v in values})
+    estimates = {}
+    for mode in MODES:
+        ratio = {(v["load"], v["seed"]): v["cost"][mode] / v["cost"]["co_chunk"] for v in values}
+        means = [over_seeds([ratio[load, seed] for seed in seeds]) for load in loads]
+        estimates[f"{mode}-dearest"] = max(means, key=lambda e: e.value)
+        estimates[f"{mode}-attained"] = over_seeds(
+            [min(v["attained"][mode] for v in values if v["seed"] == seed) for seed in seeds]
+        )
+    settings = {"data": DATA, "host": HOST, "loads": loads, "co_chunk": CHUNKS, "room": ROOM}
+    return Found(estimates, list(values), seeds, "deadline", settings)
+
+
+def draw(data: Any, axes: Any) -> None:
+    """Cost of a request over the rate."""
+    loads = sorted({v["load"] for v in data})
+    rates = [np.mean([v["rate"] for v in data if v["load"] == load]) for load in loads]
+    for name in data[0]["cost"]:
+        costs = [np.mean([v["cost"][name] for v in data if v["load"] == load]) for load in loads]
+        axes.plot(rates, costs, marker="o", label=name if name == "co_chunk" else f"polyserve {name}")
+    axes.set_xlabel("requests/s")
+    axes.set_ylabel("replica-seconds a request")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+
+
+def tables(data: Any) -> str:
+    rows = [["requests/s", *(f"{n}, replica-seconds (in SLO)" for n in data[0]["cost"]), "replicas of co_chunk"]]
+    for load in sorted({v["load"] for v in data}):
+        own = [v for v in data if v["load"] == load]
+        cells = [
+            f"{np.mean([v['cost'][n] for v in own]):.3f} ({100 * np.mean([v['attained'][n] for v in own]):.1f} %)"
+            for n in data[0]["cost"]
+        ]
+        taken = ", ".join(f"{v['replicas']} `{v['setting']}`" for v in own)
+        rows.append([f"{own[0]['rate']:.1f}", *cells, taken])
+    return markdown(rows)

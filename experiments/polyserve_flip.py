@@ -1,0 +1,114 @@
+"""PolyServe's tier flip: half-way the shares of the tiers turn round (Fig. 7), and how long the fleet takes to follow.
+
+Scenario `polyserve-flip`, 20 replicas: uniform-4096-1024, TPOT of 20, 30, 50, 100 ms with 10, 20, 30, 40 % of the
+requests, then 40, 30, 20, 10 %; goodput is over both halves. Systems and tuning are those of `polyserve-goodput`;
+co-located, polyserve serves 8,000 requests of three seeds, all else is measured on the tuning's. The fleet has divided
+itself anew once the replicas of the 20 ms tier, averaged over 10 s, come within a tenth of their mean over the last
+third of the run (ours: the paper gives no time).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments import _polyserve_runs as runs
+from experiments import polyserve_goodput as goodput
+from experiments._polyserve_runs import OURS, REPLICAS, TARGET, Tried
+from experiments.polyserve_goodput import PAPERS, POLYSERVE, SEEDS, SMALL, SYSTEMS, Table
+from rubato.measure.confidence import over_seeds
+from rubato.measure.fleet_roles import FleetRoles
+from rubato.planning.jobs import Job
+from rubato.planning.sweep import markdown
+
+SOURCE = "PolyServe, §5.3 and Fig. 7"
+SECONDS = 2500.0
+
+COUNT = 8000
+TIGHTEST, WINDOW, NEAR = "tier 0.02", 10.0, 0.1
+LOAD = 0.95  # of its goodput, where the fleet is watched
+
+
+def jobs(small: bool) -> list[Job]:
+    if small:
+        return [Job(name, measured, (name, SYSTEMS[name][:2], 150, 0, (), 5, 0.1)) for name in SMALL]
+    return [
+        Job(name, measured, (name, SYSTEMS[name], goodput.TUNING, COUNT, SEEDS if name == POLYSERVE[0] else ()))
+        for name in (*PAPERS, "edf", *POLYSERVE)
+    ]
+
+
+def measured(
+    name: str, settings: Sequence[str], tuning: int, count: int, seeds: Sequence[int],
+    replicas: int = REPLICAS, fill: float = runs.BEFORE,
+) -> dict[str, Any]:  # fmt: skip
+    """Goodput as in `polyserve-goodput`; of polyserve also the fleet over time, a little below it, seed by seed."""
+    value = goodput.measured("flip", "constant", name, settings, tuning, count, seeds, replicas, fill)
+    if name not in POLYSERVE:
+        return value
+    value["watched"] = []
+    for seed, rate in zip(value["seeds"], value["goodput"], strict=True):
+        tried = Tried("flip", "constant", count or tuning, seed, replicas, fill)
+        load, roles = tried.load(LOAD * (rate or 0.5 * value["optimum"])), FleetRoles()
+        records = runs.served(load, "constant", OURS[goodput.mode_of(name)], replicas, listen=roles).records
+        value["watched"].append(watched(roles, records, load.duration))
+    return value
+
+
+def watched(roles: FleetRoles, records: Sequence[Any], end: float) -> dict[str, Any]:
+    """Second by second: replicas by role, and the share in SLO of the requests that came. The flip is half-way by
+    count. again: seconds from it to the new division."""
+    flip = records[len(records) // 2].at
+    times = np.arange(0.0, end)
+    counts = [roles.count(float(t)) for t in times]
+    names = sorted({role for count in counts for role in count})
+    came = np.array([r.at for r in records])
+    met = np.array([r.verdict.met and not r.best_effort for r in records])
+    shares = [float(met[inside].mean()) if (inside := (came >= t) & (came < t + WINDOW)).any() else None for t in times]
+    tight = np.array([count.get(TIGHTEST, 0) for count in counts], dtype=float)
+    aim = tight[times >= end - (end - flip) / 1.5].mean()
+    smooth = np.convolve(tight, np.ones(int(WINDOW)) / WINDOW, "valid")  # from t to t + WINDOW
+    there = [t for t, value in zip(times, smooth, strict=False) if t >= flip and abs(value - aim) <= NEAR * aim]
+    return {
+        "flip": flip, "again": float(there[0] + WINDOW - flip) if there else float(end - flip),
+        "replicas": {role: [count.get(role, 0) for count in counts] for role in names}, "attained": shares,
+    }  # fmt: skip
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    table = Table(values)
+    own = {v["name"]: v for v in values}
+    apart = "baseline pd" if "baseline pd" in own else "baseline co"
+    estimates = {
+        "co-over-baselines": table.ratios("constant", "polyserve co", PAPERS),
+        "pd-over-baselines": table.ratios("constant", "polyserve pd", PAPERS),
+        "pd-over-pd": table.ratios("constant", "polyserve pd", [apart]),
+        **{f"{n[-2:]}-again": over_seeds([w["again"] for w in own[n]["watched"]]) for n in POLYSERVE},
+    }
+    settings = {"replicas": REPLICAS, "target": TARGET, "load": LOAD, "window": WINDOW, "near": NEAR}
+    return Found(estimates, list(values), sorted({s for v in values for s in v["seeds"]}), "deadline", settings)
+
+
+def draw(data: Any, axes: Any) -> None:
+    """Replicas by tier over time, co-located, first seed; the share in SLO, in twentieths, above them."""
+    (own,) = [v for v in data if v["name"] == "polyserve co"]
+    seen = own["watched"][0]
+    times = range(len(seen["attained"]))
+    axes.stackplot(times, *seen["replicas"].values(), labels=list(seen["replicas"]), step="post")
+    shares = [None if share is None else REPLICAS * share for share in seen["attained"]]
+    axes.plot(times, [np.nan if share is None else share for share in shares], color="black", label="in SLO, of 20")
+    axes.axvline(seen["flip"], color="black", linestyle=":")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("replicas")
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def tables(data: Any) -> str:
+    rows = [["system", "requests/s at 90 %", "setting", "tuned on", "seconds to divide anew"]]
+    for v in data:
+        again = f"{np.mean([w['again'] for w in v['watched']]):.0f}" if "watched" in v else ""
+        rows.append([v["name"], f"{np.mean(v['goodput']):.1f}", f"`{v['setting']}`", f"{v['tuned']:.1f}", again])
+    return markdown(rows)

@@ -1,0 +1,95 @@
+"""PolyServe's goodput of a replica in fleets of 8 to 64, beside baselines (Fig. 9).
+
+Uniform-4096-1024. A hundred requests a replica are counted; each baseline has the setting that `polyserve-goodput`
+finds at 20, its prefill replicas a part of the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments import _polyserve_runs as runs
+from experiments._polyserve_runs import OURS, TARGET, Tried
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.jobs import Job
+from rubato.planning.sweep import markdown
+
+SOURCE = "PolyServe, §5.5 and Fig. 9"
+SECONDS = 4000.0
+
+DATA, HOST = "uniform-4096-1024", "constant"
+SIZES, SEEDS, EACH = (8, 20, 64), (1, 2, 3), 100  # EACH: requests counted a replica
+SYSTEMS = {
+    "polyserve co": (OURS["co"],),
+    "polyserve pd": (OURS["pd"],),
+    "baseline co": ("co_chunk:budget=2048@least_loaded",),
+    "baseline pd": ("distserve@minimal:prefill=6,decode=14",),
+}
+
+
+def jobs(small: bool) -> list[Job]:
+    if small:
+        names = ("polyserve pd", "baseline pd")
+        return [Job(f"{name} 4 1", measured, (name, 4, 1, 10, 0.1)) for name in names]
+    return [
+        Job(f"{name} {size} {seed}", measured, (name, size, seed, EACH, runs.BEFORE))
+        for seed in SEEDS for size in SIZES for name in SYSTEMS
+    ]  # fmt: skip
+
+
+def measured(name: str, size: int, seed: int, each: int, fill: float) -> dict[str, Any]:
+    best = size * runs.best_rate(DATA, HOST, "pd" if name.endswith("pd") else "co")
+    tried = Tried(DATA, HOST, each * size, seed, size, fill)
+    rate, choice = tried.best(SYSTEMS[name], 0.6 * best, 1.15)
+    return {"name": name, "size": size, "seed": seed, "each": rate / size, "setting": choice, "tried": tried.listed()}
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    sizes = sorted({v["size"] for v in values})
+    seeds = sorted({v["seed"] for v in values})
+    names = list(dict.fromkeys(v["name"] for v in values))
+    each = {(v["name"], v["size"], v["seed"]): v["each"] for v in values}
+    ours = [name for name in names if name.startswith("polyserve")]
+    others = [name for name in names if name not in ours]
+
+    def over(size: int) -> Estimate:
+        return over_seeds([
+            max(each[n, size, s] for n in ours) / max(each[n, size, s] for n in others) for s in seeds
+        ])  # fmt: skip
+
+    def growth(mode: str) -> Estimate:
+        name = f"polyserve {mode}" if f"polyserve {mode}" in ours else ours[0]
+        return over_seeds([each[name, sizes[-1], s] / each[name, sizes[0], s] for s in seeds])
+
+    estimates = {
+        "least-gain": min((over(size) for size in sizes), key=lambda e: e.value),
+        "co-growth": growth("co"),
+        "pd-growth": growth("pd"),
+    }
+    settings = {"data": DATA, "host": HOST, "target": TARGET, "systems": SYSTEMS}
+    return Found(estimates, list(values), seeds, "deadline", settings)
+
+
+def draw(data: Any, axes: Any) -> None:
+    """Requests/s of a replica over the size of the fleet."""
+    sizes = sorted({v["size"] for v in data})
+    for name in dict.fromkeys(v["name"] for v in data):
+        means = [np.mean([v["each"] for v in data if (v["name"], v["size"]) == (name, size)]) for size in sizes]
+        axes.plot(sizes, means, marker="o", label=name)
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("requests/s of a replica at 90 %")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+
+
+def tables(data: Any) -> str:
+    sizes = sorted({v["size"] for v in data})
+    rows = [["requests/s of a replica", *(f"{size} replicas" for size in sizes)]]
+    for name in dict.fromkeys(v["name"] for v in data):
+        means = [np.mean([v["each"] for v in data if (v["name"], v["size"]) == (name, size)]) for size in sizes]
+        rows.append([name, *(f"{mean:.2f}" for mean in means)])
+    return markdown(rows)

@@ -1,0 +1,252 @@
+"""SA in front of an engine against order of arrival, 4 to 40 requests at once.
+
+Requests of `sa-mixed`, all at once, on Qwen2.5-7B, two V100 (the paper's coefficients), served by vLLM's scheduler
+with as many sequences as the largest batch, judged by TTFT and mean TPOT, or end to end. G = requests in SLO / sum of
+end-to-end latencies. SA knows lengths by a Gaussian fitted to 200 earlier requests of each task, a draw for each
+request as the paper has it, by their mean, or by the true length with an error. Beside it: batches sent when the one
+before has ended, exhaustive search up to 8 requests, and `edf` by itself. The paper's figures are single runs; these
+are means over seeds of the ratio to order of arrival, seed by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments._exhaustive_mapping import exhaustive
+from rubato.core.events import Event, Finished
+from rubato.core.interfaces import LengthPredictor
+from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
+from rubato.core.request import Request
+from rubato.latency import bilinear
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.jobs import Job
+from rubato.planning.spec import packaged_hardware
+from rubato.planning.sweep import markdown
+from rubato.policies import sa
+from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.workloads import Workload, scenarios
+
+SOURCE = "SA, Fig. 7 to 11 and Table 2"
+SECONDS = 1200.0
+
+SCENARIO, PROFILE = "sa-mixed", "qwen2.5-7b-2xv100"
+COUNTS, BATCHES, SEEDS = (4, 6, 8, 10, 40), (1, 2, 4), tuple(range(1, 21))
+MANY, FEWER = 40, 10  # from so many requests on, so many seeds: a run takes seconds
+EARLIER = 1000  # added to the seed of what the Gaussian has seen:
+HISTORY = 400  # requests that the Gaussian has seen, half of each task
+LONGEST = 2048  # tokens that a request may ask for: nobody knows the true length from that
+OFF = (0.5, 0.8, 1.2, 2.0)  # Figure 10: each coefficient of the scheduler's model times this
+COEFFICIENTS = ("prefill α", "prefill β", "prefill γ", "prefill δ", "decode α", "decode β", "decode γ", "decode δ")
+INSTANCES = (1, 2, 4)  # Figure 11
+GAUSSIAN, MEAN, EXACT = "gaussian", "mean", "exact"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serves: policy and router with its settings, what it knows of lengths, and what it believes of step times
+    (a coefficient and its factor)."""
+
+    policy: str = "vllm"
+    router: str = "sa"
+    settings: tuple[tuple[str, Any], ...] = ()
+    lengths: str = GAUSSIAN
+    off: tuple[str, float] | None = None
+    replicas: int = 1
+
+
+@dataclass
+class Exhaustive(sa.Router):
+    """SA's router with the yardstick for a search."""
+
+    def solved(self, jobs: sa.Predicted) -> sa.Solution:
+        return exhaustive(jobs)
+
+
+ARRIVAL = Served(router="round_robin")
+SA, TO_THE_END = Served(), Served(settings=(("early_exit", False),))
+SYSTEMS: Mapping[str, Served] = {
+    "order of arrival": ARRIVAL,
+    "sa": SA,
+    "sa, no early exit": TO_THE_END,
+    "sa, at the batch's end": Served(settings=(("dispatch", "batch_end"),)),
+    "sa, mean lengths": Served(lengths=MEAN),
+    "sa, exact lengths": Served(lengths=EXACT),
+    "exhaustive": Served(router=__name__),
+    "edf": Served("edf", "round_robin"),
+}
+MOST = {"exhaustive": 8}  # requests
+ERRORS: Mapping[str, Served] = {f"sa, lengths ± {100 * e:g} %": Served(lengths=f"{e}") for e in (0.025, 0.05, 0.1)}
+SEARCH = "sa, T0 {}, {} iterations"
+SEARCHES: Mapping[str, Served] = {
+    SEARCH.format(t, i): Served(settings=(("temperature", t), ("iterations", i), ("early_exit", False)))
+    for t, i in ((100.0, 100), (200.0, 100), (500.0, 100), (100.0, 200), (100.0, 50))
+}
+WRONG: Mapping[str, Served] = {
+    f"sa, {name} × {factor:g}": Served(lengths=EXACT, off=(name, factor)) for name in COEFFICIENTS for factor in OFF
+}
+Router = Exhaustive  # this module is a routing policy by its dotted name
+
+
+def jobs(small: bool) -> list[Job]:
+    counts, batches, seeds = ((4,), (1, 4), SEEDS[:1]) if small else (COUNTS, BATCHES, SEEDS)
+    asked: list[tuple[str, Served, int, int]] = []
+    for n in counts:
+        for b in batches:
+            asked += [(name, how, n, b) for name, how in SYSTEMS.items() if n <= MOST.get(name, n)]
+            asked += [(name, how, n, b) for name, how in ERRORS.items() if n in (10, 40) or small]
+    asked += [(name, how, 4 if small else 10, 1) for name, how in SEARCHES.items()]
+    asked += [(name, how, 4 if small else 10, 4) for name, how in list(WRONG.items())[: 2 if small else None]]
+    for k in INSTANCES:
+        for name in ("order of arrival", "sa"):
+            asked.append((f"{name}, {k} instances", replace(SYSTEMS[name], replicas=k), 4 if small else 10, 1))
+    return [
+        Job(f"{name} n={n} b={b} seed={seed}", served, (name, how, n, b, seed))
+        for name, how, n, b in dict.fromkeys(asked)
+        for seed in (seeds[:FEWER] if n >= MANY else seeds)
+    ]
+
+
+def offered(n: int, seed: int, copies: int = 1) -> Workload:
+    """n requests at once; copied for each instance (§5.5)."""
+    load = scenarios.make(SCENARIO, 1.0, count=n, seed=seed)
+    if copies > 1:
+        load = replace(load, arrivals=tuple(replace(a, id=f"{a.id}-{i}") for a in load.arrivals for i in range(copies)))
+    return load
+
+
+def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
+    machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
+    setup = SimulationSetup(
+        lambda: machine.model, replace(machine.limits, max_seqs=b, max_running=b), how.policy, router=how.router,
+        router_settings=dict(how.settings), replicas=how.replicas, believed=lambda: believed(how.off),
+        lengths=lengths(how.lengths, load, seed), learns=False, rule="mean", seed=seed,
+    )  # fmt: skip
+    found = measured(simulate(longer(load), load.truth(), setup))
+    return {"name": name, "n": n, "b": b, "seed": seed, **found}
+
+
+def measured(events: Sequence[Event]) -> dict[str, float]:
+    """G, attainment and mean latency of a run."""
+    ends = [event for event in events if isinstance(event, Finished)]
+    latency, met = sum(end.verdict.e2e or 0.0 for end in ends), sum(end.verdict.met for end in ends)
+    return {"g": met / latency, "attained": met / len(ends), "latency": latency / len(ends)}
+
+
+def longer(load: Workload) -> list[Request]:
+    """The requests as their clients send them, who do not know how long the answers will be."""
+    return [replace(r, sampling=replace(r.sampling, max_tokens=LONGEST)) for r in load.requests()]
+
+
+def lengths(known: str, load: Workload, seed: int) -> LengthPredictor:
+    """A Gaussian fitted to earlier requests of the same tasks, or their mean; or the truth with a relative error."""
+    if known not in (GAUSSIAN, MEAN):
+        truth = {a.id: a.output_tokens for a in load.arrivals}
+        return Oracle(truth, 0.0 if known == EXACT else float(known), seed)
+    predictor = seeded_gaussian(seed=seed) if known == GAUSSIAN else RunningMean()
+    before = offered(HISTORY, EARLIER + seed)
+    for request, arrival in zip(longer(before), before.arrivals, strict=True):
+        predictor.learn(request, arrival.output_tokens)
+    return predictor
+
+
+def believed(off: tuple[str, float] | None) -> bilinear.Model:
+    """The paper's coefficients, one of them off by a factor."""
+    model = bilinear.Model()
+    if off is not None:
+        at = COEFFICIENTS.index(off[0])
+        values = [v * (off[1] if i == at else 1.0) for i, v in enumerate((*model.p, *model.d))]
+        model.p, model.d = tuple(values[:4]), tuple(values[4:])  # type: ignore[assignment]
+    return model
+
+
+# --------------------------------------------------------------------------- what came out
+
+
+def over(
+    values: Sequence[Any], name: str, n: int, b: int, number: str = "g", base: str = "order of arrival"
+) -> Estimate:
+    """The ratio of two systems' means over seeds, its interval by the jackknife: order of arrival may have no request
+    in SLO, so ratios are not taken seed by seed."""
+    of = {
+        which: {v["seed"]: v[number] for v in values if (v["name"], v["n"], v["b"]) == (which, n, b)}
+        for which in (name, base)
+    }
+    own, other = (np.array([of[which][seed] for seed in sorted(of[name])]) for which in (name, base))
+    if not other.sum():
+        return Estimate(inf, 0.0, inf) if own.sum() else Estimate.exact(1.0)
+    ratio, count = own.sum() / other.sum(), len(own)
+    without = [
+        (own.sum() - a) / (other.sum() - o) if other.sum() > o else ratio for a, o in zip(own, other, strict=True)
+    ]
+    return over_seeds([float(count * ratio - (count - 1) * each) for each in without])
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    n, many, exhaustible = (4, 4, 4) if small else (10, 40, 8)
+    two = 1 if small else 2
+    base = SEARCH.format(100.0, 100)
+    wrong = dict.fromkeys(v["name"] for v in values if v["name"] in WRONG)
+    worst = min((over(values, name, n, 4, base="sa, exact lengths") for name in wrong), key=lambda e: e.value)
+    single, four = (over(values, f"sa, {k} instances", n, 1, base=f"order of arrival, {k} instances") for k in (1, 4))
+    estimates = {
+        "g-10-1": over(values, "sa", n, 1),
+        "g-mean-10-1": over(values, "sa, mean lengths", n, 1),
+        "g-exact-10-1": over(values, "sa, exact lengths", n, 1),
+        "attained-10-1": over(values, "sa", n, 1, "attained"),
+        "latency-10-2": over(values, "sa", n, two, "latency"),
+        "g-exact-40-4": over(values, "sa, lengths ± 2.5 %", many, 4),
+        "g-exact-over-gaussian-40-4": over(values, "sa, lengths ± 2.5 %", many, 4, base="sa"),
+        "g-exhaustive-8-1": over(values, "sa", exhaustible, 1, base="exhaustive"),
+        "temperature-200": over(values, SEARCH.format(200.0, 100), n, 1, base=base),
+        "iterations-200": over(values, SEARCH.format(100.0, 200), n, 1, base=base),
+        "coefficients-off": worst,
+        "instances-4": Estimate(four.value / single.value, four.low / single.value, four.high / single.value),
+        "g-over-edf-40-4": over(values, "sa", many, 4, base="edf"),
+    }
+    seeds = sorted({v["seed"] for v in values})
+    return Found(estimates, list(values), seeds, "mean", {"scenario": SCENARIO, "profile": PROFILE, "history": HISTORY})
+
+
+def draw(data: Any, axes: Any) -> None:
+    """G of SA over that of order of arrival, by requests at once and largest batch."""
+    counts, batches = (sorted({v[key] for v in data if v["name"] == "exhaustive" or v["name"] == "sa"}) for key in "nb")
+    for place, b in enumerate(batches):
+        ratios = [over(data, "sa", n, b) for n in counts]
+        at = np.arange(len(counts)) + 0.8 * (place - (len(batches) - 1) / 2) / len(batches)
+        heights = [100 * (r.value - 1) for r in ratios]
+        errors = [[max(0.0, h - 100 * (r.low - 1)) for h, r in zip(heights, ratios, strict=True)],
+                  [max(0.0, 100 * (r.high - 1) - h) for h, r in zip(heights, ratios, strict=True)]]  # fmt: skip
+        axes.bar(at, heights, 0.8 / len(batches), yerr=errors, label=f"batches of up to {b}")
+    axes.set_xticks(range(len(counts)), [str(n) for n in counts])
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("G over order of arrival (%)")
+    axes.legend()
+
+
+def tables(data: Any) -> str:
+    def cell(name: str, n: int, b: int) -> str:
+        own = [v for v in data if (v["name"], v["n"], v["b"]) == (name, n, b)]
+        if not own:
+            return ""
+        mean = {key: np.mean([v[key] for v in own]) for key in ("g", "attained", "latency")}
+        return f"{1e3 * mean['g']:.1f} · {100 * mean['attained']:.0f} % · {mean['latency']:.1f} s"
+
+    sizes = sorted({(v["n"], v["b"]) for v in data if v["name"] == "sa"})
+    names = [*SYSTEMS, *ERRORS]
+    rows = [["G × 1000, in SLO, mean latency", *(f"{n} at once, batch {b}" for n, b in sizes)]]
+    rows += [[name, *(cell(name, n, b) for n, b in sizes)] for name in names]
+    more = [["at 10 requests", "G over SA's"]]
+    some = {v["n"] for v in data if v["name"] in WRONG}.pop()
+    more += [[name, f"{over(data, name, some, 1, base=SEARCH.format(100.0, 100)).value:.3f}"] for name in SEARCHES]
+    more += [
+        [name, f"{over(data, name, some, 4, base='sa, exact lengths').value:.3f}"]
+        for name in WRONG
+        if any(v["name"] == name for v in data)
+    ]
+    return f"{markdown(rows)}\n\n{markdown(more)}"

@@ -1,0 +1,121 @@
+"""SA's search: its time, its evaluations, and what annealing accepts.
+
+CPU milliseconds of one mapping, the median of instances of `sa-mixed`, without early exit: all 6,300 evaluations and
+the two starts. Two and four instances are mapped one after the other, as the paper does. Exhaustive search evaluates
+one of the orders that differ only within batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import Found
+from experiments._exhaustive_mapping import exhaustive
+from experiments.sa_gap import instance
+from rubato.core.clock import process_cpu_time
+from rubato.latency import bilinear
+from rubato.measure.confidence import Estimate, over_seeds
+from rubato.planning.jobs import Job as Run
+from rubato.planning.sweep import markdown
+from rubato.policies.sa import Annealing, Predicted, Solution, anneal
+
+SOURCE = "SA, Table 1, §5.2 and §5.5"
+SECONDS = 60.0
+ALONE = True
+
+COUNTS = (4, 6, 8, 10, 40)
+TABLE = {4: 0.23, 6: 0.32, 8: 0.43, 10: 0.48}  # ms, the paper's
+EXHAUSTIVE = {4: 1.2, 6: 39.0, 8: 88.2e3, 10: 287e3}  # ms, the paper's
+SEVERAL = {2: 0.93, 4: 1.91}  # ms for so many instances of 10 requests, the paper's
+BATCH = 1  # Table 1's
+REPEATS = 30
+SEEDS = (1, 2, 3)
+HOW = Annealing(early_exit=False)
+_SEARCH = 73  # random stream
+
+
+def jobs(small: bool) -> list[Run]:
+    repeats = 3 if small else REPEATS
+    made = [Run(f"n={n} seed={seed}", timed, (n, 1, seed, repeats)) for n in COUNTS for seed in SEEDS]
+    made += [Run(f"instances={k} seed={seed}", timed, (10, k, seed, repeats)) for k in SEVERAL for seed in SEEDS]
+    return [*made, *(Run(f"exhaustive n={n}", exhaustively, (n,)) for n in (COUNTS[:2] if small else COUNTS[:4]))]
+
+
+def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:
+    """Searches after one that does not count (it loads the compiled code)."""
+    model, rng = bilinear.Model(), np.random.default_rng([seed, _SEARCH])
+    ms: list[float] = []
+    found: list[Solution] = []
+    for repeat in range(repeats + 1):
+        given = [Predicted.of(instance(n, 1000 * seed + repeat), model, BATCH) for _ in range(instances)]
+        begin = process_cpu_time()
+        solutions = [anneal(each, HOW, rng) for each in given]
+        ms.append(1e3 * (process_cpu_time() - begin))
+        found.append(solutions[0])
+    counted = {
+        name: np.sum([[getattr(level, name) for level in each.levels] for each in found], axis=0).tolist()
+        for name in ("worse", "accepted")
+    }
+    return {
+        "n": n, "instances": instances, "seed": seed, "ms": float(np.median(ms[1:])),
+        "evaluations": found[0].evaluations, **counted,
+        "temperatures": [level.temperature for level in found[0].levels],
+    }  # fmt: skip
+
+
+def exhaustively(n: int) -> dict[str, Any]:
+    given = Predicted.of(instance(n, 1), bilinear.Model(), BATCH)
+    exhaustive(Predicted.of(instance(2, 1), bilinear.Model(), BATCH))  # loads the compiled code
+    begin = process_cpu_time()
+    evaluations = exhaustive(given).evaluations
+    return {"n": n, "exhaustive": 1e3 * (process_cpu_time() - begin), "evaluations": evaluations}
+
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    def ms(n: int, instances: int = 1) -> Estimate:
+        return over_seeds([v["ms"] for v in values if v.get("instances") == instances and v["n"] == n])
+
+    estimates = {
+        "evaluations-10": Estimate.exact(next(v["evaluations"] for v in values if v["n"] == 10)),
+        "ms-10": ms(10),
+        "ms-10-table": ms(10),
+        "ms-2-instances": ms(10, 2),
+        "ms-4-instances": ms(10, 4),
+    }
+    return Found(estimates, list(values), SEEDS, "none", {"max_batch": BATCH, "repeats": 3 if small else REPEATS})
+
+
+def draw(data: Any, axes: Any) -> None:
+    """The share of worse solutions that is accepted, by temperature."""
+    for n in COUNTS:
+        own = [v for v in data if v.get("instances") == 1 and v["n"] == n]
+        worse, accepted = (np.sum([v[name] for v in own], axis=0) for name in ("worse", "accepted"))
+        axes.plot(own[0]["temperatures"], 100 * accepted / np.maximum(1, worse), label=f"{n} requests")
+    axes.invert_xaxis()
+    axes.set_xlabel("temperature")
+    axes.set_ylabel("worse solutions accepted (%)")
+    axes.legend()
+
+
+def tables(data: Any) -> str:
+    def of(n: int, instances: int) -> list[Any]:
+        return [v for v in data if v.get("instances") == instances and v["n"] == n]
+
+    rows = [
+        ["requests", "instances", "evaluations", "ms", "the paper's", "exhaustive, ms", "evaluations", "the paper's"]
+    ]
+    for n, instances in [*((n, 1) for n in COUNTS), *((10, k) for k in SEVERAL)]:
+        own, beside = of(n, instances), [v for v in data if "exhaustive" in v and v["n"] == n and instances == 1]
+        paper = TABLE.get(n, "") if instances == 1 else SEVERAL[instances]
+        rows.append(
+            [
+                str(n), str(instances), f"{instances * own[0]['evaluations']:,}",
+                f"{np.median([v['ms'] for v in own]):.2f}", str(paper),
+                *([f"{beside[0]['exhaustive']:.2f}", f"{beside[0]['evaluations']:,}", f"{EXHAUSTIVE[n]:g}"]
+                  if beside else ["", "", ""]),
+            ]
+        )  # fmt: skip
+    return markdown(rows)

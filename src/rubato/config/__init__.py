@@ -1,0 +1,1 @@
+"""The configuration of a server or a simulation: its YAML, and what is built from it."""

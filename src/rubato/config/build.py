@@ -1,0 +1,265 @@
+"""Engines, latency models, predictors and fair shares, built from a configuration.
+
+Apart from the server, whose libraries simulations do not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, cast
+
+from rubato.config.schema import Config, ConfigError, Named
+from rubato.core.clock import Clock
+from rubato.core.did_you_mean import nearest
+from rubato.core.finite_settings import check_finite
+from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
+from rubato.core.length_prediction import PREDICTORS, Oracle
+from rubato.core.plan import Limits
+from rubato.engines import simulated
+from rubato.engines.simulated import Drafter, Link, drafter
+from rubato.fleet.fair_share import FairShare
+from rubato.latency import profiles
+from rubato.latency.model_base import completed
+from rubato.latency.model_kinds import MODELS
+from rubato.latency.with_drafter import Drafted
+from rubato.policies import load
+
+# What a simulated engine takes unless told otherwise: about a small model on one GPU.
+REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
+SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
+# With `max_in_flight: auto`: batches that run or wait, at a replica or in the router, and requests at least.
+BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
+# What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
+DRAFTERS = {"suffix": ("rubato.engines.torch.drafters.suffix", "SuffixDrafter")}
+
+
+def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
+    """`engine.kind` is a module of `rubato.engines`, or anyone's, with a class `Engine`.
+
+    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings,
+    `drafter` as `drafter_of` or, for an engine that is not simulated, `token_drafter_of` makes it. Raises ConfigError.
+    """
+    cls = _class("engine", "rubato.engines", config.engine.name, "Engine")
+    settings = dict(config.engine.settings)
+    takes = inspect.signature(cls).parameters
+    if "limits" in takes:
+        settings = {name: value for name, value in settings.items() if name not in SIMULATED}
+        settings["limits"] = Limits(**simulation_limits(config))
+    given: dict[str, Any] = {"clock": clock}
+    if config.model is not None:
+        given["model"] = config.model
+    elif "model" in takes and takes["model"].default is inspect.Parameter.empty:
+        raise ConfigError(f"model: engine {config.engine.name!r} needs one; set model to its path or name")
+    if "latency" in takes:
+        given["latency"] = latency_of(config)
+    settings = {**{name: value for name, value in given.items() if name in takes}, **settings}
+    if "seed" in takes:
+        settings["seed"] = settings.get("seed", 0) + replica
+    if "drafter" in takes:
+        settings["drafter"] = drafter_of(config) if _is_simulated(config) else token_drafter_of(config)
+        if settings["drafter"] is None and "draft" in load(config.policy.name, config.policy.settings).needs:
+            such = "{alpha: 0.7}, right 7 times of 10" if _is_simulated(config) else "suffix"
+            raise ConfigError(
+                f"policy {config.policy.name!r} needs draft, and engine {config.engine.name!r} was given no drafter: "
+                f"set engine.drafter, such as engine.drafter: {such}"
+            )
+    if "link" in takes:
+        settings["link"] = link_of(config)
+    extra = list(SIMULATED) if "limits" in takes else []
+    hidden = {"clock", "latency", "limits", "lengths"}
+    known = [name for name in takes if name not in hidden] + extra
+    return cast(Engine, _construct(f"engine {config.engine.name!r}", cls, settings, known))
+
+
+def simulation_limits(config: Config) -> dict[str, int]:
+    """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
+    known = [*SIMULATED, *REAL_ONLY, "drafter", "link"]
+    for name in config.engine.settings:
+        if name not in known and config.engine.name in ("torch", "simulated"):
+            raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
+    limits = {name: config.engine.settings.get(name, usual) for name, usual in SIMULATED.items()}
+    for name, value in limits.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
+    return limits
+
+
+def drafter_of(config: Config) -> Drafter | None:
+    """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
+    `Acceptance` beside it; without a name drafting costs nothing. Raises ConfigError, also for what drafts real tokens:
+    nobody knows how often it would be right."""
+    asked = config.engine.settings.get("drafter")
+    if asked is None:
+        return None
+    name, settings = _drafter_named(asked)
+    if name is None and "alpha" not in settings:
+        raise ConfigError(
+            f"engine.drafter is {asked!r}: give the name of a profile, such as opt-125m-a100-40g, or alpha, how often "
+            "it is right, of a drafter that costs nothing"
+        )
+    if name is not None and (name in DRAFTERS or ("." in name and not _is_profile(name))):
+        raise ConfigError(
+            f"engine.drafter {name!r} drafts real tokens, which a simulation does not have: say how often it is right "
+            "(at no cost), such as --set 'engine.drafter={alpha: 0.5}', or simulate without it, --set "
+            "engine.drafter=null"
+        )
+    try:
+        return drafter(name, **settings)
+    except ValueError as error:
+        raise ConfigError(f"engine.drafter: {error}") from error
+
+
+def token_drafter_of(config: Config) -> object | None:
+    """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or anyone's module with a class
+    `Drafter` (`rubato.engines.torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
+    asked = config.engine.settings.get("drafter")
+    if asked is None:
+        return None
+    name, settings = _drafter_named(asked)
+    if name is None or _is_profile(name):
+        raise ConfigError(
+            f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
+            f"{', '.join(DRAFTERS)}, or a module of yours with a class Drafter"
+        )
+    if "." in name:
+        cls = _class("engine.drafter", "", name, "Drafter")
+    elif name in DRAFTERS:
+        module, of = DRAFTERS[name]
+        cls = getattr(importlib.import_module(module), of)
+    else:
+        raise ConfigError(f"engine.drafter: unknown drafter {name!r}{nearest(name, DRAFTERS)}")
+    made = _construct(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
+    if lacking := [part for part in ("draft", "verified", "forget") if not callable(getattr(made, part, None))]:
+        raise ConfigError(f"engine.drafter: class Drafter of {name} lacks {', '.join(lacking)}")
+    return made
+
+
+def _drafter_named(asked: object) -> tuple[str | None, dict[str, Any]]:
+    """The name in a value of `engine.drafter`, and the settings beside it."""
+    settings = dict(asked) if isinstance(asked, Mapping) else {"name": asked}
+    name = settings.pop("kind", None) if "kind" in settings else settings.pop("name", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"engine.drafter is {asked!r}: give a name, or {{name: ..., SETTING: ...}}")
+    return name, settings
+
+
+def _is_profile(name: str) -> bool:
+    return name in profiles.names() or name.endswith(".json")
+
+
+def _is_simulated(config: Config) -> bool:
+    return issubclass(_class("engine", "rubato.engines", config.engine.name, "Engine"), simulated.Engine)
+
+
+def link_of(config: Config) -> Link:
+    """`engine.link`, what moving KV to a simulated engine costs. Raises ConfigError."""
+    asked = config.engine.settings.get("link", {})
+    known = [f.name for f in fields(Link)]
+    if not isinstance(asked, Mapping):
+        raise ConfigError(f"engine.link is {asked!r}: give {', '.join(known)}")
+    return cast(Link, _construct("engine.link", Link, asked, known))
+
+
+def believed_of(config: Config) -> LatencyModel:
+    """What a scheduler believes of its engine's step times. Of one that runs a model, the drafts' time is in the steps
+    that it measures, and learns from: `suffix` takes some 40 us a tree."""
+    if not _is_simulated(config):
+        return latency_of(config)
+    model, drafter = latency_of(config), drafter_of(config)
+    return model if drafter is None or drafter.latency is None else Drafted(model, drafter.latency)
+
+
+def latency_of(config: Config) -> LatencyModel:
+    """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model` (what it lacks of a `LatencyModel`
+    beyond step_time, largest_chunk, fit and update is added by `latency.model_base`); by default `affine`, which begins
+    with a guess and learns from each step. Raises ConfigError."""
+    named = config.latency or Named(name="affine")
+    cls = _latency_class(named.name)
+    model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
+    try:
+        return completed(model)
+    except TypeError as error:
+        raise ConfigError(f"latency: {error}") from error
+
+
+def guessed(config: Config) -> list[str]:
+    """Settings of `latency` that are left out though their defaults are a guess (`GUESSED` of the model): a live server
+    learns them, but they are no truth to simulate."""
+    named = config.latency or Named(name="affine")
+    model = _latency_class(named.name)
+    return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
+
+
+def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
+    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: nothing is known.
+
+    In simulation, where `truth` (request id -> output tokens) is given, also oracle. Raises ConfigError.
+    """
+    if config.lengths is None:
+        return None
+    name, settings = config.lengths.name, dict(config.lengths.settings)
+    if name == "oracle":
+        if truth is None:
+            raise ConfigError(
+                f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}"
+            )
+        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, {"truth": truth, **settings}, ["noise"]))
+    cls: Any = PREDICTORS.get(name) or _class("lengths", "", name, "Lengths")
+    known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
+    return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
+
+
+def _latency_class(kind: str) -> Any:
+    if "." in kind:
+        return _class("latency", "", kind, "Model")
+    if kind not in MODELS:
+        raise ConfigError(f"latency: unknown kind {kind!r}{nearest(kind, list(MODELS))}")
+    return MODELS[kind]
+
+
+def _class(what: str, package: str, kind: str, name: str) -> Any:
+    """The class `name` of module `kind`. Raises ConfigError for a module that is not there or has no such class."""
+    known = ["oracle", *PREDICTORS]
+    if package:
+        path = importlib.import_module(package).__path__
+        known = [module.name for module in pkgutil.iter_modules(path)]
+    if kind not in known and "." not in kind:
+        raise ConfigError(f"{what}: unknown kind {kind!r}{nearest(kind, known)}")
+    dotted = kind if "." in kind else f"{package}.{kind}"
+    try:
+        module = importlib.import_module(dotted)
+    except ImportError as error:
+        raise ConfigError(f"{what}: {dotted} cannot be imported ({error})") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{what}: {dotted} has no class {name}")
+    return getattr(module, name)
+
+
+def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str]) -> object:
+    for key in settings:
+        if key not in inspect.signature(cls).parameters:
+            raise ConfigError(f"{what} has no setting {key!r}{nearest(key, known)}")
+    try:
+        check_finite(settings, cls)
+        return cls(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def most_in_flight(config: Config, limits: Limits) -> int | None:
+    """`max_in_flight`; auto: so many times what the batches of all replicas hold. limits: of one of the engines."""
+    if config.max_in_flight != "auto":
+        return config.max_in_flight
+    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_seqs)
+
+
+def fair_share_of(config: Config) -> FairShare | None:
+    """Between the tenants, if there are any."""
+    if not config.tenants:
+        return None
+    weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+    return FairShare(weights, config.fair_share.window if config.fair_share else None)

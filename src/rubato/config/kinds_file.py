@@ -1,0 +1,109 @@
+"""A mix of request kinds from a YAML file: tiers with their SLOs, and the requests of each.
+
+    tiers:
+      chat: {ttft_ms: 1000, tpot_ms: 80}
+      batch: {e2e_ms: 60000}
+      free: {}                                # best effort
+    kinds:
+      - {app: chat, share: 6}                 # tier: the app's name unless given
+      - {app: summary, tier: batch, share: 1, prompt: [400, 900], output: [30, 80]}
+      - {app: code, tier: free, share: 3, prompt: 200, output: {mean: 60, std: 50, p99: 250}}
+
+app: what it is for; chat, code and summary have texts, and usual lengths if theirs are left out. prompt, output:
+tokens, a number, least and most, or a distribution: {mean, std, p99}, {mean, p99} or {percentiles: {50: tokens}}.
+share: weight in the mix. ttft_slowdown: TTFT in zero-load prefill times, instead of the tier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rubato.config.tiers import TierSettings
+from rubato.core.did_you_mean import nearest
+from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
+from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
+
+USUAL = {"chat": chat, "code": code, "summary": summary}
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    mean: float | None = None
+    std: float | None = None
+    p99: float | None = None
+    percentiles: Mapping[float, float] | None = None
+
+
+_Whole = Annotated[int, Field(strict=True)]  # else YAML's `yes` and `true` are taken for 1
+_Tokens = _Whole | tuple[_Whole, _Whole] | _Shape
+
+
+class _Kind(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    app: str
+    tier: str = ""
+    share: float = Field(default=1.0, gt=0, strict=True)
+    prompt: _Tokens | None = None
+    output: _Tokens | None = None
+    ttft_slowdown: float | None = Field(default=None, gt=0, strict=True)
+
+
+class _Mix(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tiers: Mapping[str, TierSettings] = Field(min_length=1)
+    kinds: tuple[_Kind, ...] = Field(min_length=1)
+
+
+def read(path: str | Path) -> list[Kind]:
+    """The kinds of a file. Raises ValueError naming the file and what is wrong, OSError when it cannot be opened."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    try:
+        mix = _Mix.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ValueError(f"{path}: {where}: {first['msg']}, got {first['input']!r:.80}") from None
+    try:
+        return [_kind(kind, mix) for kind in mix.kinds]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _kind(asked: _Kind, mix: _Mix) -> Kind:
+    lengths = {name: _range(asked.app, name, getattr(asked, name)) for name in ("prompt", "output")}
+    given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
+    if asked.app not in USUAL and len(given) < 2:
+        raise ValueError(f"kind {asked.app!r} has no texts{nearest(asked.app, USUAL)}; give both of prompt and output")
+    tier = asked.tier or asked.app
+    if tier not in mix.tiers:
+        raise ValueError(f"kind {asked.app!r} is of tier {tier!r}, which has no entry{nearest(tier, mix.tiers)}")
+    given |= {"tier": tier, "share": asked.share, "ttft_slowdown": asked.ttft_slowdown}
+    slo = mix.tiers[tier].slo
+    return USUAL[asked.app](slo, **given) if asked.app in USUAL else Kind(asked.app, slo, **given)
+
+
+def _range(app: str, name: str, tokens: _Tokens | None) -> Range | None:
+    if not isinstance(tokens, _Shape):
+        return (tokens, tokens) if isinstance(tokens, int) else tokens
+    match tokens:
+        case _Shape(mean=None, std=None, p99=None, percentiles=dict() as table) if table:
+            shares = sorted(table)
+            return Percentiles(tuple(share / 100 for share in shares), tuple(table[share] for share in shares))
+        case _Shape(mean=float() as mean, std=float() as std, p99=float() as p99, percentiles=None):
+            return log_normal(mean, std, p99)
+        case _Shape(mean=float() as mean, std=None, p99=float() as p99, percentiles=None):
+            return log_normal_p99(mean, p99)
+    raise ValueError(
+        f"kind {app!r}: {name} should be {{mean, std, p99}}, {{mean, p99}} or {{percentiles: {{50: tokens}}}}"
+    )

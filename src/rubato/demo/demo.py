@@ -1,0 +1,115 @@
+"""`rubato demo`: one model, this machine, three tiers of requests, policy against policy, in some three minutes.
+
+What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
+the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3
+times the rate, the same requests at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of
+ours, each in a server of its own. A slow machine gets shorter requests, and only then more seconds, LONGEST at most.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rubato.demo.progress import Progress, say
+from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, kept
+from rubato.measure import load_generator, plot, results
+from rubato.policies import PolicyError, router_for
+from rubato.policies import load as load_policy
+from rubato.workloads import write
+
+
+def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: int = 0) -> int:
+    """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
+    speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
+    generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""
+    from rubato.engines.torch import bundled_model
+
+    _check_able(policy)
+    if seconds is not None and not 1.0 <= seconds <= 3600.0:
+        raise load_generator.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    stage = Stage(out, str(bundled_model.ensure()), seed, Progress(policy))
+    warm = stage.warm_up(seconds)
+    load = stage.load(OVERLOAD * warm.rate, warm.seconds, warm.slos, warm.scale)
+    write(load, out / "workload.jsonl")
+    budget = stage.tuned_budget(warm, load)
+    contestants: list[tuple[str, dict[str, object]]] = [("vllm", {}), ("sarathi", {"budget": budget}), (policy, {})]
+    say(f"      {len(load.arrivals)} requests in {load.duration:.0f} s ({load.rate:.2f}/s), the same for each policy")
+    runs = []
+    for name, settings in contestants:
+        stage.progress.begin()
+        runs.append(stage.contest(name, settings, warm, load))
+    comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
+    results.write_json(out / "demo.json", runs, comparisons)
+    plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
+    plot.plot_attainment(out / "attainment-light.svg", runs, plot.CLEAR)
+    plot.plot_attainment(out / "attainment-dark.svg", runs, plot.DARK)
+    print("\n" + results.table(runs) + "\n")
+    print(sentence(runs, bool(warm.doubt)) + "\n")
+    for comparison in comparisons:
+        print(interval(comparison))
+    for warning in filter(None, [warm.doubt, warm.poor_fit, held_after_all(runs), stage.progress.disturbance()]):
+        print(f"READ WITH CARE: {warning}.")
+    print(f"\nPicture: {out}/demo.png. Every request: {out}/*.records.jsonl. {time.monotonic() - began:.0f} s in all.")
+    print("\nTry next:\n" + "\n".join(f"    {line}" for line in next_commands(out)))
+    return 0 if all(run.valid for run in runs) else 1
+
+
+def _check_able(policy: str) -> None:
+    """Raises PolicyError for one that is not there, or that one replica of the embedded engine cannot run."""
+    from rubato.engines.torch import Engine  # needs the torch extra, as `bundled` does
+
+    if lacking := load_policy(policy).needs - Engine.supports:
+        raise PolicyError(f"policy {policy!r} needs an engine that can {', '.join(sorted(lacking))}; the demo's cannot")
+    if hasattr(router_for(policy, "auto", {}, {}), "roles"):
+        raise PolicyError(f"policy {policy!r} runs on several replicas; the demo has one: try `rubato simulate`")
+
+
+def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
+    """What came out, for anyone. doubtful: the rate that vllm holds was not enclosed by those tried."""
+    *baselines, ours = runs
+    met = {run.label: kept(run) for run in runs}
+    others = " and ".join(f"{run.label} of {met[run.label]}" for run in baselines)
+    holds = "may hold (see below)" if doubtful else "holds"
+    return (
+        f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} met the SLO of "
+        f"{met[ours.label]} of {len(ours.records)} requests, {others}."
+    )
+
+
+def held_after_all(runs: Sequence[results.Run]) -> str:
+    """What to say where the load was no overload; "" where it was."""
+    vllm = runs[0]
+    if attained(vllm) < HOLDS:
+        return ""
+    return (
+        f"{vllm.label} attained {attained(vllm):.0%} of a load that was to be {OVERLOAD} x what it holds, so this "
+        "machine is faster now than when that rate was tried: run the demo again"
+    )
+
+
+def interval(comparison: results.Comparison) -> str:
+    """The difference to one baseline, of all requests, in points."""
+    d = comparison.differences["all"]
+    value, low, high = (100 * v for v in (d.difference, d.difference_low, d.difference_high))
+    told = "" if low > 0 or high < 0 else ": too few requests to tell which is better"
+    return (
+        f"{comparison.a} against {comparison.b}: {value:+.0f} points of attainment, "
+        f"95 % interval {low:+.0f} to {high:+.0f}{told}"
+    )
+
+
+def next_commands(out: Path) -> list[str]:
+    """What to do after it, as typed from here."""
+    program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).name == "rubato" else "rubato"
+    return [
+        f"{program} serve bundled --port 8000        # any OpenAI client; state SLOs as README.md shows",
+        f"{program} simulate --workload {out}/workload.jsonl --steps {out}/measure.events.jsonl --policy slos_serve"
+        "  # simulated, which is optimistic about a real machine",
+        f"{program} demo --policy slos_serve --out {out}-slos_serve  # others: `{program} policies`",
+    ]

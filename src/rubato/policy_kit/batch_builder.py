@@ -1,0 +1,376 @@
+"""Accounting of a batch while a scheduler builds it: tokens, sequences, KV blocks, predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from rubato.core.interfaces import LatencyModel, SeqView, View
+from rubato.core.plan import Plan, Shape, Work, blocks_for, later_draft_tokens
+from rubato.core.request import NOTHING, HandoffReason
+
+FOR_EVER = 1 << 30
+
+
+class BatchBuilder:
+    """A plan in the making on a view: never beyond the engine's limits or the free KV.
+
+    budget: tokens the batch may have, the engine's limit if not given. steps: draft steps at its end, counted from the
+    start on in `shape`; else they are those of the deepest draft that was added.
+    """
+
+    def __init__(self, view: View, budget: int | None = None, steps: int = 0) -> None:
+        limits = view.limits
+        self.view = view
+        self.tokens_left = min(limits.max_tokens, budget) if budget is not None else limits.max_tokens
+        self.seqs_left = limits.max_seqs
+        self.kv_left = view.kv_free
+        self.running = view.running_ids
+        most = limits.max_running
+        self.slots_left = len(view.waiting) if most is None else most - len(self.running)
+        self.work: dict[str, Work] = {}
+        self.preempted: list[SeqView] = []
+        self.decode = False
+        self._decodes: Shape | None = None
+        self._steps = self._least_steps = steps
+        self._draft_tokens = 0
+        self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
+        self._added: list[tuple[int, int]] = []
+
+    @property
+    def shape(self) -> Shape:
+        """The batch so far."""
+        shape = self._base
+        if shape is None:
+            shape = self.decodes if self.decode else Shape()
+        for tokens, cached in self._added:
+            shape = shape.plus(tokens, cached)
+        self._added.clear()
+        if (shape.spec_steps, shape.draft_tokens) != (self._steps, self._draft_tokens):
+            shape = shape._replace(spec_steps=self._steps, draft_tokens=self._draft_tokens)
+        self._base = shape
+        return shape
+
+    @property
+    def decodes(self) -> Shape:
+        """The view's, asked once: it may have to look at every sequence."""
+        if self._decodes is None:  # not `cached_property`, whose lock costs more than all else here
+            self._decodes = self.view.decodes
+        return self._decodes
+
+    def decode_all(self) -> bool:
+        """One token of every running sequence that has one pending, before anything else; False if not all fit."""
+        decodes, need = self.decodes, self.view.decode_blocks
+        if decodes.seqs > min(self.seqs_left, self.tokens_left) or need > self.kv_left:
+            return False
+        self.decode = decodes.seqs > 0
+        self.tokens_left -= decodes.tokens
+        self.seqs_left -= decodes.seqs
+        self.kv_left -= need
+        self._base = None
+        return True
+
+    def steady(self) -> int:
+        """`Plan.steady` of a policy that gives decodes a token, prefills what is left of a fixed budget, and starts
+        who fits, in order. For ever while nobody prefills (who does not fit now will not: KV only shrinks), and when
+        all prompts go through now, or the only one takes all that is left; else while one takes all that is left."""
+        if not self.decode or self.preempted:
+            return 0
+        if not self.work:
+            return FOR_EVER
+        known = self.view.known
+        alone = len(self.work) == len(self.view.waiting) + len(self.view.prefilling)
+        if len(self.work) == 1:
+            [work] = self.work.values()
+            pending = known[work.seq].pending
+            if alone and (work.tokens == pending or not self.tokens_left):
+                return FOR_EVER
+            return 0 if self.tokens_left else pending // work.tokens - 1
+        return FOR_EVER if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
+
+    def room(self, seq: SeqView) -> int:
+        """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
+        if self.seqs_left == 0 or self.lacks_slot(seq):
+            return 0
+        by_kv = (seq.blocks + self.kv_left) * self.view.limits.block - seq.cached
+        return max(0, min(seq.pending, self.tokens_left, by_kv))
+
+    def lacks_slot(self, seq: SeqView) -> bool:
+        """Whether so many hold KV already that this one may not start."""
+        return self.slots_left < 1 and seq.id not in self.running
+
+    def lacks(self, seq: SeqView, tokens: int) -> bool:
+        """Whether another must be preempted first: for KV, or for a slot."""
+        return self.lacks_kv(seq, tokens) or self.lacks_slot(seq)
+
+    def lacks_kv(self, seq: SeqView, tokens: int) -> bool:
+        return self._new_blocks(seq, tokens) > self.kv_left
+
+    def lacking(self, seq: SeqView, tokens: int) -> int:
+        """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
+        return blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks - self.kv_left
+
+    def verifiable(self, seq: SeqView, drafted: int) -> int:
+        """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
+        most = max(0, min(drafted, self.tokens_left - seq.pending))
+        while most and self.lacks_kv(seq, seq.pending + most):
+            most -= 1
+        return most
+
+    def add(
+        self, seq: SeqView, tokens: int, verify: tuple[int, ...] = (), draft: tuple[int, int] | None = None
+    ) -> None:
+        """Put work into the batch: so many of its pending tokens, and beside all of them the nodes of its draft to
+        verify, parents with their children, and the (depth, width) of the next one (`Work`). The caller has asked
+        `room`, or `verifiable`."""
+        self.work[seq.id] = Work(seq.id, tokens, verify, draft)
+        count = tokens + len(verify)
+        self.slots_left -= seq.id not in self.running
+        self.tokens_left -= count
+        self.seqs_left -= 1
+        self.kv_left -= self._new_blocks(seq, count)
+        self._added.append((count, seq.cached))
+        if draft is not None:
+            self._steps = max(self._steps, draft[0])
+            self._draft_tokens += later_draft_tokens(draft)
+
+    def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
+        """One token of each in one go, where all run and there is room for all; else False, and nothing is done.
+        drafts: what to draft at the end of the step, by id (`Work.draft`)."""
+        count, running, block = len(seqs), self.running, self.view.limits.block
+        if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
+            return False
+        cached = [s.cached for s in seqs]
+        # only who has filled its last block needs one more
+        blocks = sum([s.blocks * block <= c for c, s in zip(cached, seqs, strict=True) if c % block == 0])
+        if blocks > self.kv_left:
+            return False
+        shape = self.shape
+        self._base = shape._replace(
+            tokens=shape.tokens + count, seqs=shape.seqs + count, kv=shape.kv + sum(cached) + count
+        )
+        if drafts:
+            self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
+            self._count_drafts()
+        else:
+            self.work.update([(s.id, Work(s.id, 1)) for s in seqs])
+        self.tokens_left -= count
+        self.seqs_left -= count
+        self.kv_left -= blocks
+        return True
+
+    def fold_decodes(self) -> None:
+        """Say `decode` instead of naming each, where every running sequence that has one token pending is in the batch
+        with just that: who carries the plan out is done sooner. The last thing before `plan`."""
+        running, prefilling = self.running, {s.id for s in self.view.prefilling}
+        each = {
+            id for id, (_, tokens, verify, draft) in self.work.items()
+            if tokens == 1 and not verify and draft is None and id in running and id not in prefilling
+        }  # fmt: skip
+        if each and len(each) == self.decodes.seqs:
+            self.decode = True
+            self.work = {id: work for id, work in self.work.items() if id not in each}
+
+    def remove(self, seq: SeqView) -> None:
+        """Take its work out of the batch again."""
+        shape, work = self.shape, self.work.pop(seq.id)
+        count = work.tokens + len(work.verify)
+        self.slots_left += seq.id not in self.running
+        self.tokens_left += count
+        self.seqs_left += 1
+        self.kv_left += self._new_blocks(seq, count)
+        self._base = shape.minus(count, seq.cached)
+        if work.draft is not None:
+            self._count_drafts()
+
+    def preempt(self, seq: SeqView) -> None:
+        """Give back a running sequence's KV, and its place in this batch if it has one."""
+        if seq.id in self.work:
+            self.remove(seq)
+        self.kv_left += seq.own_blocks
+        self.slots_left += 1
+        self.preempted.append(seq)
+
+    def plan(
+        self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
+        wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
+    ) -> Plan:  # fmt: skip
+        return Plan(
+            work=tuple(self.work.values()),
+            preempt=tuple([s.id for s in self.preempted]),
+            demote=tuple(demote),
+            promote=tuple(promote),
+            drop=drop or NOTHING,
+            wake_at=wake_at,
+            decode=self.decode,
+            steady=steady,
+            handoff=handoff or NOTHING,
+        )
+
+    def _count_drafts(self) -> None:
+        drafts = [w.draft for w in self.work.values() if w.draft is not None]
+        self._steps = max([self._least_steps, *(depth for depth, _ in drafts)])
+        self._draft_tokens = sum(map(later_draft_tokens, drafts))
+
+    def _new_blocks(self, seq: SeqView, tokens: int) -> int:
+        return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
+
+
+def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
+    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
+    Whether it has them now."""
+    if not builder.lacks(seq, tokens):
+        return True
+    taken, lacking = [], builder.lacking(seq, tokens)
+    for victim in victims:
+        if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
+            taken.append(victim)
+            lacking -= own
+            if lacking <= 0:  # whoever goes leaves a slot, too
+                break
+    else:
+        return False
+    for one in taken:
+        if builder.lacks(seq, tokens):  # less, once somebody was taken out of the batch
+            builder.preempt(one)
+    return True
+
+
+def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:
+    """All that run (`run_all`), then who waits (`starting`)."""
+    builder = run_all(view, budget)
+    admit_in_order(builder, starting(view, whole))
+    return builder
+
+
+def run_all(view: View, budget: int | None = None) -> BatchBuilder:
+    """Every decode, then running prefills in order of start. Who lacks KV takes it from the one started last, in vLLM's
+    way."""
+    builder = BatchBuilder(view, budget)
+    if not builder.decode_all() or not run_chunks(builder):
+        builder = BatchBuilder(view, budget)
+        decodes = [s for s in view.running if s.pending == 1]
+        run_in_order(builder, [*decodes, *view.prefilling])
+    return builder
+
+
+def decodes_only(view: View) -> Plan:
+    """Of a replica that decodes what others have prefilled: every decode. Who needs a prefill gives up its KV and,
+    holding none, goes back."""
+    back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
+    prefilling = view.prefilling
+    if not prefilling:
+        builder = run_all(view)
+        return builder.plan(handoff=back, steady=0 if back else builder.steady())
+    builder = BatchBuilder(view)
+    for seq in prefilling:
+        builder.preempt(seq)
+    run_in_order(builder, [s for s in view.running if s.pending == 1])
+    return builder.plan(handoff=back)
+
+
+def run_chunks(builder: BatchBuilder) -> bool:
+    """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
+    for seq in builder.view.prefilling:
+        tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
+        if tokens and builder.lacks_kv(seq, tokens):
+            return False
+        if tokens:
+            builder.add(seq, tokens)
+    return True
+
+
+def run_in_order(
+    builder: BatchBuilder,
+    running: Iterable[SeqView],
+    verify: Callable[[SeqView], Sequence[int]] | None = None,
+    draft: tuple[int, int] | None = None,
+) -> None:
+    """vLLM's rule for the running: each gets its pending tokens, and of the drafted ones to `verify` (parents before
+    their children) the first for which the budget leaves room, in order of start; who lacks KV takes it from the one
+    started last (itself in the end). Who samples has a tree of this (depth, width) drafted."""
+    order = list(running)
+    at = 0
+    while at < len(order):
+        seq = order[at]
+        nodes = verify(seq) if verify is not None else ()
+        tokens = min(seq.pending + len(nodes), builder.tokens_left) if builder.seqs_left else 0
+        if tokens == 0:
+            at += 1
+            continue
+        while builder.lacks_kv(seq, tokens) and order[-1] is not seq:
+            builder.preempt(order.pop())
+        if builder.lacks_kv(seq, tokens):
+            builder.preempt(order.pop())
+            return
+        _add(builder, seq, tokens, nodes, draft)
+        at += 1
+
+
+def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:
+    """First come, first served, by chunks; stop at the first that does not fit. Nobody is admitted in a step that
+    preempted: it would take the KV just freed. Who samples has a tree of this (depth, width) drafted."""
+    if builder.preempted:
+        return
+    for seq in waiting:
+        tokens = min(seq.pending, builder.tokens_left)
+        if tokens == 0 or builder.room(seq) < tokens:
+            return
+        _add(builder, seq, tokens, (), draft)
+
+
+def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int], draft: tuple[int, int] | None) -> None:
+    """So many tokens of a sequence, those that are not pending being the first of `nodes`; a draft if it samples."""
+    verified = max(0, tokens - seq.pending)
+    builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
+
+
+def starting(view: View, whole: bool) -> Iterable[SeqView]:
+    """Who waits, in order. whole: as long as the KV that each takes to its end is left beside what all others take to
+    theirs, so that with exact predictions nobody is ever preempted."""
+    return _fitting(view) if whole else view.waiting
+
+
+def _fitting(view: View) -> Iterator[SeqView]:
+    block = view.limits.block
+    free = unreserved(view)
+    alone = not (view.running or view.moving)  # then it starts whatever is predicted
+    for seq in view.waiting:
+        free -= memory(seq, block)
+        if free < 0 and not alone:
+            return
+        yield seq
+        alone = False
+
+
+def unreserved(view: View) -> int:
+    """KV blocks that are left when all that run have what they take to their ends; below 0 if that is too much."""
+    block = view.limits.block
+    return view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
+
+
+def memory(seq: SeqView, block: int, left: float | None = None) -> int:
+    """KV blocks that it takes at its end: all its prompts, and all its output. left: what is to come of it, if the
+    caller has asked."""
+    stages, length = seq.request.stages, seq.length
+    if len(stages) > 1:
+        length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
+    return blocks_for(int(length + (remaining(seq) if left is None else left) + 0.999), block)
+
+
+def remaining(seq: SeqView) -> float:
+    """Output tokens still to come: predicted, or as many as it may ask for."""
+    predicted = seq.predicted
+    if predicted is not None:
+        return predicted
+    prompts = sum(stage.prompt for stage in seq.request.stages[: seq.stage + 1])
+    return max(1, seq.request.sampling.max_tokens - (seq.length - prompts))
+
+
+def prefill_time(latency: LatencyModel, tokens: int, cached: int, chunk: int) -> float:
+    """Seconds that a prompt's `tokens` take on an idle engine, in chunks of `chunk`, after `cached` tokens in KV."""
+    seconds, end = 0.0, cached + tokens
+    while cached < end:
+        now = min(chunk, end - cached)
+        seconds += latency.step_time(Shape().plus(now, cached))
+        cached += now
+    return seconds

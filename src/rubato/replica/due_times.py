@@ -1,0 +1,53 @@
+"""When the next token of each running sequence is due, as columns: worked out for all of them at once."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.replica.sequence import Seq
+
+
+class DueTimes:
+    """Rows in order of start. Token `output + moves * tick` of a row's stage is next, due at first + tpot times that,
+    and never after `end`."""
+
+    def __init__(self) -> None:
+        self._seqs: list[Seq] = []
+        self._columns: NDArray[np.float64] = np.zeros((5, 64))
+
+    def add(self, seq: Seq) -> None:
+        """It has started."""
+        if len(self._seqs) == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        self._seqs.append(seq)
+        self._write(len(self._seqs) - 1, seq)
+
+    def drop(self, seq: Seq) -> None:
+        """It runs no longer."""
+        i, n = self._seqs.index(seq), len(self._seqs)
+        del self._seqs[i]
+        self._columns[:, i : n - 1] = self._columns[:, i + 1 : n]
+
+    def renew(self, seq: Seq) -> None:
+        """It has begun or ceased to decode, has had a first token or several at once, or is in another stage."""
+        self._write(self._seqs.index(seq), seq)
+
+    def at(self, tick: int) -> NDArray[np.float64]:
+        """`SeqView.due` of each, when so many steps are done."""
+        output, moves, first, tpot, end = self._columns[:, : len(self._seqs)]
+        due: NDArray[np.float64] = moves * tick
+        due += output
+        due *= tpot
+        due += first
+        np.minimum(due, end, out=due)
+        return due
+
+    def _write(self, i: int, seq: Seq) -> None:
+        due = seq.deadlines
+        first, tpot = due.first, due.tpot
+        if tpot == inf:  # nothing is promised after the first token
+            first, tpot = (inf if seq.output else first), 0.0
+        self._columns[:, i] = seq._output, seq.decoding, first, tpot, due.end

@@ -1,0 +1,229 @@
+"""Which sequence of a replica holds how much KV: as counts, or by block, where an engine or a prefix cache needs ids.
+
+Both do the same with the same sequences. What a run of steps takes is booked by `begin` and `end`; in between, a
+sequence that is not in the run may give back what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rubato.core.plan import blocks_for
+from rubato.core.request import Request
+from rubato.replica.decode_pool import DecodePool
+from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
+from rubato.replica.sequence import Seq
+from rubato.replica.step_log import Run
+
+
+class KVCounts:
+    """Counts alone: nothing is done for those that decode, and a run may have many steps. No prefix is shared."""
+
+    by_block = False
+    version = 0  # changes whenever `look_up` may answer differently
+
+    def __init__(self, total: int, block: int) -> None:
+        if total < 1 or block < 1:
+            raise ValueError(f"KV memory of {total} blocks of {block} tokens: both must be at least 1")
+        self.total = total
+        self.block = block
+        self._free = total  # without what the run under way takes
+        self._run: Run | None = None
+        self._pool: DecodePool | None = None
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds, and that the step under way, if there is one, does not take."""
+        run = self._run
+        if run is None:
+            return self._free
+        assert self._pool is not None
+        need = self.run_blocks(run, run.done + self._pool.steps.under_way)
+        return self._free - need - (self._verified(run) if run.speculation else 0)
+
+    def held(self, seq: Seq) -> int:
+        return -(-(seq.cached + seq.in_flight) // self.block)
+
+    own = held
+
+    def run_blocks(self, run: Run, steps: int) -> int:
+        """Blocks that so many steps of the run take, without those that are given back at its end."""
+        assert self._pool is not None
+        need = self._pool.blocks_until(steps, run.tick)
+        for chunk in run.chunks:
+            need += chunk.blocks(steps, self.block)
+        return need
+
+    def fitting(self, run: Run, most: int) -> int:
+        """How many steps of the run there is room for, at most so many; 1 is known to fit."""
+        assert self._pool is not None
+        spare = self._free - sum([chunk.total for chunk in run.chunks])
+        if self._pool.count * most > spare:  # else there is enough, were it a block for every token
+            while most > 1 and self.run_blocks(run, most) > self._free:
+                most -= 1
+        return most
+
+    def serve(self, pool: DecodePool) -> None:
+        self._pool = pool
+
+    def begin(self, run: Run) -> None:
+        self._run = run
+
+    def end(self, run: Run) -> None:
+        """The run's steps are over, and counted in its sequences."""
+        self._run = None
+        self._free -= self.run_blocks(run, run.steps)
+
+    def give_up(self, run: Run) -> None:
+        """The run came to nothing but for the steps that are done."""
+        self.end(run)
+
+    def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
+        """So many verified tokens were right, and are counted in the sequence."""
+        cached = seq.cached
+        self._free -= blocks_for(cached, self.block) - blocks_for(cached - tokens, self.block)
+
+    def _verified(self, run: Run) -> int:
+        """Blocks of what is verified, beyond those of pending tokens."""
+        more = 0
+        for spec in run.speculation.values():
+            held = spec.start + spec.pending
+            more += blocks_for(held + len(spec.verify), self.block) - blocks_for(held, self.block)
+        return more
+
+    def reserve(self, seq: Seq, tokens: int) -> None:
+        self._free -= blocks_for(tokens, self.block)
+
+    def release(self, seq: Seq, keep: bool = False) -> None:
+        """Give up all that it holds."""
+        self._free += self.held(seq)
+        seq.cached = 0
+
+    def clear(self) -> None:
+        pass
+
+    # what is in memory has no name
+
+    def register(self, seq: Seq, request: Request) -> None:
+        pass
+
+    def look_up(self, seq: Seq) -> None:
+        pass
+
+    def take_found(self, seq: Seq) -> None:
+        pass
+
+    def name(self, seq: Seq, before: int) -> None:
+        pass
+
+    def check_integrity(self, holding: Sequence[Seq]) -> None:
+        held = sum(self.held(s) for s in holding)
+        assert self._run is not None or self._free == self.total - held, "KV blocks are not held as booked"
+
+
+class KVByBlock:
+    """Blocks with ids. Those that are full of tokens whose ids are known can be found by who begins alike: of one
+    tenant with `prefix_cache`, else of one group."""
+
+    by_block = True
+
+    def __init__(self, id: str, total: int, block: int, prefix_cache: bool) -> None:
+        self.total = total
+        self.block = block
+        self._id = id
+        self._blocks = KVBlocks(total, block, keep=prefix_cache)
+        self._prefix_cache = prefix_cache
+        self._pool: DecodePool | None = None
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `look_up` may answer differently."""
+        return self._blocks.version
+
+    @property
+    def free(self) -> int:
+        return self._blocks.free
+
+    def held(self, seq: Seq) -> int:
+        return len(seq.block_ids) or seq.shared
+
+    def own(self, seq: Seq) -> int:
+        return self._blocks.own(seq.block_ids)
+
+    def serve(self, pool: DecodePool) -> None:
+        self._pool = pool
+
+    def begin(self, run: Run) -> None:
+        """Raises MemoryError when too few blocks are free."""
+        assert self._pool is not None
+        blocks = self._blocks
+        for seq in self._pool.filling():
+            blocks.grow(seq.block_ids, seq.cached + 1)
+        for chunk in run.chunks:
+            blocks.grow(chunk.seq.block_ids, chunk.start + chunk.tokens)
+        for spec in run.speculation.values():
+            blocks.grow(spec.seq.block_ids, spec.start + spec.pending + len(spec.verify))
+
+    def end(self, run: Run) -> None:
+        """The step is over, and counted in its sequences: the blocks they filled can be found from now on."""
+        assert self._pool is not None
+        for seq in self._pool.filling():
+            if seq.keys and not seq.ended:
+                self.name(seq, seq.cached - 1)
+
+    def give_up(self, run: Run) -> None:
+        pass
+
+    def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
+        """So many verified tokens were right, and are counted in the sequence; the blocks of the others are free.
+        ended: so is all else, soon."""
+        if not ended:
+            self.name(seq, seq.cached - tokens)
+            self._blocks.shrink(seq.block_ids, seq.cached)
+
+    def reserve(self, seq: Seq, tokens: int) -> None:
+        self._blocks.grow(seq.block_ids, tokens)
+
+    def release(self, seq: Seq, keep: bool = False) -> None:
+        """Give up all that it holds. keep: what can be found stays so, as long as nobody needs the memory, also full
+        blocks of tokens whose ids are not known, by keys that only the sequence itself has."""
+        if keep:
+            full = seq.cached // self.block
+            if not seq.keys:
+                seq.keys.append(first_key(f"{self._id}/{seq.order}"))
+            while len(seq.keys) <= full:
+                seq.keys.append(next_key(seq.keys[-1], (-1, seq.order)))  # no token has a negative id
+            self.name(seq, 0)
+        self._blocks.release(seq.block_ids, keep)
+        seq.cached = 0
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def register(self, seq: Seq, request: Request) -> None:
+        """Begin its chain of keys, where others may begin with the same tokens."""
+        if seq.ids is not None:
+            seq.keys = [first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}")]
+            seq.learn_keys(self.block)
+
+    def look_up(self, seq: Seq) -> None:
+        """What a waiting one need not compute: full blocks that are here, and at least one token is left to run."""
+        seq.seen = self.version
+        found = self._blocks.find(seq.keys[1 : 1 + (seq.length - 1) // self.block])
+        seq.cached = len(found) * self.block
+        seq.shared = self._blocks.shared(found)
+
+    def take_found(self, seq: Seq) -> None:
+        """It starts with the blocks that were looked up."""
+        self._blocks.take(seq.block_ids, self._blocks.find(seq.keys[1 : 1 + seq.cached // self.block]))
+        seq.shared = 0
+
+    def name(self, seq: Seq, before: int) -> None:
+        """The blocks that it has filled since `before` of its tokens were in KV can be found."""
+        for i in range(before // self.block, min(seq.cached // self.block, len(seq.keys) - 1)):
+            self._blocks.name(seq.block_ids[i], seq.keys[i + 1])
+
+    def check_integrity(self, holding: Sequence[Seq]) -> None:
+        self._blocks.check_integrity([s.block_ids for s in holding])
+        for seq in holding:
+            assert blocks_for(seq.cached, self.block) <= len(seq.block_ids), "KV cached beyond its blocks"

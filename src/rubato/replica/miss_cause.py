@@ -1,0 +1,172 @@
+"""Seconds that a request lost to others, by cause: what a miss is put down to. Worked out from the step log once a
+request has missed, or when it moves; steps that nobody asks about cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Shape
+from rubato.core.request import Cause
+from rubato.core.slo import TOLERANCE
+from rubato.replica.sequence import Seq, StepEnds
+from rubato.replica.step_log import Run, StepLog
+
+INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
+Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
+
+
+def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares:
+    """What a step of `predicted` seconds costs each of its decodes, beyond a step of its own."""
+    together = latency.step_time(decodes)
+    drafts = Shape(spec_steps=decodes.spec_steps, draft_tokens=decodes.draft_tokens // decodes.seqs)
+    alone = drafts.plus(1, decodes.kv // decodes.seqs)
+    return predicted - together, together - latency.step_time(alone)
+
+
+def of_chunk(latency: LatencyModel, predicted: float, decodes: Shape, tokens: int, start: int) -> tuple[Shares, float]:
+    """The same for a chunk of prefill; and the seconds it takes alone."""
+    beside = latency.step_time(decodes.plus(tokens, start))
+    alone = latency.step_time(Shape().plus(tokens, start))
+    return (predicted - beside, beside - alone), alone
+
+
+def of_idle(whole: Shape, decodes: Shape) -> Cause:
+    """Who had the step that a running sequence had no part in."""
+    return "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
+
+
+class MissCauses:
+    """Attributes the steps of one replica, for each sequence that ran in them, to what they would not have taken for it
+    alone. Shares come from the latency model: whole batch, the batch's decodes, the sequence by itself."""
+
+    def __init__(self, steps: StepEnds, log: StepLog, latency: LatencyModel) -> None:
+        self._steps = steps
+        self._log = log
+        self._latency = latency
+
+    def delays(self, seq: Seq) -> dict[Cause, float]:
+        """Seconds lost to each cause until the first token that was late, elsewhere and here."""
+        delays = dict(seq.before)
+        if seq.late_before:
+            return delays
+        last = self._first_late(seq)
+        decoded = list(seq.spans_now())
+        for wait, ran in zip_longest(seq.waits, seq.begun):  # it waits before it runs, and before it is handed off
+            if wait.until <= last:
+                _book(delays, wait.cause, wait.seconds)
+            if ran is None:
+                break
+            begin, end = ran
+            stop = min(last + 1, self._steps.tick if end < 0 else end)
+            for first, after, decodes in _pieces(begin, stop, decoded):
+                if decodes and after - first > 1:
+                    _book_each(delays, self._shares(first, after))
+                    continue
+                for at in range(first, after):
+                    for cause, seconds in self._of_step(seq, at, decodes):
+                        _book(delays, cause, seconds)
+        return delays
+
+    def _shares(self, first: int, after: int) -> NDArray[np.float64]:
+        """(2, after - first): seconds that each step cost each that decoded in it, the same for all, lost to prefill
+        and to decodes of others; none below 0. Worked out once for each run, when wanted."""
+        shares: list[Shares] = []
+        for run in self._log.runs(first, after):
+            until = min(after - run.tick, run.steps)
+            if len(run.shares) < until:
+                run.shares = [*run.shares, *(self._of_decodes(run, i) for i in range(len(run.shares), until))]
+            shares += run.shares[max(first - run.tick, 0) : until]
+        return np.array(shares).T
+
+    def _of_decodes(self, run: Run, i: int) -> Shares:
+        """What step `i` of a run cost each that decoded in it."""
+        if run.chunks or run.speculation:
+            decodes = run.decodes(i)
+            if not decodes.seqs:
+                return 0.0, 0.0
+            predicted = self._latency.step_time(run.shape(i))
+            by_prefill, by_decode = of_decode(self._latency, predicted, decodes)
+        else:  # the same for a step with nothing else in it, as most are
+            n, seconds_of = run.seqs, self._latency.seconds_of
+            kv = run.kv + (i + 1) * n
+            predicted = seconds_of(n, n, kv, 0, 0, 0, 0)
+            by_prefill, by_decode = 0.0, predicted - seconds_of(1, 1, kv // n + 1, 0, 0, 0, 0)
+        scale = self._log.seconds(run, i) / predicted if predicted > 0.0 else 0.0
+        return max(by_prefill * scale, 0.0), max(by_decode * scale, 0.0)
+
+    def _of_step(self, seq: Seq, at: int, decodes: bool) -> tuple[tuple[Cause, float], ...]:
+        """What one step cost it, beyond what it would have taken alone."""
+        run = self._log.at(at)
+        i = at - run.tick
+        seconds = self._log.seconds(run, i)
+        whole = run.shape(i)
+        single = run.decodes(i)
+        mine = [chunk for chunk in run.chunks if chunk.seq is seq]
+        if not mine and not decodes:
+            return ((of_idle(whole, single), seconds),)
+        model = self._latency
+        predicted = model.step_time(whole)
+        scale = seconds / predicted if predicted > 0.0 else 0.0
+        tokens, start = mine[0].at(i) if mine else (1, 0)
+        if mine and seq.id in run.speculation:
+            tokens += len(run.speculation[seq.id].verify)
+        if tokens == 1:
+            by_prefill, by_decode = of_decode(model, predicted, single)
+            again = 0.0
+        else:
+            (by_prefill, by_decode), alone = of_chunk(model, predicted, single, tokens, start)
+            again = alone if _recomputes(seq, at) else 0.0
+        return (
+            ("preemption", again * scale),
+            ("prefill interference", by_prefill * scale),
+            ("decode interference", by_decode * scale),
+        )
+
+    def _first_late(self, seq: Seq) -> int:
+        """The step that brought the first token that was late; the next step, if none was."""
+        for due, times in zip([*seq.past, seq.deadlines], seq.times_of_all(), strict=True):
+            if not times:
+                break
+            late = np.array(times) > due.tokens(len(times)) + TOLERANCE
+            if late.any():
+                return self._steps.which(times[int(np.argmax(late))])
+        return self._steps.tick
+
+
+def _book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
+    if seconds > 0.0:
+        delays[cause] = delays.get(cause, 0.0) + seconds
+
+
+def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
+    """The steps [begin, stop) in parts, and whether each brought tokens in every step. A part of one that did may also
+    have been the end of a prefill; one of more was not."""
+    at = begin
+    for a, b in decoded:
+        first, after = max(a, at), min(b, stop)
+        if first < after:
+            if at < first:
+                yield at, first, False
+            yield first, after, True
+            at = after
+    if at < stop:
+        yield at, stop, False
+
+
+def _book_each(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
+    """Add up step by step, as floats add up; of two causes with the same sum in the end, the earlier one counts."""
+    rows = [(int(np.argmax(row > 0.0)), cause, row) for cause, row in zip(INTERFERENCE, shares, strict=True)]
+    for _, cause, row in sorted(rows, key=lambda item: item[0]):
+        if row.any():
+            delays[cause] = float(np.add.accumulate(np.concatenate([[delays.get(cause, 0.0)], row]))[-1])
+
+
+def _recomputes(seq: Seq, at: int) -> bool:
+    """Whether it was preempted, and no token came out between then and this step."""
+    wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
+    return wait.recompute and not any(wait.until <= first < at for first, _ in seq.spans_now())

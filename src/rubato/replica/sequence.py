@@ -1,0 +1,365 @@
+"""One request being served: what it has received, what is due, what it holds. Changed by its replica alone, and by
+whoever folds a replica's events from afar."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from typing import NamedTuple, Protocol
+
+from rubato.core.interfaces import LengthPredictor
+from rubato.core.plan import Tree
+from rubato.core.request import Cause, Progress, Request
+from rubato.core.slo import TOLERANCE, Deadlines, deadlines
+from rubato.replica.kv_blocks import next_key
+
+
+class StepEnds:
+    """When each step of a replica ended. tick: steps that are over; the next one is number `tick`."""
+
+    __slots__ = ("_ends", "_first", "tick", "under_way")
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.under_way = False  # whether a step is
+        self._ends = array("d")
+        self._first = 0  # the step whose end is first in the array
+
+    def add(self, ends: list[float]) -> None:
+        """As many further steps are over."""
+        self._ends.fromlist(ends)
+        self.tick += len(ends)
+
+    @property
+    def kept(self) -> int:
+        """The steps whose ends are not forgotten."""
+        return len(self._ends)
+
+    @property
+    def last(self) -> float:
+        """When the last step ended."""
+        return self._ends[-1]
+
+    def between(self, first: int, after: int) -> array[float]:
+        """The ends of the steps first, ..., after - 1, which are not forgotten."""
+        return self._ends[first - self._first : after - self._first]
+
+    def at(self, tick: int) -> float:
+        return self._ends[tick - self._first]
+
+    def which(self, end: float) -> int:
+        """The step that ended then."""
+        return self._first + bisect_left(self._ends, end)
+
+    def forget(self, before: int) -> None:
+        """The ends of the steps before this one are asked for no more."""
+        if before > self._first:
+            del self._ends[: before - self._first]
+            self._first = before
+
+
+class Wait(NamedTuple):
+    """until: the step before which it ended. recompute: what had been in KV is to be computed again."""
+
+    until: int
+    seconds: float
+    cause: Cause
+    recompute: bool
+
+
+class KVHeld(Protocol):
+    """What a replica's KV ledger says of one sequence."""
+
+    def held(self, seq: Seq) -> int: ...
+    def own(self, seq: Seq) -> int: ...
+
+
+NO_STEPS = StepEnds()  # of those that are not on a replica: what is said of them is as it is
+NO_STEPS.under_way = True
+
+
+class Seq:
+    """One request being served (a `SeqView` to policies).
+
+    While it decodes, each step of its replica brings it a token, and nobody counts them one by one: `_output` and
+    `_cached` then hold what the numbers would have been when the replica's first step began, so that adding the count
+    of steps gives them as they are. Tokens from `_logged` on came when the steps of these numbers ended.
+    """
+
+    __slots__ = (
+        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "away", "before",
+        "begun", "block_ids", "calling", "continues", "decoding", "demoted", "draft", "earlier", "ended",
+        "first_token_at", "held", "id", "ids", "keys", "kv", "late_before", "lengths", "milestone", "nth", "order",
+        "past", "prompt", "recompute", "request", "seen", "shared", "since", "spans", "stage", "stage_start", "started",
+        "starts", "steps", "times", "token_ids", "tried", "waits",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Request, order: int, now: float, *, steps: StepEnds = NO_STEPS,
+        lengths: LengthPredictor | None = None, kv: KVHeld | None = None, token_ids: list[int] | None = None,
+        ids: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """It waits from now on, with what it has received elsewhere if it moved."""
+        self.request = request
+        self.id = request.id  # policies ask for it more often than for anything else
+        self.order = order  # of submission: its place among those that wait
+        self.nth = 0  # of those started at this replica
+        self.since = now  # waiting since; attributes the wait when it starts
+        self.steps = steps
+        self.lengths = lengths
+        self.kv = kv
+        self.stage = 0
+        self.stage_start = request.arrival
+        self.starts = [request.arrival]
+        self.times: list[array[float]] = [array("d")]  # of each stage, without those that only the steps tell
+        self.first_token_at: float | None = None
+        self.prompt = request.stages[0].prompt  # tokens, of all stages so far
+        self.earlier = 0  # output tokens of the stages before this one
+        self.decoding = False  # among its replica's `DecodePool`
+        self.demoted = False
+        self.started = False
+        self.ended = False  # finished while its batch was in flight: KV goes back when that has landed
+        self.held = False  # behind the first of its group, whose prompt's KV it will share
+        self.calling = False  # the tool that its next stage waits for runs
+        self.away = 0.0  # seconds that its tools took so far
+        self.continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
+        self.past: list[Deadlines] = []  # of the stages before this one
+        self.draft: Tree | None = None
+        self.tried = 0
+        self.accepted = 0
+        self.token_ids = token_ids  # of its output so far, where it may have to go on elsewhere
+        self.ids = ids  # all token ids so far, where they are known and can be shared
+        self.keys: list[bytes] = []  # of its blocks; the first is where the chain begins
+        self.block_ids: list[int] = []  # where blocks have numbers
+        self.shared = 0  # while it waits: blocks it would share with two or more
+        self.seen = -1  # the version of the KV ledger at which `cached` was looked up
+        self.milestone = -1  # for whoever drives: the step after which this one is to be looked at
+        self.recompute = False  # preempted, and not started since: its prefill is the price of that
+        self.waits: list[Wait] = []
+        self.begun: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now
+        self.spans: list[tuple[int, int]] = []  # steps [from, to) that brought tokens; -1: up to now
+        self.before: Mapping[Cause, float] = {}  # seconds lost elsewhere, by cause
+        self.late_before = False  # some token was late elsewhere
+        self._output = 0
+        self._cached = 0
+        self._flying = 0
+        self._logged = 0
+        self._missed = False
+        self._checked = 0  # tokens of this stage that were looked at for `missed`
+        self._deadlines: Deadlines | None = None
+        if request.progress is not None:
+            self._resume(request.progress)
+
+    # ----------------------------------------------------------------- SeqView
+
+    @property
+    def output(self) -> int:
+        return self._output + self.steps.tick if self.decoding else self._output
+
+    @property
+    def cached(self) -> int:
+        return self._cached + self.steps.tick if self.decoding else self._cached
+
+    @cached.setter
+    def cached(self, tokens: int) -> None:
+        """Only of one that does not decode."""
+        self._cached = tokens
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.earlier + self.output
+
+    @property
+    def pending(self) -> int:
+        return 1 if self.decoding else self.prompt + self.earlier + self._output - self._cached
+
+    @property
+    def blocks(self) -> int:
+        return self.kv.held(self) if self.kv else 0
+
+    @property
+    def own_blocks(self) -> int:
+        return self.kv.own(self) if self.kv else 0
+
+    @property
+    def in_flight(self) -> int:
+        if not self.steps.under_way:
+            return 0
+        return self._flying + 1 if self.decoding else self._flying
+
+    @in_flight.setter
+    def in_flight(self, tokens: int) -> None:
+        """Of one that decodes, those beside its pending one."""
+        self._flying = tokens
+
+    @property
+    def best_effort(self) -> bool:
+        return self.demoted or self.request.best_effort
+
+    @property
+    def predicted(self) -> float | None:
+        return self.lengths.remaining(self.request, self.total_output) if self.lengths else None
+
+    @property
+    def acceptance(self) -> float | None:
+        return self.accepted / self.tried if self.tried else None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Of this stage; worked out when asked for."""
+        return self._deadlines or self._renewed()
+
+    @property
+    def due(self) -> float:
+        due = self._deadlines or self._renewed()
+        i = self._output + self.steps.tick if self.decoding else self._output
+        at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of everyone, every step
+        return at if at < due.end else due.end
+
+    @property
+    def missed(self) -> bool:
+        """Looks at the tokens that came since it was last asked. Of those that came together the first can be late."""
+        output = self.output
+        if self._checked < output and not self._missed:
+            due, steps = self.deadlines, self.steps
+            if self._checked == output - 1 and self.decoding and self._logged < steps.tick:
+                self._missed = steps.last > due.token(self._checked) + TOLERANCE
+            elif due.first < inf or due.end < inf:
+                first, times = self._checked, self.times_of_stage()
+                self._missed = any(times[i] > due.token(i) + TOLERANCE for i in range(first, output))
+            self._checked = output
+        return self._missed
+
+    # ----------------------------------------------------------------- what it has received
+
+    @property
+    def total_output(self) -> int:
+        return self.earlier + self.output
+
+    def times_of_stage(self) -> array[float]:
+        """When each token of this stage came out."""
+        if self.decoding and self._logged < self.steps.tick:
+            return self.times[-1] + self.steps.between(self._logged, self.steps.tick)
+        return self.times[-1]
+
+    def times_of_all(self) -> list[array[float]]:
+        """The same of each stage so far."""
+        return [*self.times[:-1], self.times_of_stage()]
+
+    def progress(self, delays: Mapping[Cause, float]) -> Progress:
+        """What goes along when the request moves, beside the seconds lost so far."""
+        times = tuple([tuple(of_stage) for of_stage in self.times_of_all()])
+        return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(delays))
+
+    def spans_now(self) -> Iterator[tuple[int, int]]:
+        """The steps that brought tokens, up to now."""
+        for first, after in self.spans:
+            yield first, self.steps.tick if after < 0 else after
+
+    def _renewed(self) -> Deadlines:
+        stage = self.request.stages[self.stage]
+        due = self._deadlines = deadlines(
+            stage.slo, self.request.arrival + self.away, self.stage_start, self.first_token_at, self.continues
+        )
+        return due
+
+    # ----------------------------------------------------------------- what changes it
+
+    def first_token(self, at: float) -> None:
+        self.first_token_at = at
+        self._deadlines = None  # a TPOT without TTFT runs from the first token
+
+    def got(self, times: Sequence[float]) -> None:
+        """Output tokens of this stage came out at these times. Not of one that decodes."""
+        if not times:
+            return
+        if self.first_token_at is None:
+            self.first_token(times[0])
+        self.times[-1].fromlist(list(times))
+        self._output += len(times)
+
+    def decode(self) -> None:
+        """From the next step on each brings it a token."""
+        tick = self.steps.tick
+        self.decoding = True
+        self._output -= tick
+        self._cached -= tick
+        self._logged = tick
+        self.spans.append((tick, -1))
+
+    def halt(self) -> None:
+        """From the next step on it does not decode."""
+        self.settle()
+        tick = self.steps.tick
+        self._output += tick
+        self._cached += tick
+        self.decoding = False
+        first, _ = self.spans.pop()
+        if first < tick:
+            self.spans.append((first, tick))
+
+    def settle(self) -> None:
+        """Write down when its tokens came, of one that decodes."""
+        tick = self.steps.tick
+        if self._logged < tick:
+            self.times[-1].extend(self.steps.between(self._logged, tick))
+            self._logged = tick
+
+    def got_beside(self, times: Sequence[float]) -> None:
+        """More tokens than one came in the last step, of one that decodes; their KV is there."""
+        self.settle()
+        self.times[-1].fromlist(list(times))
+        self._output += len(times)
+        self._cached += len(times)
+
+    def next_stage(self, now: float) -> None:
+        """This stage is done, and it does not decode: the next begins."""
+        _ = self.missed  # judged by this stage's deadlines
+        due = self.deadlines
+        self.past.append(due)
+        last_due = due.token(self._output - 1)
+        self.away += max(0.0, now - self.times[-1][-1])  # a stage without a tool begins with the last token
+        self.earlier += self._output
+        self.stage += 1
+        stage = self.request.stages[self.stage]
+        self.stage_start = now
+        self.starts.append(now)
+        self.times.append(array("d"))
+        self._output = self._checked = 0
+        self.first_token_at = None
+        self.prompt += stage.prompt
+        self.continues = None if stage.prompt else (last_due if last_due < inf else now)
+        self._deadlines = None
+
+    def extend(self, ids: Sequence[int], tokens: int) -> None:
+        """`tokens` more tokens, of these ids; where the ids are not known no further block has a name."""
+        if self.ids is not None:
+            if len(ids) == tokens:
+                self.ids += ids
+            else:
+                self.ids = None
+
+    def learn_keys(self, block: int) -> None:
+        """Name the blocks that the tokens so far fill."""
+        if self.ids is not None:
+            for end in range(len(self.keys) * block, len(self.ids) + 1, block):
+                self.keys.append(next_key(self.keys[-1], self.ids[end - block : end]))
+
+    def _resume(self, progress: Progress) -> None:
+        """Put a request that moved to where it was: everything but its KV."""
+        self.before = progress.delays
+        self.demoted = progress.demoted
+        at = 0
+        for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
+            if i:
+                self.next_stage(start)
+                self.extend(self.request.stages[i].token_ids, self.request.stages[i].prompt)
+            self.got(times)
+            self.extend(progress.token_ids[at : at + len(times)], len(times))
+            at += len(times)
+        self.started = self.recompute = self.total_output > 0
+        self.late_before = self.missed
+        if self.token_ids is not None:
+            self.token_ids = list(progress.token_ids)

@@ -1,0 +1,159 @@
+"""The steps that a replica runs and has run: what is in each, for the engine's time, and for the cause of a miss."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rubato.core.plan import Shape, blocks_for, later_draft_tokens
+from rubato.replica.sequence import Seq, StepEnds
+
+
+class Chunk(NamedTuple):
+    """A sequence that is in every step of a run with `tokens` tokens, in the first on top of `start` in KV, in the last
+    with what is left of `total`."""
+
+    seq: Seq
+    start: int
+    tokens: int
+    total: int
+
+    def at(self, i: int) -> tuple[int, int]:
+        """(tokens, tokens in KV before) of the i-th step."""
+        before = i * self.tokens
+        return min(self.tokens, self.total - before), self.start + before
+
+    def blocks(self, steps: int, block: int) -> int:
+        """KV blocks that so many steps of it take."""
+        held = self.start + min(steps * self.tokens, self.total)
+        return blocks_for(held, block) - blocks_for(self.start, block)
+
+
+class Speculation(NamedTuple):
+    """Nodes of its draft that a sequence verifies in a step, on top of the `start` tokens in KV and the `pending` ones
+    that run, and the (depth, width) of the tree that is drafted for it at the end."""
+
+    seq: Seq
+    start: int
+    pending: int
+    verify: tuple[int, ...]
+    draft: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class Run:
+    """Equal steps in a row, the first of which is number `tick` and begins at `begin`: one token of each of `seqs`
+    sequences that decode and together have `kv` tokens in KV before the first, and chunks.
+
+    order: whom the plan named, in its order; decode: after all that decode. speculation: of those in it that verify or
+    draft, by id; only a single step has any. ends: when each step ends, as far as it is known beforehand. steps: how
+    many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far as anybody asked.
+    """
+
+    begin: float
+    tick: int
+    seqs: int
+    kv: int
+    chunks: Sequence[Chunk]
+    order: Sequence[Seq]
+    decode: bool
+    ends: list[float]
+    speculation: Mapping[str, Speculation]
+    steps: int = 1
+    done: int = 0
+    shares: Sequence[tuple[float, float]] = ()
+
+    def shape(self, i: int) -> Shape:
+        """Of the i-th step."""
+        tokens, seqs, kv, context, square, chunks, chunk_kv = self.features(i)
+        if self.speculation:
+            whole = self._with_verified(Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv))
+            drafts = [s.draft for s in self.speculation.values() if s.draft is not None]
+            return whole._replace(
+                spec_steps=max([depth for depth, _ in drafts], default=0),
+                draft_tokens=sum(map(later_draft_tokens, drafts)),
+            )
+        return Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv)
+
+    def features(self, i: int) -> tuple[int, int, int, int, int, int, int]:
+        """Of the i-th step's shape, but for what is verified and drafted."""
+        tokens = seqs = self.seqs
+        kv = self.kv + (i + 1) * seqs
+        context = square = chunks = chunk_kv = 0
+        for chunk in self.chunks:
+            count, start = chunk.at(i)
+            tokens += count
+            seqs += 1
+            kv += start + count
+            if count > 1:
+                context += count * start
+                square += count * count
+                chunks += 1
+                chunk_kv += start + count
+        return tokens, seqs, kv, context, square, chunks, chunk_kv
+
+    def _with_verified(self, shape: Shape) -> Shape:
+        for spec in self.speculation.values():
+            if spec.verify:
+                shape = shape.minus(spec.pending, spec.start).plus(spec.pending + len(spec.verify), spec.start)
+        return shape
+
+    def decodes(self, i: int) -> Shape:
+        """The i-th step's entries of one pending token, with what they verify, and the drafts for them."""
+        shape = Shape(self.seqs, self.seqs, self.kv + (i + 1) * self.seqs)
+        for chunk in self.chunks:
+            tokens, before = chunk.at(i)
+            if tokens == 1:
+                shape = shape.plus(1, before)
+        if self.speculation:
+            drafted = 0
+            for spec in self.speculation.values():
+                if spec.pending == 1:
+                    drafted += later_draft_tokens(spec.draft) if spec.draft is not None else 0
+                    if spec.verify:
+                        shape = shape.minus(1, spec.start).plus(1 + len(spec.verify), spec.start)
+            shape = shape._replace(spec_steps=self.shape(i).spec_steps, draft_tokens=drafted)
+        return shape
+
+
+class StepLog:
+    """The runs of a replica, for the cause of a miss, as long as somebody is there who was in them."""
+
+    def __init__(self, steps: StepEnds) -> None:
+        self._steps = steps
+        self._runs: list[Run] = []
+
+    def keep(self, run: Run) -> None:
+        """A run that begins; it may still be cut."""
+        self._runs.append(run)
+
+    def drop(self) -> None:
+        """The last run has come to nothing."""
+        self._runs.pop()
+
+    def forget(self, before: int) -> None:
+        """The runs that ended before this step."""
+        del self._runs[: max(0, bisect_right(self._runs, before, key=_tick) - 1)]
+
+    def clear(self) -> None:
+        self._runs.clear()
+
+    def runs(self, first: int, after: int) -> Sequence[Run]:
+        """Those with the steps first, ..., after - 1."""
+        at = bisect_right(self._runs, first, key=_tick) - 1
+        return self._runs[max(at, 0) : bisect_right(self._runs, after - 1, key=_tick)]
+
+    def at(self, tick: int) -> Run:
+        """The run with this step."""
+        return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
+
+    def seconds(self, run: Run, i: int) -> float:
+        """That the i-th step of a run took."""
+        at = run.tick + i
+        return self._steps.at(at) - (self._steps.at(at - 1) if i else run.begin)
+
+
+def _tick(run: Run) -> int:
+    return run.tick
