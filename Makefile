@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm soak soak-short setup serve docs check format bench clean
+.PHONY: demo test test-full test-vllm soak soak-short setup serve docs file-map check format bench clean
 
 demo: setup  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -52,6 +52,9 @@ serve: setup  ## serve the bundled model on PORT until stopped
 
 docs: setup  ## the manual as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+file-map: setup  ## write docs/file_map.md anew: a line a module
+	$(BIN)/python docs/file_map.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Roofline latency (SLOs-Serve, SYSTEMS §0): `T = max_l (k1_l·tokens + k2_l·spec_steps + b_l)`, l = 1, 2.
+"""Roofline latency (SLOs-Serve): `T = max_l (k1_l·tokens + k2_l·spec_steps + b_l)`, l = 1, 2.
 
 One plane is the memory-bound regime (weights are read whatever the batch), the other the compute-bound one. `tokens`
 are all tokens of the batch and `spec_steps` the draft steps run; KV and prefill attention are not seen, which is what
