@@ -11,8 +11,8 @@ that fails and the last batch b < k not full of tokens due by k. All prefill due
 that still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in all of
 b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It holds
 again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The bound
-is kept by `dynamic_program.line` with decodes as straight lines, never below their stairs, so that counts suffice to
-add them up.
+is kept by `dynamic_program.demand_line` with decodes as straight lines, never below their stairs, so that counts
+suffice to add them up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Demand(NamedTuple):
     """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on an entry of
     `verified` every `tpot` seconds (inf: none), and `memory` KV blocks. value: of attaining it. accepts: probability
     that a token drafted for it is right. left: tokens of output to come. Tokens are those of decodes, drafted or not:
-    of a prefill, the last counts as one, the others as what they cost beside it (`demand.lightness`)."""
+    of a prefill, the last counts as one, the others as what they cost beside it (`demand.prefill_token_weight`)."""
 
     id: str
     due: float
