@@ -10,8 +10,9 @@ per second by the latency model: below its knee, where a node costs nothing, all
 pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees are as deep as brings the most
 tokens per second, if they are as good as those so far, or none. Whoever needs more than its whole tree is likely to
 bring needs nothing: it would be the first to be served, and lose all the same. With `verify_tokens` all of this is the
-paper's. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request judged by its
-end-to-end time needs what brings it there at an even pace; best effort needs nothing.
+paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests beyond the cap
+come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request
+judged by its end-to-end time needs what brings it there at an even pace; best effort needs nothing.
 """
 
 from __future__ import annotations
