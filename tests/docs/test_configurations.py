@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -69,13 +68,6 @@ def test_defaults_are_as_stated() -> None:
     assert {name: json.loads(text) for name, text in rows.items()} == {
         name: Config.model_fields[name].default for name in rows
     }
-
-
-def test_settings_of_the_default_policy_are_as_stated() -> None:
-    section = PAGES["serving.md"].split("### The default policy, `edf`\n")[1].split("\n## ")[0]
-    stated = {name: json.loads(text) for name, text in re.findall(r"^\| `(\w+)` \| `([\d.]+)`", section, re.MULTILINE)}
-    policy = policies.load("edf")
-    assert stated == {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init}  # type: ignore[arg-type]
 
 
 def test_metrics_are_named_all_of_them() -> None:

@@ -1,15 +1,10 @@
-"""Earliest deadline first, down to the step: chunks sized so that no due token is late, hopeless requests step aside.
+"""Earliest deadline first, by the step: chunks end before the next token is due; late requests become best effort.
+
+docs/edf.md says when to use it, why it decides as it does, and where it loses.
 
 Each step takes every strict decode and then prefill in order of deadline, as much as ends before the tightest token
-that is due, less a cushion: real steps are late now and then, and a decode without a lead then misses.
-
-Which prefills are tried is decided as a schedule of single-machine jobs: when the waiting ones cannot all have their
-first token in time, the longest are set aside, one by one, until the rest can (Moore and Hodgson's rule, which leaves
-the fewest late). That rule gives up long prompts first, so one that would leave its tier behind the others is
-protected: others are set aside for it, and the decodes lend it more of what they are ahead.
-
-What is set aside, and what has missed a token already, is served as best effort from what is left of each step, comes
-back if it could still be in time after all, and its oldest gets a turn now and then whatever is due: nobody starves.
+that is due, less a lead. The waiting prefills to try are chosen by Moore and Hodgson's rule (`_prefill_jobs`), with
+tiers that lag protected. All others are best effort: they get what is left of each step, and the oldest gets a turn.
 """
 
 from __future__ import annotations
@@ -71,6 +66,11 @@ class Scheduler:
                 f"safety_margin {self.safety_margin}, deadline_reserve {self.deadline_reserve}, fairness "
                 f"{self.fairness} must be 0 or more, "
                 f"max_ttft_share {self.max_ttft_share} above 0"
+            )
+        if not 0.0 < self.decode_share <= 1.0 or self.decode_lead < 0:
+            raise ValueError(
+                f"decode_share {self.decode_share}, decode_lead {self.decode_lead}: give a share above 0, up to 1, and "
+                "tokens, 0 or more"
             )
         if self.turn_every < 2 or self.turn_tokens < 1:
             raise ValueError(

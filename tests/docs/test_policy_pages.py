@@ -1,0 +1,113 @@
+"""The pages of policies: the same headings on each, and settings, defaults and ranges that are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import inf
+from typing import NamedTuple
+
+import pytest
+
+from rubato import policies
+from tests.docs.pages import PAGES
+
+POLICIES = {"edf": "edf"}
+HEADINGS = [
+    "What it does",
+    "When to use it, and when not",
+    "Settings",
+    "What it gains, and where it loses",
+    "What of the paper is not here",
+]
+LOAD = {"policy": policies.load, "router": policies.load_router}
+INTERVAL = re.compile(r"([\[(])([\d.]+), ([\d.]+|inf)([\])])")
+
+
+class Row(NamedTuple):
+    """One setting as a page states it. part: policy or router. allowed: an interval, or the choices; empty if prose."""
+
+    page: str
+    part: str
+    name: str
+    default: object
+    allowed: list[str]
+
+
+def value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def stated(page: str) -> list[Row]:
+    section = PAGES[f"{page}.md"].split("## Settings\n")[1].split("\n## ")[0]
+    rows = []
+    for part, table in re.findall(r"^\| `(policy|router)` setting .*\n\|[-|]+\n((?:\|.*\n)+)", section, re.MULTILINE):
+        for line in table.splitlines():
+            name, default, allowed = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:4])
+            rows.append(Row(page, part, *name, *map(value, default), allowed))
+    return rows
+
+
+ROWS = [row for page in POLICIES for row in stated(page)]
+
+
+def defaults(part: str, policy: str) -> dict[str, object]:
+    """Of settings, as YAML and JSON have them."""
+    for name, kind, _, _, settings in policies.describe():
+        if (name, kind) == (policy, {"policy": "scheduler", "router": "router"}[part]):
+            return {key: json.loads(json.dumps(default)) for key, default in settings.items()}
+    return {}
+
+
+def setting_of(row: Row, given: object) -> object:
+    return getattr(LOAD[row.part](POLICIES[row.page], {row.name: given}), row.name)
+
+
+@pytest.mark.parametrize("page", POLICIES)
+def test_every_page_has_these_headings(page: str) -> None:
+    assert re.findall(r"^## (.*)", PAGES[f"{page}.md"], re.MULTILINE) == HEADINGS
+
+
+@pytest.mark.parametrize("page", POLICIES)
+def test_losses_come_before_gains(page: str) -> None:
+    section = PAGES[f"{page}.md"].split(f"## {HEADINGS[3]}\n")[1].split("\n## ")[0]
+    gains = section.find("Where it gains")
+    assert gains < 0 or 0 <= section.find("Where it loses") < gains
+
+
+@pytest.mark.parametrize("page", POLICIES)
+def test_settings_are_those_of_the_policy(page: str) -> None:
+    """Of a router without those that its policy has too."""
+    policy = POLICIES[page]
+    own = defaults("policy", "vllm" if policy == "sa" else policy)  # sa's scheduler is vllm's
+    router = {name: default for name, default in defaults("router", policy).items() if name not in own}
+    for part, settings in (("policy", own), ("router", router)):
+        rows = {row.name: row.default for row in stated(page) if row.part == part}
+        if "tier_values" in settings:  # made anew for each, so it has no default that can be shown
+            settings["tier_values"] = {}
+        assert rows == settings
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.page}-{row.name}")
+def test_values_are_accepted_and_refused_as_stated(row: Row) -> None:
+    interval = INTERVAL.fullmatch(" ".join(row.allowed))
+    if interval is None:
+        for choice in map(value, row.allowed):
+            assert setting_of(row, choice) == choice
+        wrong: list[object] = ["neither"] if row.allowed else []
+    else:
+        opens, low, high, closes = interval.groups()
+        step = 1 if isinstance(row.default, int) or row.name == "max_waiting" else 0.001
+        wrong = []
+        for text, inward, closed in ((low, step, opens == "["), (high, -step, closes == "]")):
+            if (bound := float(text)) < inf:
+                bound = int(bound) if step == 1 else bound
+                inside, outside = (bound, bound - inward) if closed else (bound + inward, bound)
+                assert setting_of(row, inside) == inside
+                wrong.append(outside)
+    for given in wrong:
+        with pytest.raises(policies.PolicyError):
+            setting_of(row, given)
