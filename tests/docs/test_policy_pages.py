@@ -12,7 +12,14 @@ import pytest
 from rubato import policies
 from tests.docs.pages import PAGES
 
-POLICIES = {"edf": "edf"}
+POLICIES = {
+    "edf": "edf",
+    "slos-serve": "slos_serve",
+    "polyserve": "polyserve",
+    "ascendra": "ascendra",
+    "sa": "sa",
+    "adaserve": "adaserve",
+}
 HEADINGS = [
     "What it does",
     "When to use it, and when not",
