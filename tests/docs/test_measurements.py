@@ -1,0 +1,183 @@
+"""Figures that the benchmarks' first table quotes are those of the files that its rows name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import FENCED, PAGES, ROOT
+
+FOLDER = ROOT / "docs" / "measurements"
+FILES = sorted(FOLDER.glob("*.json"))
+REQUIRED = {"format", "date", "commit", "machine", "command", "seeds", "values"}
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|\.\d)")
+INTERVAL = re.compile(r"([\d.,]+) (?:% )?\[(-?[\d.,]+), (-?[\d.,]+)\]")
+COLUMNS = ["question", "result", "against", "seeds, runs", "measured on", "file"]
+EXAMPLE: dict[str, Any] = json.loads(FENCED.findall((FOLDER / "README.md").read_text(encoding="utf-8"))[0][1])
+
+
+def rows() -> list[dict[str, str]]:
+    """Of the first table of benchmarks.md."""
+    lines = re.findall(r"(?:^\|.*\n)+", PAGES["benchmarks.md"], re.MULTILINE)[0].splitlines()
+    head, _, *rest = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert head == COLUMNS
+    return [dict(zip(head, cells, strict=True)) for cells in rest]
+
+
+ROWS = rows()
+
+
+def linked(row: Mapping[str, str], folder: str) -> list[Path]:
+    """The files of this folder that a row names."""
+    return [ROOT / "docs" / path for path in re.findall(rf"\]\(({folder}/[^)]+)\)", row["file"])]
+
+
+def numbers(cell: str) -> list[str]:
+    """Those in a cell, without the ones in code and in links' addresses."""
+    return NUMBER.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", cell))
+
+
+def leaves(values: object) -> Iterator[float]:
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list):
+        for value in values:
+            yield from leaves(value)
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield float(values)
+
+
+def is_shown(number: str, value: float) -> bool:
+    """Whether a value, rounded as the page rounds, is this number of a page."""
+    plain = number.replace(",", "").removeprefix("+")
+    return f"{value:.{len(plain.partition('.')[2])}f}" == plain
+
+
+def not_in(cell: str, values: object) -> list[str]:
+    """Numbers that a cell quotes and no value is."""
+    known = list(leaves(values))
+    return [number for number in numbers(cell) if not any(is_shown(number, value) for value in known)]
+
+
+def faults(found: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a measurement's file, a sentence each."""
+    wrong = [f"no {name}" for name in sorted(REQUIRED - set(found))]
+    wrong += [f"unknown: {name}" for name in sorted(set(found) - REQUIRED - {"notes"})]
+    if wrong:
+        return wrong
+    if found["format"] != "rubato-measurement/1":
+        wrong.append(f"format {found['format']!r}")
+    try:
+        date.fromisoformat(found["date"])
+    except ValueError:
+        wrong.append(f"date {found['date']!r}")
+    if not re.fullmatch("[0-9a-f]{40}", found["commit"]):
+        wrong.append(f"commit {found['commit']!r}")
+    if not found["machine"].get("cpu") or not isinstance(found["machine"].get("cores"), int):
+        wrong.append("machine: give cpu and cores")
+    if not found["command"].strip():
+        wrong.append("command is empty")
+    if not found["seeds"]:
+        wrong.append("seeds: give at least one")
+    if not list(leaves(found["values"])):
+        wrong.append("values: no number")
+    return wrong
+
+
+def test_the_example_is_one() -> None:
+    assert faults(EXAMPLE) == []
+
+
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_each_field_is_needed(name: str) -> None:
+    assert faults({key: value for key, value in EXAMPLE.items() if key != name}) == [f"no {name}"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "rubato-measurement/9"),
+        ("date", "yesterday"),
+        ("commit", "0123456"),
+        ("machine", {"cpu": "a good one"}),
+        ("command", " "),
+        ("seeds", []),
+        ("values", {"attained": "most"}),
+        ("folder", "here"),
+    ],
+)
+def test_each_field_is_looked_at(field: str, value: object) -> None:
+    assert len(faults({**EXAMPLE, field: value})) == 1
+
+
+def test_numbers_are_compared_as_they_are_shown() -> None:
+    assert not_in("95 % [94, 97] of 486; `n=7` ([13.4](figures/x3.json))", EXAMPLE["values"]) == []
+    assert not_in("95.1 % [94, 97] of 1,486", EXAMPLE["values"]) == ["95.1", "1,486"]
+
+
+def test_every_measurement_says_what_it_is_of() -> None:
+    assert {file.name: faults(json.loads(file.read_bytes())) for file in FILES} == {file.name: [] for file in FILES}
+
+
+def test_every_row_names_its_files_or_says_that_there_is_none() -> None:
+    assert len(ROWS) > 20
+    for row in ROWS:
+        named = linked(row, "measurements") + linked(row, "figures")
+        assert bool(named) or row["file"] == "no file", row["question"]
+        assert all(file.is_file() for file in named), row["file"]
+        assert re.search(r", \d\d?\b", row["measured on"]), row["question"]  # the day
+
+
+def test_rows_quote_their_measurements() -> None:
+    for row in ROWS:
+        if files := linked(row, "measurements"):
+            values = [json.loads(file.read_bytes())["values"] for file in files]
+            assert not_in(row["result"], values) == [], row["question"]
+
+
+def test_every_measurement_is_quoted() -> None:
+    assert {file for row in ROWS for file in linked(row, "measurements")} == set(FILES)
+
+
+def test_intervals_of_figures_are_those_of_their_claims() -> None:
+    compared = 0
+    for row in ROWS:
+        claims = [claim for file in linked(row, "figures") for claim in json.loads(file.read_bytes())["claims"]]
+        known = [[claim[name] for name in ("ours", "low", "high")] for claim in claims]
+        for shown in INTERVAL.findall(row["result"]) if claims else ():
+            pairs = [[*zip(shown, one, strict=True)] for one in known if None not in one]
+            assert any(all(is_shown(*pair) for pair in three) for three in pairs), (row["question"], shown)
+            compared += 1
+    assert compared > 15
+
+
+def test_what_edf_holds_is_what_the_figures_say() -> None:
+    """Requests/s of the default policy beside the best baseline of each data set, both means over their seeds."""
+    (row,) = [row for row in ROWS if "default `edf`" in row["question"]]
+    said = {
+        name: (edf, best) for edf, best, name in re.findall(r"([\d.]+) of ([\d.]+) \(`?([^`)]+)`?\)", row["result"])
+    }
+    shares = []
+    for file in linked(row, "figures"):
+        held: dict[str, dict[str, float]] = {}
+        for one in json.loads(file.read_bytes())["data"]:
+            if one["host"] == "constant":
+                held.setdefault(one["data"], {})[one["name"]] = sum(one["goodput"]) / len(one["goodput"])
+        for data, by in held.items():
+            if "edf" not in by:
+                continue
+            edf, best = by["edf"], max(rate for name, rate in by.items() if name.startswith("baseline"))
+            mine, theirs = said.pop("tiers turned round" if data == "flip" else data)
+            assert is_shown(mine, edf), data
+            assert is_shown(theirs, best), data
+            shares.append(edf / best)
+    assert not said
+    least, most = re.findall(r"^([\d.]+) to ([\d.]+) of", row["result"])[0]
+    assert is_shown(least, min(shares))
+    assert is_shown(most, max(shares))
