@@ -12,7 +12,7 @@ from rubato.cli.main import _parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
-OTHERS = {"--scheduler-cls", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
+OTHERS = {"--no-async-scheduling", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
@@ -37,6 +37,12 @@ def test_every_subcommand_but_the_tour_has_an_example() -> None:
     shown = {words[0] for _, words in COMMANDS} | {"demo"}  # `make demo`
     shown |= {span.split()[1] for page in PAGES for span in spans(page) if span.startswith("rubato ")}
     assert shown == set(subcommands())
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS} - {"README.md", "policies.md"}))
+def test_pages_say_how_to_activate_the_command(page: str) -> None:
+    """All but the README, and the page of policies."""
+    assert "](install.md#the-command)" in PAGES[page]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,6 +1,6 @@
 """The plug-in: vLLM's scheduler with the decisions taken out of it.
 
-    vllm serve MODEL --scheduler-cls rubato.engines.vllm.scheduler.RubatoScheduler \\
+    vllm serve MODEL --no-async-scheduling --scheduler-cls rubato.engines.vllm.scheduler.RubatoScheduler \\
         --additional-config '{"rubato": {"policy": "edf"}}'
 
 vLLM's `schedule` stays what it is: it allocates KV, builds the batch, keeps its queues. Three things that it reads are
