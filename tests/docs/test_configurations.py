@@ -16,6 +16,10 @@ from rubato.engines.simulated import FREE
 from rubato.engines.vllm.bookkeeping import Settings, settings_of
 from rubato.engines.vllm.sequence import KEYS
 from rubato.latency import profiles
+from rubato.serving import schemas
+from rubato.serving.build import drafter_of, latency_of, link_of, simulation_limits
+from rubato.serving.config import Config, TenantSettings, load
+from rubato.serving.errors import ApiError
 from rubato.serving.metrics import Metrics
 from rubato.serving.serve import build, tenants_of
 from tests.docs.pages import PAGES, blocks, fenced, prose
@@ -72,10 +76,44 @@ def test_defaults_are_as_stated() -> None:
 
 def test_metrics_are_named_all_of_them() -> None:
     exposed = set(re.findall(r"^# TYPE (\S+)", Metrics("m", list, lambda: 0).text().decode(), re.MULTILINE))
-    section = PAGES["serving.md"].split("## Metrics\n")[1].split("\n## ")[0]
+    section = PAGES["operations.md"].split("## Metrics\n")[1].split("\n## ")[0]
     of_vllm = section.split("From vLLM:")[1]
     named = {f"vllm:{name}" for name in re.findall(r"`(\w+)`", of_vllm)}
-    assert named | set(column("serving.md", "## Metrics")) == exposed
+    assert named | set(column("operations.md", "## Metrics")) == exposed
+
+
+@pytest.mark.parametrize("name", sorted(schemas.UNSUPPORTED))
+def test_a_field_that_is_not_supported_is_refused(name: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], name: "some other value"}
+    with pytest.raises(ApiError) as refused:
+        schemas.parse(schemas.ChatCompletion, json.dumps(body).encode(), 1024)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
+
+
+def test_what_is_not_supported_is_named_all_of_it() -> None:
+    assert sorted(column("serving.md", "## What it does not support", 1)) == sorted(schemas.UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "tool_calls": [{"id": "a"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+    ],
+)
+def test_messages_of_other_kinds_are_refused(message: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        schemas.parse(schemas.ChatCompletion, json.dumps({"model": "m", "messages": [message]}).encode(), 1024)
+    assert refused.value.status == 400
+
+
+def test_architectures_are_named_all_of_them() -> None:
+    pytest.importorskip("torch")
+    from rubato.engines.torch.model_config import FAMILIES
+
+    section = PAGES["serving.md"].split("## What it does not support\n")[1]
+    assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == set(FAMILIES)
 
 
 def test_settings_and_keys_inside_vllm() -> None:
@@ -83,6 +121,7 @@ def test_settings_and_keys_inside_vllm() -> None:
     assert set(column(page, "# Our schedulers inside vLLM")) == set(Settings.__dataclass_fields__)
     assert set(column(page, "## Stating an SLO")) == set(KEYS)
     (shell,) = blocks(page, "pip install")
+    assert "--no-async-scheduling" in shell.split()  # without it the plug-in does not start where there is a GPU
     (given,) = re.findall(r"--additional-config '(.*)'", shell)
     assert settings_of(json.loads(given)).policy == "edf"
     (body,) = blocks(page, '{"model"')

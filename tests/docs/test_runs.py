@@ -53,6 +53,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     kinds = blocks("workloads.md", "tiers:")[0]
     Path("mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", kinds, flags=re.MULTILINE))  # has no texts
     Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
+    Path("slos.yaml").write_text(blocks("choosing-an-slo.md", "tiers:")[0])
     shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
     return tmp_path
 
@@ -66,7 +67,7 @@ def log_of_steps(workload: str) -> None:
                 log(event)
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "latency.md"])
+@pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "choosing-an-slo.md", "latency.md"])
 def test_commands_work(page: str, desk: Path, server: Server) -> None:
     pytest.importorskip("matplotlib")
     assert main(["workload", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
@@ -84,6 +85,15 @@ def test_the_plan_prints_what_the_page_shows(desk: Path, capsys: pytest.CaptureF
     assert main([*SHOWN, "--no-progress"]) == 0
     shown = re.findall(r"^>(?: (.*))?$", PAGES["capacity.md"], re.MULTILINE)
     assert capsys.readouterr().out.split("\n") == [*shown, ""]
+
+
+def test_an_infeasible_slo_is_answered_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGES["choosing-an-slo.md"]
+    (said,) = re.findall(r"^> (.*)$", page, re.MULTILINE)
+    (example,) = re.findall(r"^With .* the answer is an error:$", page, re.MULTILINE | re.DOTALL)
+    words = [word for span in re.findall(r"`(--[^`]+)`", example) for word in span.split()]
+    assert main(["plan", *words, "--no-progress"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
