@@ -17,8 +17,6 @@ from rubato.engines.vllm.bookkeeping import Settings, settings_of
 from rubato.engines.vllm.sequence import KEYS
 from rubato.latency import profiles
 from rubato.serving import schemas
-from rubato.serving.build import drafter_of, latency_of, link_of, simulation_limits
-from rubato.serving.config import Config, TenantSettings, load
 from rubato.serving.errors import ApiError
 from rubato.serving.metrics import Metrics
 from rubato.serving.serve import build, tenants_of
