@@ -197,14 +197,14 @@ class VLLMSide:
 # --------------------------------------------------------------------------- vLLM's settings
 
 
-def vllm_settings(max_tokens: int, max_seqs: int, max_length: int) -> dict[str, Any]:
+def vllm_settings(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """Arguments of vLLM's engine that every comparison uses."""
     return {
         "dtype": "bfloat16",
         "enable_prefix_caching": False,
-        "max_num_batched_tokens": max_tokens,
-        "max_num_seqs": max_seqs,
-        "max_model_len": max_length,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
     }
 
 

@@ -97,7 +97,13 @@ class Stage(demo.Stage):
         config: dict[str, object] = {
             "model": self.model,
             "served_name": "demo",
-            "engine": {"kind": "torch", "kv_gib": 0.5, "max_seqs": 64, "max_tokens": 1024, "threads": 1},
+            "engine": {
+                "kind": "torch",
+                "kv_gib": 0.5,
+                "max_num_seqs": 64,
+                "max_num_batched_tokens": 1024,
+                "threads": 1,
+            },
             "replicas": 2,
             "policy": {"name": choice.policy, **choice.settings},
             "router": {"name": choice.router, **choice.router_settings},

@@ -94,7 +94,7 @@ def main() -> int:
     config = {
         "model": str(bundled_model.ensure()),
         "served_name": "bundled",
-        "engine": {"kind": "torch", "max_seqs": 64},
+        "engine": {"kind": "torch", "max_num_seqs": 64},
         "policy": args.policy,
         "prefix_cache": False,
     }

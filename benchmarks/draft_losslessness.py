@@ -194,7 +194,7 @@ def _rms(values: Sequence[float]) -> float:
 def engine(folder: Path, dtype: str, recorder: Recorder, drafter: Drafter | None = None) -> Engine:
     torch_engine.accept = recorder.accept  # type: ignore[attr-defined]
     gib = BLOCKS * BLOCK * bytes_per_token(load_config(folder), getattr(torch, dtype)) / 2**30
-    return Engine(folder, dtype=dtype, device="cpu", kv_gib=gib, block=BLOCK, threads=1, drafter=drafter)
+    return Engine(folder, dtype=dtype, device="cpu", kv_gib=gib, block_size=BLOCK, threads=1, drafter=drafter)
 
 
 def measured(folder: Path, dtype: str, prompts: int, tokens: int, seed: int) -> list[Result]:

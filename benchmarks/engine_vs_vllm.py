@@ -77,7 +77,11 @@ def rubato_engine(model: str, threads: int | Literal["auto"], dtype: str = "auto
     if form:
         forced = matmul_backends.Choice(getattr(matmul_backends, form), f"{form}, by the benchmark")
         weights.choose = lambda weight: forced  # type: ignore[attr-defined]
-    limits: dict[str, Any] = {"max_seqs": MAX_SEQS, "max_tokens": MAX_TOKENS, "max_length": MAX_LENGTH}
+    limits: dict[str, Any] = {
+        "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": MAX_TOKENS,
+        "max_model_len": MAX_LENGTH,
+    }
     return Engine(model, dtype=dtype, threads=threads, kv_gib=KV_GIB, **limits)
 
 

@@ -30,7 +30,7 @@ KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}
 def config(policy: str, tenants: bool, threads: int | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(bundled_model.ensure()),
-        "engine": {"kind": "torch", "max_seqs": 64, "max_tokens": 2048, "threads": threads or "auto"},
+        "engine": {"kind": "torch", "max_num_seqs": 64, "max_num_batched_tokens": 2048, "threads": threads or "auto"},
         "policy": policy,
         "prefix_cache": False,
         "max_in_flight": 1024,

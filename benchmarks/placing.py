@@ -40,7 +40,9 @@ REPLICA_RATE = 1.25  # requests/s of a replica: 20 sequences at a time, of about
 def setup(router: str, replicas: int) -> SimulationSetup:
     profile = profiles.load(PROFILE)
     model = profile.model()
-    limits = profile.limits(max_seqs=512, max_tokens=8192, max_length=LONGEST_IN + LONGEST_OUT, block=16)
+    limits = profile.limits(
+        max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=LONGEST_IN + LONGEST_OUT, block_size=16
+    )
     return SimulationSetup(lambda: model, limits, POLICY, BUDGET, router=router, replicas=replicas, learns=False)
 
 

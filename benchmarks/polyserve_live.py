@@ -73,7 +73,9 @@ def serve(
 
     async def main() -> None:
         clock = WallClock()
-        engines = [Engine(folder, kv_gib=0.5, max_seqs=64, max_tokens=1024, threads=1) for _ in range(replicas)]
+        engines = [
+            Engine(folder, kv_gib=0.5, max_num_seqs=64, max_num_batched_tokens=1024, threads=1) for _ in range(replicas)
+        ]
         cluster = local_cluster(
             engines, [dataclasses.replace(model) for _ in engines], clock, policy=choice.policy,
             settings=choice.settings, router=choice.router, router_settings=choice.router_settings,

@@ -31,7 +31,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.ray_host import RayHost, ray_cluster
 from rubato.latency.affine import Model
 
-LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=4096, kv_blocks=4000, block=16)
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=4000, block_size=16)
 TIERS = {"chat": (SLO(ttft=0.6, tpot=0.03), 0.7), "batch": (SLO(ttft=3.0, tpot=0.1), 0.3)}
 
 

@@ -109,7 +109,7 @@ async def serve(
 ) -> list[Event]:
     """All events of one run, on a fresh engine that takes `batch` sequences."""
     clock = WallClock()
-    engine = Engine(bundled_model.ensure(), kv_gib=0.5, max_seqs=batch)
+    engine = Engine(bundled_model.ensure(), kv_gib=0.5, max_num_seqs=batch)
     router = "sa" if system in (SA, MEAN, EXACT) else "round_robin"
     cluster = local_cluster(
         [engine], [copy.deepcopy(model)], clock, policy="edf" if system == EDF else "vllm", router=router,

@@ -116,7 +116,7 @@ def engine(policy: str, store: int, seqs: int = 32) -> Engine:
 
 
 def engine_with(drafter: SuffixDrafter | None, seqs: int = 32) -> Engine:
-    return Engine(bundled_model.ensure(), kv_gib=0.7, max_seqs=seqs, max_length=2048, drafter=drafter)
+    return Engine(bundled_model.ensure(), kv_gib=0.7, max_num_seqs=seqs, max_model_len=2048, drafter=drafter)
 
 
 async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:

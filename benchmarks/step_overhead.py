@@ -46,7 +46,13 @@ MOST = PROMPT + WARM + 2 * STEPS
 
 
 def limits(seqs: int) -> Limits:
-    return Limits(max_seqs=64, max_tokens=2048, max_length=2 * MOST, kv_blocks=seqs * (2 * MOST // BLOCK), block=BLOCK)
+    return Limits(
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_model_len=2 * MOST,
+        kv_blocks=seqs * (2 * MOST // BLOCK),
+        block_size=BLOCK,
+    )
 
 
 def requests(seqs: int, now: float) -> list[Request]:

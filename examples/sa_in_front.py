@@ -1,6 +1,6 @@
 """SA's priority mapping in front of any server with OpenAI's API, which stays as it is.
 
-    rubato serve --policy vllm --set engine.max_seqs=1 --set prefix_cache=false &
+    rubato serve --policy vllm --set engine.max_num_seqs=1 --set prefix_cache=false &
     python examples/sa_in_front.py http://127.0.0.1:8000 --count 10 --max-batch 1
 
 or, for the first line, `vllm serve MODEL --max-num-seqs 1 --no-enable-prefix-caching`.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import experiments
 from experiments.paper_page import bar, page, read
-from rubato.cli import common_options
+from rubato.cli import running
 from rubato.measure import results
 from rubato.planning.sweep import markdown
 
@@ -18,7 +18,7 @@ RUNS = Path("docs/figures")  # the JSON of full runs
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status. 1: a check does not hold. 2: what was asked for is impossible."""
-    return common_options.carried_out("experiments", parser().parse_args(argv), _run)
+    return running.carried_out("experiments", parser().parse_args(argv), _run)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def _figure(args: argparse.Namespace) -> int:
     for c in data["claims"]:
         numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
         rows.append([c["name"], c["kind"], *numbers, c["unit"], c["verdict"]])
-    common_options.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
+    running.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
     if args.plot:
         draw = getattr(figure, "draw", None)
         if draw is None:

@@ -22,7 +22,7 @@ OURS = {"co": "polyserve@polyserve:mode=co", "pd": "polyserve@polyserve:mode=pd"
 # Seconds of a step outside the device, constant and for each sequence. The first gives the paper's 15 ms a token at
 # batch 1 (§5.1), the second its B of 50 at 20 ms and 150 at 40 ms (§3.6); both at once is not possible.
 HOSTS: Mapping[str, tuple[float, float]] = {"constant": (0.0102, 0.0), "per sequence": (0.0044, 0.000107)}
-LIMITS = {"max_length": 131072, "max_seqs": 1024}
+LIMITS = {"max_model_len": 131072, "max_num_seqs": 1024}
 LONGEST = 2048  # tokens that every request asks for: no policy is told the true output
 # Mean times that a request is there, were each token to take its TPOT, in which requests come that are not counted:
 # first, while the fleet fills, and last, so that those counted do not end in a fleet that empties.
@@ -88,7 +88,7 @@ def served(
     load: Workload, host: str, choice: str, replicas: int = REPLICAS, listen: Callable[[Event], None] | None = None
 ) -> Run:
     choices = PolicyChoice.parse(choice)
-    spec = RunSpec(hardware(host), choices, replicas, lengths=conditional_mean, max_tokens=LONGEST)
+    spec = RunSpec(hardware(host), choices, replicas, lengths=conditional_mean, stated_max_tokens=LONGEST)
     return spec.run(load, times=False, causes=False, listen=listen)
 
 

@@ -27,7 +27,7 @@ SECONDS = 0.1
 
 PROMPTS = {"A": (3, 0.0), "B": (1, 0.0), "C": (2, 0.0), "D": (2, 0.0), "E": (2, 1.0)}
 TTFT = 5.0
-LIMITS = Limits(max_seqs=8, max_tokens=4, max_length=100, kv_blocks=100, block=1)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=100, kv_blocks=100, block_size=1)
 POLICIES = {"first come": "prefill_first:budget=3@round_robin", "ascendra": "ascendra:theta=0.0"}
 
 

@@ -164,7 +164,7 @@ def _prompts(count: int, seed: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache
 def hardware() -> Hardware:
-    return packaged_hardware(PROFILE, max_seqs=256, max_tokens=8192, max_length=1024)
+    return packaged_hardware(PROFILE, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=1024)
 
 
 # --------------------------------------------------------------------------- what was found

@@ -123,7 +123,7 @@ def offered(n: int, seed: int, copies: int = 1) -> Workload:
 def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
     setup = SimulationSetup(
-        lambda: machine.model, replace(machine.limits, max_seqs=b, max_running=b), how.policy, router=how.router,
+        lambda: machine.model, replace(machine.limits, max_num_seqs=b, max_running=b), how.policy, router=how.router,
         router_settings=dict(how.settings), replicas=how.replicas, believed=lambda: believed(how.off),
         lengths=lengths(how.lengths, load, seed), learns=False, rule="mean", seed=seed,
     )  # fmt: skip

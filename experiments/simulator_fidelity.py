@@ -35,7 +35,7 @@ ALONE = True
 SMALL = replace(LOADS, policies=("vllm",), loads=(0.9,), per_tier=5, seeds=2, warmup=1, search=20.0, fresh=False)
 STEPS = Model(k=(5e-6, 1e-5), b=(5e-3, 2.5e-3), a=1e-8)  # of the simulated engine
 # few sequences at once: a workload of 20 s is enough to find a rate that vllm does not hold
-LIMITS = Limits(max_seqs=10, max_tokens=2048, max_length=8192, kv_blocks=4096, block=16)
+LIMITS = Limits(max_num_seqs=10, max_num_batched_tokens=2048, max_model_len=8192, kv_blocks=4096, block_size=16)
 MEASURES = {"attainment": "attainment-worst", "e2e": "e2e-worst", "TTFT": "ttft-p99-worst"}
 
 
@@ -82,7 +82,10 @@ def grounds(small: bool) -> LoadLevel:
 def rig_in(folder: Path, small: bool) -> LiveRig:
     if not small:
         return torch_rig(folder)
-    limits = {name: getattr(LIMITS, name) for name in ("max_seqs", "max_tokens", "max_length", "kv_blocks", "block")}
+    limits = {
+        name: getattr(LIMITS, name)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_blocks", "block_size")
+    }
     return LiveRig(folder, None, {"kind": "simulated", **limits}, LIMITS, count, STEPS)
 
 

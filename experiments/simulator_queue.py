@@ -28,7 +28,9 @@ SECONDS = 60.0
 
 STEP, OUTPUT = 0.05, 2  # seconds of a step; the first token's and one more: a request holds the server for two steps
 SERVICE = STEP * OUTPUT
-LIMITS = Limits(max_seqs=1, max_tokens=64, max_length=1024, kv_blocks=64, block=16, max_running=1)
+LIMITS = Limits(
+    max_num_seqs=1, max_num_batched_tokens=64, max_model_len=1024, kv_blocks=64, block_size=16, max_running=1
+)
 MACHINE = Hardware("one at a time", Model(k=(0.0, 0.0), b=(STEP, 0.0)), LIMITS)
 POLICIES = ("vllm", "sarathi", "prefill_first")
 LOADS = (0.5, 0.8)

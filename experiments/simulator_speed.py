@@ -238,7 +238,9 @@ def _setup(policy: str, replicas: int) -> SimulationSetup:
 def _machine() -> tuple[Any, Limits]:
     profile = profiles.load(PROFILE)
     length = LONGEST_IN + LONGEST_OUT
-    return profile.model(), profile.limits(max_seqs=512, max_tokens=8192, max_length=length, block=16)
+    return profile.model(), profile.limits(
+        max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=length, block_size=16
+    )
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

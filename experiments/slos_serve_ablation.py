@@ -45,7 +45,7 @@ PARTS = {"routing": (WHOLE, IN_TURN), "drafts": (IN_TURN, PLAIN), "admission": (
 
 
 FULL = Scale((1, 2, 3))
-SMALL = Scale((1,), 0.9, 24, 2, (("max_seqs", 1),))
+SMALL = Scale((1,), 0.9, 24, 2, (("max_num_seqs", 1),))
 
 
 def jobs(small: bool) -> list[Job]:

@@ -133,7 +133,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALL = Scale((1,), 8, 0.9, 1, 16, (("max_seqs", 2), ("max_tokens", 2048)))
+SMALL = Scale((1,), 8, 0.9, 1, 16, (("max_num_seqs", 2), ("max_num_batched_tokens", 2048)))
 TUNING = 0  # the seed
 CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
 
@@ -259,7 +259,7 @@ def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> l
 def hardware(scenario: str, scale: Scale) -> Hardware:
     limits = dict(scale.limits)
     if scenario in CONTEXT:
-        limits["max_length"] = CONTEXT[scenario]
+        limits["max_model_len"] = CONTEXT[scenario]
     return packaged_hardware(scenarios.get(f"slos-serve-{scenario}").profile, host_scale=scale.host, **limits)
 
 

@@ -61,10 +61,12 @@ def learning(scenario: str, scale: Scale) -> Hardware:
     draw, limits, model = np.random.default_rng(_SHAPES), machine.limits, affine.Model()
     samples = []
     for _ in range(400):
-        decodes = int(draw.integers(1, limits.max_seqs))
+        decodes = int(draw.integers(1, limits.max_num_seqs))
         shape = Shape(decodes, decodes, decodes * int(draw.integers(50, 1500)))
         if draw.random() < 0.6:
-            shape = shape.plus(int(draw.integers(16, limits.max_tokens - decodes)), int(draw.integers(1000)))
+            shape = shape.plus(
+                int(draw.integers(16, limits.max_num_batched_tokens - decodes)), int(draw.integers(1000))
+            )
         samples.append(Sample(shape, machine.model.step_time(shape)))
     model.fit(samples)
     return replace(machine, model=model)

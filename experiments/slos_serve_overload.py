@@ -165,7 +165,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
     ours, alone, sarathi = of("slos_serve"), of("slos_serve", ("gold",)), [of("sarathi"), of("sarathi, 2048")]
     best = [max(v["all"] for v in each) for each in zip(*sarathi, strict=True)]
-    bound = BACKLOG + hardware().limits.max_seqs
+    bound = BACKLOG + hardware().limits.max_num_seqs
     estimates = {
         "gold-beyond": held("gold"),
         "half-of-all": held("gold", "low"),

@@ -85,7 +85,7 @@ def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[st
 
 @lru_cache
 def hardware() -> Hardware:
-    return packaged_hardware(PROFILE, max_seqs=1024, max_tokens=8192, max_length=1024)
+    return packaged_hardware(PROFILE, max_num_seqs=1024, max_num_batched_tokens=8192, max_model_len=1024)
 
 
 def load(running: int, new: int, tiers: int, seed: int, bursts: int) -> tuple[list[Request], float]:

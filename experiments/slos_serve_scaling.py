@@ -68,7 +68,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALL = Scale((1,), 0.9, 20, 2, (("max_seqs", 1),))
+SMALL = Scale((1,), 0.9, 20, 2, (("max_num_seqs", 1),))
 
 
 def jobs(small: bool) -> list[Job]:

@@ -28,7 +28,7 @@ SOURCE = "SLOs-Serve, Fig. 3 and §2.3"
 SECONDS = 0.1
 
 OUTPUT = 40  # tokens, beyond what the figure shows
-LIMITS = Limits(max_seqs=64, max_tokens=6, max_length=1024, kv_blocks=1024, block=16)
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=6, max_model_len=1024, kv_blocks=1024, block_size=16)
 MACHINE = Hardware("six tokens a unit", Model(k=(0.0, 0.0), b=(1.0, 0.0)), LIMITS)
 TIERS = {"running": SLO(ttft=1.0, tpot=1.0), "new": SLO(ttft=6.0, tpot=1.0)}
 BURST = 1.0  # when: the running have just had their first token

@@ -102,5 +102,7 @@ def view(
     waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), *, now: float = 0.0, kv_free: int = 1000,
     kv_total: int = 1000, limits: Limits | None = None, latency: Linear | None = None,
 ) -> View:  # fmt: skip
-    limits = limits or Limits(max_seqs=64, max_tokens=2048, max_length=4096, kv_blocks=kv_total, block=16)
+    limits = limits or Limits(
+        max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=kv_total, block_size=16
+    )
     return View("r0", now, waiting, running, kv_free, kv_total, limits, latency or Linear())

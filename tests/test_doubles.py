@@ -27,7 +27,7 @@ from tests.fleet import test_cluster, test_handoff
 from tests.policies import test_properties
 from tests.simulation import test_equal
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 LOAD = test_properties.Load((request("a"), request("b", 30)), {"a": (5,), "b": (9,)}, LIMITS)
 FAST = SimulationSetup(Linear, LIMITS, "vllm", learns=False)
 

@@ -34,7 +34,7 @@ from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
 from rubato.workloads.request_kinds import Kind, chat, code, summary
 
-ENGINE: dict[str, Any] = {"kv_gib": 1.0, "max_seqs": 64, "max_tokens": 2048}
+ENGINE: dict[str, Any] = {"kv_gib": 1.0, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 HOLDS = 0.9  # attainment at which vllm holds a rate
 IN_FLIGHT = 1024
 CELLS_SEED, FIT_SEED = 1, 101

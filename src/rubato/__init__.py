@@ -1,1 +1,3 @@
 """Serve language models to stated service-level objectives."""
+
+__version__ = "0.1.0"

@@ -33,5 +33,5 @@ def test_one_policy_is_asked_for_once(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_table_says_why_requests_were_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--profile", "llama-3.1-8b-h200", "--chat", "2000,100", "--duration", "2", "--rate", "3"]
-    assert main([*words, "--set", "engine.max_length=100", "--policy", "vllm"]) == 0
+    assert main([*words, "--set", "engine.max_model_len=100", "--policy", "vllm"]) == 0
     assert "requests were not served: rejected-too-long" in capsys.readouterr().out

@@ -202,9 +202,9 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
 
 
 def test_what_to_try_next_are_commands_that_exist(tmp_path: Path) -> None:
-    from rubato.cli.main import _parser
+    from rubato.cli.main import parser as rubato_parser
 
     for line in demo.next_commands(tmp_path):
         words = line.split("#")[0].split()
         assert words[0].endswith("rubato")
-        _parser().parse_args(words[1:])
+        rubato_parser().parse_args(words[1:])

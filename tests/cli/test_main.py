@@ -206,12 +206,12 @@ def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pyte
 def test_a_profile_is_a_replica_that_the_engine_settings_change(
     tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """`simulate` takes --profile and a policy as `sweep` does; engine.max_length lifts what the profile takes."""
+    """`simulate` takes --profile and a policy as `sweep` does; engine.max_model_len lifts what the profile takes."""
     trace = tmp_path / "long.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 2}\n' * 2)
     words = ["simulate", "--profile", "llama-3.1-8b-h200", "--trace", str(trace), "--no-texts", "--json", "-"]
     policy = "sarathi:budget=512@random:seed=3"
-    for more, outcome in (([], "refused"), (["--set", "engine.max_length=65536"], "completed")):
+    for more, outcome in (([], "refused"), (["--set", "engine.max_model_len=65536"], "completed")):
         assert main([*words, "--policy", policy, *more]) == 0
         (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
         assert (run["settings"]["policy"], run["settings"]["settings"]) == ("sarathi", {"budget": 512})
@@ -318,7 +318,7 @@ def test_simulation_shares_between_tenants_and_says_what_it_leaves_out(
     means = []
     for words in ([], ["--config", str(tmp_path / "tenants.yaml")]):
         out = tmp_path / "out.json"
-        few = ["--policy", "vllm", "--set", "engine.max_seqs=4", *FAST]
+        few = ["--policy", "vllm", "--set", "engine.max_num_seqs=4", *FAST]
         assert main(["simulate", "--workload", str(path), "--json", str(out), *few, *words]) == 0
         columns = json.loads(out.read_text())["runs"][0]["requests"]
         quiet = {a.id for a in read(path).arrivals if a.tenant == "quiet"}
@@ -378,7 +378,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "nowhere.jsonl"], "rubato fit: nowhere.jsonl cannot be opened: no such file"),
         (["bench", "http://127.0.0.1:9", "--header", "x"], "write it as NAME=VALUE"),
         (["simulate", "--set", "lengths=nope"], "known are conditional_mean, gaussian, oracle, running_mean"),
-        (["simulate", "--set", "engine.bloc=5"], "did you mean 'block'"),
+        (["simulate", "--set", "engine.bloc=5"], "did you mean 'block_size'"),
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
         (
             ["simulate", "--policy", "faulty.policy"],

@@ -13,7 +13,7 @@ from rubato.latency.profiles import load
 from rubato.planning.spec import packaged_hardware
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
-           "--kv-tokens", "8192", "--max-tokens", "512"]  # fmt: skip
+           "--kv-tokens", "8192", "--max-num-batched-tokens", "512"]  # fmt: skip
 GUESS = ["--set", "latency.kind=affine", "--set", "engine.kv_blocks=512"]
 QUIET = ["--workers", "1", "--no-progress"]
 
@@ -188,8 +188,11 @@ class Scheduler:
         (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),
         (["sweep", *REPLICA, "--rates", "1", "--replicas", "0"], "--replicas 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--noise", "2"], "--noise 2.0: give a relative spread"),
-        (["plan", *REPLICA, "--trace", "TRACE", "--max-seqs", "0"], "--max-seqs 0: give 1 or more"),
-        (["plan", *REPLICA, "--trace", "TRACE", "--max-tokens", "-4"], "--max-tokens -4: give 1 or more"),
+        (["plan", *REPLICA, "--trace", "TRACE", "--max-num-seqs", "0"], "--max-num-seqs 0: give 1 or more"),
+        (
+            ["plan", *REPLICA, "--trace", "TRACE", "--max-num-batched-tokens", "-4"],
+            "--max-num-batched-tokens -4: give 1 or more",
+        ),
         (["plan", *REPLICA, "--trace", "TRACE", "--kv-tokens", "3"], "--kv-tokens 3: give at least a block"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--host-scale", "0.5"], "--host-scale 0.5 without --profile"),
         (["plan", *REPLICA, "--trace", "TRACE", "--policy", "sarathi:budget=["], "'[' is no value for budget"),

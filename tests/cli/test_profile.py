@@ -17,7 +17,7 @@ from rubato.latency.fit_error import error_report
 from rubato.measure.profile_engine import points, profile_of
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
-LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2900, block=16)
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=2900, block_size=16)
 
 
 def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_measured_engine_is_given_back_by_its_profile(tmp_path: Path) -> None:
 
 
 def test_points_keep_to_what_the_engine_takes() -> None:
-    small = Limits(max_seqs=8, max_tokens=128, max_length=600, kv_blocks=100, block=16)
+    small = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=600, kv_blocks=100, block_size=16)
     assert points(small)
     for point in points(small):
         assert point.decodes + (point.chunk > 0) <= 8

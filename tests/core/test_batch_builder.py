@@ -11,7 +11,7 @@ from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in
 from rubato.replica.replica import Replica
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=64, block=4)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=64, block_size=4)
 BOTH = frozenset({"draft", "tree"})
 FORK = Tree((-1, -1, 0, 0, 1), (0.6, 0.3, 0.4, 0.2, 0.2))
 
@@ -51,8 +51,8 @@ def test_shape_work_and_kv_are_those_of_the_batch(
     assert plan.work == tuple(builder.work.values())
     batch, _ = r.apply(plan, 0.1, "test")
     assert builder.shape == batch.shape
-    assert (builder.kv_left, builder.tokens_left) == (r.kv.free, LIMITS.max_tokens - batch.shape.tokens)
-    assert builder.seqs_left == LIMITS.max_seqs - batch.shape.seqs
+    assert (builder.kv_left, builder.tokens_left) == (r.kv.free, LIMITS.max_num_batched_tokens - batch.shape.tokens)
+    assert builder.seqs_left == LIMITS.max_num_seqs - batch.shape.seqs
 
 
 def test_decodes_added_in_one_go_may_draft() -> None:

@@ -15,7 +15,7 @@ from rubato.core.timeline import steps, timelines
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=2, max_tokens=16, max_length=100, kv_blocks=6, block=8)
+LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=100, kv_blocks=6, block_size=8)
 
 
 def events() -> list[Event]:

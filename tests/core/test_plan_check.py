@@ -11,7 +11,7 @@ from rubato.core.request import Handoff
 from rubato.replica.plan_check import PlanError, check, check_dispatch
 from tests.doubles import Seq, request, shown, view
 
-LIMITS = Limits(max_seqs=2, max_tokens=20, max_length=100, kv_blocks=4, block=8)
+LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=20, max_model_len=100, kv_blocks=4, block_size=8)
 
 
 def example() -> object:

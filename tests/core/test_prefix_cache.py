@@ -17,7 +17,7 @@ from tests.doubles import Linear
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 PLAIN = [name for name in SCHEDULERS if not load(name).needs & {"draft", "handoff"}]
-LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=100, kv_blocks=12, block=8)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv_blocks=12, block_size=8)
 
 
 def asks(

@@ -9,7 +9,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.replica.replica import Replica
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=100, kv_blocks=8, block=8)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv_blocks=8, block_size=8)
 
 
 def replica(**changes: object) -> Replica:

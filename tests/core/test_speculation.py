@@ -27,7 +27,7 @@ from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=200, kv_blocks=8, block=4)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=8, block_size=4)
 BOTH = frozenset({"draft", "tree"})
 FORK = Tree((-1, -1, 0, 0, 1), (0.6, 0.3, 0.4, 0.2, 0.2))
 
@@ -196,12 +196,12 @@ class Drafting:
 
     def plan(self, view: View) -> Plan:
         for seq in sorted([*view.running, *view.waiting], key=lambda s: s.id)[:1]:
-            room = view.kv_free * view.limits.block + seq.blocks * view.limits.block - seq.cached
+            room = view.kv_free * view.limits.block_size + seq.blocks * view.limits.block_size - seq.cached
             if room < seq.pending:
                 return Plan(preempt=tuple(s.id for s in view.running if s is not seq))
-            tokens = min(seq.pending, view.limits.max_tokens)
+            tokens = min(seq.pending, view.limits.max_num_batched_tokens)
             nodes = len(seq.draft.parents) if seq.draft else 0
-            verify = range(min(self.most, nodes, room - tokens, view.limits.max_tokens - tokens))
+            verify = range(min(self.most, nodes, room - tokens, view.limits.max_num_batched_tokens - tokens))
             draft = (self.depth, self.width) if tokens == seq.pending else None
             return Plan((Work(seq.id, tokens, tuple(verify), draft),))
         return Plan()
@@ -358,7 +358,7 @@ def test_predicted_and_simulated_drafts_take_the_same_time(
 ) -> None:
     """Four sequences that decode and draft alike; what a context is longer by after the step is all that differs."""
     requests = [request(f"q{i}", 100 + 20 * i, most=40) for i in range(4)]
-    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=1000, max_model_len=400, kv_blocks=400, block_size=4)
     acceptance = Acceptance(0.6)
     events = run(
         TreesForAll(depth, width), requests, {}, limits=limits, drafter=Drafter(acceptance, drafter), learns=False
@@ -383,7 +383,7 @@ def test_a_shape_that_does_not_say_how_wide_is_of_chains() -> None:
 def test_trees_verified_are_booked_by_node() -> None:
     """All 12 nodes of each tree: `accepted` is a path down the tree, as long as the tokens say."""
     requests = [request(f"q{i}", 10, most=40) for i in range(4)]
-    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=1000, max_model_len=400, kv_blocks=400, block_size=4)
     events = run(TreesForAll(4, 3, 12), requests, {}, limits=limits)
     out = [e for e in events if isinstance(e, Tokens)]
     assert all(e.tokens == len(e.accepted) + 1 for e in out)
@@ -396,7 +396,7 @@ def test_trees_verified_are_booked_by_node() -> None:
 @pytest.mark.parametrize("stop", [Sampling(max_tokens=40, stop_ids=(8,)), Sampling(max_tokens=40, stop=("so la",))])
 def test_what_comes_after_a_stop_was_not_accepted(stop: Sampling) -> None:
     """The eighth token is one that ends it, and `la` the ninth: it is found inside an accepted chain of four."""
-    limits = Limits(max_seqs=4, max_tokens=1000, max_length=400, kv_blocks=400, block=4)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=1000, max_model_len=400, kv_blocks=400, block_size=4)
     events = run(
         TreesForAll(4, 1, 4),
         [replace(request("a"), sampling=stop)],

@@ -114,7 +114,9 @@ def test_the_round_is_decided_anew_by_slos_serve() -> None:
     stages = (Stage(20, SLO(1.0, 0.1), "</call>"), Stage(80, SLO(0.015, 0.1), tool=True))
     late = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
     setup = SimulationSetup(
-        Linear, Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10), "slos_serve"
+        Linear,
+        Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10),
+        "slos_serve",
     )
     events = simulate([late], {"a": (5, 3)}, setup, pauses={"a": (0.0, 2.0)})
     returned = next(e.at for e in events if isinstance(e, Returned))

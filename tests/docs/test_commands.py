@@ -8,7 +8,7 @@ import re
 import pytest
 
 from experiments.__main__ import parser as experiments_parser
-from rubato.cli.main import _parser
+from rubato.cli.main import parser as rubato_parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
@@ -16,13 +16,13 @@ OTHERS = {"--no-async-scheduling", "--scheduling-policy", "--enforce-eager", "--
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (action,) = [a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    (action,) = [a for a in rubato_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     return dict(action.choices)
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}:{' '.join(words)}" for page, words in COMMANDS])
 def test_commands_are_understood(page: str, words: list[str]) -> None:
-    _parser().parse_args(words)
+    rubato_parser().parse_args(words)
 
 
 EXPERIMENTS = [(page, words) for page in PAGES for words in commands(page, "python -m experiments")]

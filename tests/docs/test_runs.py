@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield start(
             policy=str(policy),
             served_name="SmolLM2-135M-Instruct",
-            engine={"kind": "simulated", "max_length": 1024},
+            engine={"kind": "simulated", "max_model_len": 1024},
             latency={"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
         )
 

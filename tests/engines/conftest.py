@@ -171,5 +171,5 @@ def tiny_folder(bundled_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def tiny(tiny_folder: Path) -> Iterator[Driver]:
     """A started engine on the tiny model in fp32: 256 blocks of 4 tokens."""
     kv = 256 * 4 * (3 * 2 * 2 * 16 * 4) / 2**30
-    with Driver(Engine(tiny_folder, dtype="float32", device="cpu", kv_gib=kv, block=4)) as drive:
+    with Driver(Engine(tiny_folder, dtype="float32", device="cpu", kv_gib=kv, block_size=4)) as drive:
         yield drive

@@ -105,7 +105,7 @@ class Driver:
             self.step({id: self.pending(id) for id in live})
 
     def _grow(self, id: str, tokens: int) -> None:
-        while len(self.blocks[id]) * self.engine.limits.block < tokens:
+        while len(self.blocks[id]) * self.engine.limits.block_size < tokens:
             self.blocks[id].append(self.free.pop(0))
 
     def _book(self, id: str, out: Emitted) -> None:

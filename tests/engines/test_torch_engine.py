@@ -31,16 +31,16 @@ def request(prompt: tuple[int, ...] = PROMPT, sampling: Sampling = GO_ON, id: st
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_kv_blocks_are_what_the_budget_holds(bundled_folder: Path, dtype: str, size: int) -> None:
     """30 layers of 3 KV heads of 64, keys and values."""
-    limits = Engine(bundled_folder, dtype=dtype, device="cpu", kv_gib=0.5, block=16).limits
+    limits = Engine(bundled_folder, dtype=dtype, device="cpu", kv_gib=0.5, block_size=16).limits
     assert limits.kv_blocks == 2**29 // (30 * 2 * 3 * 64 * 16 * size)
-    assert limits.max_length == 8192
+    assert limits.max_model_len == 8192
 
 
 def test_max_length_is_no_more_than_kv_memory_holds(tiny_folder: Path) -> None:
     per_token = 3 * 2 * 2 * 16 * 4
-    engine = Engine(tiny_folder, dtype="float32", device="cpu", kv_gib=100 * per_token / 2**30, block=16)
-    assert (engine.limits.kv_blocks, engine.limits.max_length) == (6, 96)
-    assert Engine(tiny_folder, dtype="float32", device="cpu", max_length=77).limits.max_length == 77
+    engine = Engine(tiny_folder, dtype="float32", device="cpu", kv_gib=100 * per_token / 2**30, block_size=16)
+    assert (engine.limits.kv_blocks, engine.limits.max_model_len) == (6, 96)
+    assert Engine(tiny_folder, dtype="float32", device="cpu", max_model_len=77).limits.max_model_len == 77
 
 
 def test_one_sequence_never_writes_another_s_kv(tiny: Driver) -> None:
@@ -190,8 +190,8 @@ def test_an_entry_beyond_the_tokens_there_are_is_refused(tiny: Driver) -> None:
         ({"device": "tpu"}, "device 'tpu'.*auto, cpu, cuda"),
         ({"device": "cuda:x"}, "device 'cuda:x'"),
         ({"kv_gib": 1e-9}, "less than one block of 16 tokens"),
-        ({"max_length": 513}, "this model's context is 512"),
-        ({"max_seqs": 0}, "max_seqs is 0"),
+        ({"max_model_len": 513}, "this model's context is 512"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"threads": 0}, "threads is 0"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_folder_that_lacks_a_tensor_is_an_error_that_names_it(tiny_folder: Pat
     tensors = load_file(file)
     del tensors["model.norm.weight"]
     save_file(tensors, file)
-    engine = Engine(folder, dtype="float32", device="cpu", kv_gib=0.01, block=4)
+    engine = Engine(folder, dtype="float32", device="cpu", kv_gib=0.01, block_size=4)
     with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.weight'"):
         asyncio.run(engine.start())
 
@@ -264,7 +264,7 @@ def test_steps_use_as_many_threads_as_cores_are_free(tiny_folder: Path, monkeypa
         ({"threads": 2.5}, "threads is 2.5"),
         ({"threads": None}, "threads is None"),
         ({"threads": "2"}, "threads is '2'"),
-        ({"block": 2.5}, "block is 2.5: give a whole number"),
+        ({"block_size": 2.5}, "block_size is 2.5: give a whole number"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"dtype": ["a"]}, "is not supported by the torch engine: choose from auto, bfloat16"),
     ],

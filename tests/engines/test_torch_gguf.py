@@ -130,7 +130,7 @@ def llama3_factors(raw: dict[str, Any]) -> Any:
 
 
 def greedy(model: Path, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-    with Driver(Engine(model, dtype="float32", device="cpu", kv_gib=0.001, block=4)) as drive:
+    with Driver(Engine(model, dtype="float32", device="cpu", kv_gib=0.001, block_size=4)) as drive:
         for i, prompt in enumerate(prompts):
             drive.add(str(i), prompt, Sampling(max_tokens=new, ignore_eos=True))
         drive.run()

@@ -30,7 +30,7 @@ def serve(
 
     async def main() -> None:
         clock = WallClock()
-        engines = [Engine(model, dtype="float32", device="cpu", kv_gib=0.002, block=block) for block in blocks]
+        engines = [Engine(model, dtype="float32", device="cpu", kv_gib=0.002, block_size=block) for block in blocks]
         cluster = local_cluster(
             engines, [affine.Model() for _ in engines], clock, policy=policy, router_settings=router_settings
         )

@@ -27,7 +27,7 @@ def driver(twin: Callable[[str], Path]) -> Iterator[Callable[..., Driver]]:
     with ExitStack() as stack:
 
         def start(name: str, dtype: str, block: int) -> Driver:
-            engine = Engine(twin(name), dtype=dtype, device="cpu", kv_gib=0.002, block=block)
+            engine = Engine(twin(name), dtype=dtype, device="cpu", kv_gib=0.002, block_size=block)
             return stack.enter_context(Driver(engine))
 
         yield start

@@ -119,7 +119,7 @@ def harness(twin: Callable[[str], Path]) -> Any:
 
     def build(name: str, cache: bool, seed: int) -> Harness:
         per_block = BLOCK * bytes_per_token(load_config(twin(name)), torch.float32)
-        engine = Engine(twin(name), dtype="float32", device="cpu", block=BLOCK, kv_gib=BLOCKS * per_block / 2**30)
+        engine = Engine(twin(name), dtype="float32", device="cpu", block_size=BLOCK, kv_gib=BLOCKS * per_block / 2**30)
         assert engine.limits.kv_blocks == BLOCKS
         replica, loop = started_behind_replica(engine, cache)
         made.append(Harness(engine, replica, loop, random.Random(seed)))

@@ -22,7 +22,7 @@ def test_small_runs_have_short_outputs_and_nobody_hopeless() -> None:
     assert setting.replicas == 2
     assert 0 < len(load.arrivals) <= scaling.SMALL.count
     assert all(part.output <= scaling.SMALL.output for a in load.arrivals for part in a.parts)
-    assert all(a.prompt_tokens + a.output_tokens <= setting.hardware.limits.max_length for a in load.arrivals)
+    assert all(a.prompt_tokens + a.output_tokens <= setting.hardware.limits.max_model_len for a in load.arrivals)
 
 
 @pytest.mark.parametrize(("running", "new"), [(10, 10), (100, 10), (500, 1)])

@@ -22,7 +22,7 @@ from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
 from tests.doubles import Linear
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 Act = tuple[float, Callable[[Cluster], None]]

@@ -32,7 +32,7 @@ from tests.conftest import few
 from tests.doubles import Linear, request
 from tests.fleet import test_handoff as handoff
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=16, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=16, block_size=8)
 LINK = Link(kv_bytes=100, bandwidth=100_000, latency=0.05)  # 20 tokens: 0.05 + 0.02 s
 READ = 0.01  # seconds that reading KV takes
 AFTER = SCALE + 1  # a rank after all that happens at an instant

@@ -21,7 +21,7 @@ from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
 
 class Breaks(Engine):

@@ -17,7 +17,7 @@ from tests.doubles import request
 from tests.fleet.routers import ends, serve
 from tests.fleet.test_conservation import Elsewhere, cancels, vanishes
 
-LIMITS = Limits(max_seqs=256, max_tokens=2048, max_length=4096, kv_blocks=16384, block=16)
+LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 
 
 class Fails(FairShare):

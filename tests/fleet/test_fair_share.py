@@ -26,7 +26,7 @@ from tests.doubles import Linear, request, view
 SCHEDULERS = sorted(
     {name for name, kind, *_ in describe() if kind == "scheduler" and not load(name).needs & {"draft", "handoff"}}
 )
-LIMITS = Limits(max_seqs=32, max_tokens=512, max_length=2048, kv_blocks=4000, block=16)
+LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048, kv_blocks=4000, block_size=16)
 SECONDS = 12.0
 FULL = pytest.mark.full
 

@@ -23,7 +23,7 @@ from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
 from tests.doubles import Linear, request, view
 
-LIMITS = Limits(max_seqs=256, max_tokens=2048, max_length=4096, kv_blocks=16384, block=16)
+LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 SECONDS = 10.0
 HONEST = SLO(1.0, 0.05)
 

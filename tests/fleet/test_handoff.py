@@ -26,7 +26,7 @@ from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, loads, run
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=25, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
 LINK = Link(kv_bytes=100, bandwidth=20_000, latency=0.4)  # 20 tokens: 0.4 + 0.1 s
 
 

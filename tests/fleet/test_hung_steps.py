@@ -15,7 +15,7 @@ from rubato.fleet.local_host import CLOSE_SECONDS, SLOWER
 from tests.doubles import Linear, request
 from tests.fleet.test_silence import stop_everything
 
-LIMITS = Limits(max_seqs=4, max_tokens=256, max_length=256, kv_blocks=64, block=16)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=256, kv_blocks=64, block_size=16)
 STEP, TIMEOUT = 0.1, 30.0
 
 

@@ -19,7 +19,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
 
 def boom(*_: object) -> None:

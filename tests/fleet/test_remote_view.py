@@ -18,7 +18,7 @@ from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, sh
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, instant, loads, setup_for
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=50, block=8)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
 
 def told(view: View) -> dict[str, tuple[object, ...]]:

@@ -21,7 +21,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.ray_host import CLOSE, HEARTBEAT, SILENT, RayHost, ray_cluster
 from tests.doubles import Linear, request
 
-LIMITS = Limits(max_seqs=8, max_tokens=256, max_length=500, kv_blocks=400, block=16)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=400, block_size=16)
 OUTPUT = 400  # tokens; about 1.7 s
 
 

@@ -43,7 +43,7 @@ def test_each_says_what_it_is_and_where_it_is_from(name: str) -> None:
         assert profile.kv_bytes_per_token == profile.dims.kv_bytes
     model, limits = profile.model(), profile.limits()
     assert isinstance(limits, Limits)
-    assert limits.kv_blocks * limits.block <= profile.kv_tokens
+    assert limits.kv_blocks * limits.block_size <= profile.kv_tokens
     assert 0.0 < model.step_time(decodes(1, 100)) < model.step_time(Shape().plus(1024, 0)) < 60.0
 
 
@@ -92,11 +92,11 @@ def test_limits_follow_the_kv() -> None:
     profile = profiles.load("opt-13b-2xa100-40g")
     assert profile.gpus == 2
     assert profile.limits() == Limits(256, 8192, 2048, profile.kv_tokens // 16, 16)
-    assert profile.limits(max_seqs=8, max_tokens=512, max_length=1000, block=32) == Limits(
+    assert profile.limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1000, block_size=32) == Limits(
         8, 512, 1000, profile.kv_tokens // 32, 32
     )
     small = profiles.load("opt-13b-2xa100-40g", kv_tokens=700)
-    assert small.limits().max_length == 700
+    assert small.limits().max_model_len == 700
 
 
 def test_what_is_asked_wrongly_is_refused_in_words(tmp_path: Path) -> None:

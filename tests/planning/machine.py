@@ -8,7 +8,7 @@ from rubato.latency.affine import Model
 from rubato.planning.spec import Hardware, MixSource, PolicyChoice, RunSpec
 from rubato.workloads.request_kinds import chat, code, summary
 
-LIMITS = Limits(max_seqs=16, max_tokens=512, max_length=4096, kv_blocks=512, block=16)
+LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=4096, kv_blocks=512, block_size=16)
 MACHINE = Hardware("test", Model(k=(1e-5, 2e-4), b=(0.01, 0.002), a=2e-7), LIMITS, gpus=2)
 KINDS = (
     chat(SLO(0.3, 0.03), output=(5, 15), share=0.4),

@@ -46,7 +46,7 @@ class Even:
 
 
 ONE = Hardware("one", replace(MACHINE.model, k=(0.0, 0.0), b=(0.01, 0.0), a=0.0),  # type: ignore[type-var]
-               replace(MACHINE.limits, max_seqs=1, max_running=1))  # fmt: skip
+               replace(MACHINE.limits, max_num_seqs=1, max_running=1))  # fmt: skip
 
 
 def test_the_capacity_of_a_server_with_even_arrivals_is_its_service_rate() -> None:

@@ -141,7 +141,7 @@ def test_the_whole_begins_early_only_if_the_seeds_agree() -> None:
 def test_kv_binds_where_it_is_scarce() -> None:
     """Steps take 10 ms whatever is in them, so all waiting is for KV."""
     free = replace(MACHINE.model, k=(0.0, 0.0), b=(0.01, 0.0), a=0.0)  # type: ignore[type-var]
-    scarce = replace(MACHINE, model=free, limits=Limits(64, 512, 4096, kv_blocks=70, block=16))
+    scarce = replace(MACHINE, model=free, limits=Limits(64, 512, 4096, kv_blocks=70, block_size=16))
     kinds = tuple(replace(kind, slo=SLO(ttft=0.12), output=(20, 30)) for kind in KINDS)
     source = replace(mix(60), kinds=kinds, rate=8.0)
     found = fleet_size.plan(FleetQuestion(source, RunSpec(scarce, PolicyChoice("vllm")), seeds=(4, 8)), workers=1)

@@ -17,7 +17,7 @@ from rubato.workloads import scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat
 
-H200 = packaged_hardware("llama-3.1-8b-h200", max_seqs=1024)
+H200 = packaged_hardware("llama-3.1-8b-h200", max_num_seqs=1024)
 PARTS = StepParts(H200.model, H200.limits)
 
 
@@ -62,7 +62,7 @@ def test_the_batch_is_the_largest_that_fits_and_a_looser_tpot_costs_no_more(
         return
     assert limit.seconds < tpot
     if limit.reason == "tpot":
-        assert find(PARTS, prompt, output, limit.seconds).batch < limit.batch <= H200.limits.max_tokens
+        assert find(PARTS, prompt, output, limit.seconds).batch < limit.batch <= H200.limits.max_num_batched_tokens
     tight = COSTS[mode](PARTS, prompt, output, 1.0, tpot).seconds  # type: ignore[index]
     loose = COSTS[mode](PARTS, prompt, output, 1.0, 1.5 * tpot).seconds  # type: ignore[index]
     assert 0.0 < loose <= tight * 1.02  # whole numbers of sequences, and products that take steps

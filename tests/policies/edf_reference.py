@@ -78,7 +78,12 @@ class Scheduler:
         able = [s for s in (sorted(strict, key=_due) or rest) if s not in builder.preempted]
         if not builder.work and able:
             first = able[0]
-            self._force(builder, first, [*rest[::-1], *sorted(strict, key=_due, reverse=True)], view.limits.max_tokens)
+            self._force(
+                builder,
+                first,
+                [*rest[::-1], *sorted(strict, key=_due, reverse=True)],
+                view.limits.max_num_batched_tokens,
+            )
         return builder.plan(
             demote=[s.id for s in declined if s.id not in drop],
             promote=[s.id for s in strict if s.demoted],
@@ -238,7 +243,9 @@ class Scheduler:
             if seq.id not in builder.running:
                 if not self._sustainable(view, active, seq):
                     continue
-                need = seq.pending + view.limits.block * (len(view.running) + 1)  # and a block for everyone to grow
+                need = seq.pending + view.limits.block_size * (
+                    len(view.running) + 1
+                )  # and a block for everyone to grow
                 if builder.lacks(seq, need) and not self._make_room(builder, seq, need, _younger(rest)):
                     continue
             self._chunk(builder, seq, limit)
@@ -260,7 +267,7 @@ class Scheduler:
                 if builder.lacks(seq, 1):
                     self._make_room(builder, seq, 1, rest[:at:-1])
                 self._chunk(builder, seq, bound)
-            elif not builder.lacks(seq, seq.pending + builder.view.limits.block * (len(builder.work) + 1)):
+            elif not builder.lacks(seq, seq.pending + builder.view.limits.block_size * (len(builder.work) + 1)):
                 self._chunk(builder, seq, bound)
 
     def _give_turn(self, builder: BatchBuilder, rest: Sequence[SeqView], strict: Sequence[SeqView]) -> None:

@@ -79,7 +79,7 @@ def test_who_needs_more_than_its_tree_brings_takes_nothing_before_others() -> No
     """A step takes three nodes. `late` needs 2.3 tokens, which its tree brings; `lost` needs 27, and by the paper is
     the first to be served."""
     lost, late = drafted("a", FIG5[0], tpot=0.001), drafted("b", FIG5[1], tpot=0.02)
-    now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), limits=replace(LIMITS, max_tokens=5))
+    now = seen([lost, late], now=0.016, latency=Linear(0.01, 0.0), limits=replace(LIMITS, max_num_batched_tokens=5))
     assert verified(load("adaserve").plan(now)) == {"b": (0, 1, 2)}
     assert verified(load("adaserve", {"verify_tokens": 5}).plan(now)) == {"a": (0, 2, 4)}
 

@@ -26,7 +26,7 @@ from tests.doubles import Linear, Seq, request, shown, view
 from tests.fleet.routers import moved, places, serve
 from tests.policies.test_properties import Load, loads, run
 
-LIMITS = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
 STEP = Linear(0.0, 0.01)  # 10 ms a token
 
 
@@ -72,7 +72,7 @@ def figure_1(
     """Replica by replica, and from when to when, of five requests whose prompts take as long as they have tokens."""
     prompts = {"A": (3, 0.0), "B": (1, 0.0), "C": (2, 0.0), "D": (2, 0.0), "E": (2, 1.0)}
     requests = [request(id, n, ttft=5.0, arrival=at, most=1) for id, (n, at) in prompts.items()]
-    limits = Limits(max_seqs=8, max_tokens=4, max_length=100, kv_blocks=100, block=1)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=100, kv_blocks=100, block_size=1)
     setup = SimulationSetup(lambda: Linear(0.0, 1.0), limits, policy, settings, router=router, replicas=2)
     events = simulate(requests, dict.fromkeys(prompts, (1,)), setup)
     times = {id: [e.at for e in events if isinstance(e, Started | Finished) and e.id == id] for id in prompts}
@@ -122,7 +122,7 @@ def test_a_prompt_longer_than_a_batch_goes_in_chunks_with_no_other() -> None:
 
 def test_where_nothing_runs_the_first_prompt_starts() -> None:
     """It takes all KV there is, which is not strictly less than there is."""
-    assert work(seen(LP, [prompt("a", 95)], kv_free=40, limits=replace(LIMITS, max_tokens=95))) == {"a": 95}
+    assert work(seen(LP, [prompt("a", 95)], kv_free=40, limits=replace(LIMITS, max_num_batched_tokens=95))) == {"a": 95}
     assert work(seen(LP, [prompt("a", 400), prompt("b", 1)], kv_free=40)) == {"a": 100}
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_must_be_through_before_the_next_token_is_due() -> None:
 
 
 def test_an_lp_runs_128_at_most() -> None:
-    limits = replace(LIMITS, max_seqs=200, max_tokens=1000)
+    limits = replace(LIMITS, max_num_seqs=200, max_num_batched_tokens=1000)
     running = [Seq(request(f"r{i}", 1), 2, 1, 1, output=1) for i in range(127)]
     plan = work(seen(LP, [prompt("a", 5), prompt("b", 5)], running, limits=limits))
     assert (len(plan), "a" in plan, "b" in plan) == (128, True, False)
@@ -192,7 +192,7 @@ def test_a_value_that_is_no_number_is_named() -> None:
 
 
 def test_of_equal_values_the_later_goes_first_but_who_has_no_ttft_waits_its_turn() -> None:
-    limits = replace(LIMITS, max_seqs=2)
+    limits = replace(LIMITS, max_num_seqs=2)
     assert list(work(seen(LP, [prompt(id, 5, 1.0) for id in "abc"], limits=limits))) == ["c", "b"]
     assert list(work(seen(LP, [prompt(id, 5) for id in "abc"], limits=limits))) == ["a", "b"]
 
@@ -219,7 +219,7 @@ def test_who_would_be_late_after_this_batch_is_offloaded_unless_late_anywhere() 
 
 def test_the_rule_is_strict() -> None:
     exact = Linear(0.0, 2.0**-7)
-    limits = replace(LIMITS, max_tokens=65)
+    limits = replace(LIMITS, max_num_batched_tokens=65)
     first = prompt("first", 64, 99.0, arrival=-1.0)  # half a second
 
     def handed(due: float, now: float = 10.0) -> list[str]:
@@ -531,7 +531,13 @@ def busy(draw: st.DrawFn) -> Load:
         for i in range(draw(st.integers(10, 40)))
     ]
     blocks = draw(st.sampled_from([9, 15, 60]))
-    limits = Limits(max_seqs=8, max_tokens=draw(st.sampled_from([50, 100])), max_length=100, kv_blocks=blocks, block=8)
+    limits = Limits(
+        max_num_seqs=8,
+        max_num_batched_tokens=draw(st.sampled_from([50, 100])),
+        max_model_len=100,
+        kv_blocks=blocks,
+        block_size=8,
+    )
     return Load(tuple(requests), dict.fromkeys((r.id for r in requests), (8,)), limits)
 
 

@@ -101,11 +101,11 @@ def made_up(rng: random.Random, waiting: int, running: int) -> View:
     used = sum(s.blocks for s in held)
     free = rng.choice((0, 1, 2, running, 20, 200, 5000))
     limits = Limits(
-        max_seqs=rng.choice((1, 4, running + 2, 256)),
-        max_tokens=rng.choice((1, 64, 512, 4096)),
-        max_length=4096,
+        max_num_seqs=rng.choice((1, 4, running + 2, 256)),
+        max_num_batched_tokens=rng.choice((1, 64, 512, 4096)),
+        max_model_len=4096,
         kv_blocks=used + free,
-        block=BLOCK,
+        block_size=BLOCK,
         max_running=rng.choice((None, None, running, running + 1, running + 8)),
     )
     model = Linear(rng.choice((0.0, 0.001, 0.02)), rng.choice((1e-5, 1e-4, 1e-3)), block_cost)

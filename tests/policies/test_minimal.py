@@ -17,13 +17,13 @@ from rubato.simulation.simulate import SimulationSetup, simulate, simulate_fast
 from tests.conftest import few
 from tests.doubles import Linear, Seq, request, shown
 
-LIMITS = Limits(max_seqs=6, max_tokens=80, max_length=400, kv_blocks=200, block=16)
+LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=80, max_model_len=400, kv_blocks=200, block_size=16)
 
 
 def load_of(view: View) -> tuple[Shape, int]:
     """A replica's next iteration and the tokens of prefill pending there, by the rule, sequence by sequence."""
     shape = Shape()
-    for seq in [s for s in view.running if s.pending == 1][: view.limits.max_seqs]:
+    for seq in [s for s in view.running if s.pending == 1][: view.limits.max_num_seqs]:
         shape = shape.plus(1, seq.cached)
     prefills = [*(s for s in view.running if s.pending > 1), *view.waiting]
     for seq in prefills:
@@ -47,7 +47,7 @@ def by_sequence(held: Sequence[SeqView], fleet: Sequence[View]) -> Mapping[str, 
 
 
 def with_prefill(shape: Shape, limits: Limits, pending: int, cached: int) -> Shape:
-    tokens = min(pending, limits.max_tokens - shape.tokens) if shape.seqs < limits.max_seqs else 0
+    tokens = min(pending, limits.max_num_batched_tokens - shape.tokens) if shape.seqs < limits.max_num_seqs else 0
     return shape.plus(tokens, cached) if tokens > 0 else shape
 
 

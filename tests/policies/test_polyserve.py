@@ -98,7 +98,7 @@ def test_both_drivers_move_replicas_between_tiers_alike(load: Load, noise: float
 
 # --------------------------------------------------------------------------- its rules, one by one
 
-LIMITS = Limits(max_seqs=4, max_tokens=64, max_length=200, kv_blocks=200, block=8)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=200, block_size=8)
 STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 

@@ -92,11 +92,11 @@ def loads(draw: st.DrawFn, slos: st.SearchStrategy[SLO] = USUAL) -> Load:
     block = draw(st.sampled_from([1, 4, 16]))
     largest = max(blocks_for(sum(s.prompt for s in r.stages) + r.sampling.max_tokens, block) for r in requests)
     limits = Limits(
-        max_seqs=draw(st.sampled_from([1, 2, 64])),
-        max_tokens=draw(st.sampled_from([8, 64, 2048])),
-        max_length=200,
+        max_num_seqs=draw(st.sampled_from([1, 2, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([8, 64, 2048])),
+        max_model_len=200,
         kv_blocks=largest + draw(st.integers(0, largest)),
-        block=block,
+        block_size=block,
         max_running=draw(st.sampled_from([None, None, 1, 3])),
     )
     return Load(tuple(requests), truth, limits, prefix_cache, pauses)
@@ -244,7 +244,7 @@ def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) ->
     ]
     best_effort = Request("patient", (Stage(40),), 0.01, sampling=Sampling(max_tokens=20))
     requests = sorted([*tight, best_effort], key=lambda r: r.arrival)
-    limits = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=12, block=8)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=12, block_size=8)
     events = simulate(requests, {}, setup_for(policy, limits))
     end = next(e for e in events if isinstance(e, Finished) and e.id == "patient")
     last_arrival = max(e.at for e in events if isinstance(e, Offered))

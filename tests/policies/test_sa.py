@@ -241,7 +241,7 @@ def test_bad_input_is_named() -> None:
 
 # --------------------------------------------------------------------------- the router
 
-LIMITS = Limits(max_seqs=2, max_tokens=64, max_length=64, kv_blocks=100, block=1, max_running=2)
+LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, kv_blocks=100, block_size=1, max_running=2)
 
 
 def requests(*asked: tuple[str, int, float], at: float = 0.0) -> list[Request]:
@@ -288,7 +288,7 @@ def test_each_replica_gets_its_share_of_memory_in_turns() -> None:
 
 def test_the_tight_one_passes_those_that_came_before() -> None:
     offered = requests(("loose", 30, 9.0), ("tight", 5, 0.02))
-    limits = replace(LIMITS, max_seqs=1, max_running=1)
+    limits = replace(LIMITS, max_num_seqs=1, max_running=1)
     setup = SimulationSetup(Linear, limits, "sa")
     events = simulate(offered, {r.id: (2,) for r in offered}, setup)
     assert [e.id for e in events if isinstance(e, Placed)] == ["tight", "loose"]

@@ -33,7 +33,7 @@ class SpelledOut:
 
 
 load = SpelledOut
-LIMITS = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
 
 
 def decode(id: str, length: int = 21, **slo: float) -> Seq:

@@ -25,7 +25,7 @@ STALL = 1.0
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-gold\r\n"
 GOLD, BASIC, ROOT = ({"authorization": f"Bearer sk-{name}"} for name in ("gold", "basic", "root"))
 CONFIG: dict[str, Any] = {
-    "engine": {"kind": "simulated", "max_length": 20_000, "kv_blocks": 8192},
+    "engine": {"kind": "simulated", "max_model_len": 20_000, "kv_blocks": 8192},
     "latency": {"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]},
     "tiers": {"gold": {"ttft_ms": 500, "tpot_ms": 50}, "basic": {"ttft_ms": 20_000, "tpot_ms": 2000}},
     "default_tier": "basic",

@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def _server(start: Start) -> Server:
     tenants = {"a": {"keys": ["sk-a"], "requests_per_minute": 20}}
-    server = start(engine={"kind": "simulated", "max_length": 8192}, tenants=tenants, max_body_bytes=MOST)
+    server = start(engine={"kind": "simulated", "max_model_len": 8192}, tenants=tenants, max_body_bytes=MOST)
     _post(server, TEXT, WORD + b'"a"}')  # what is loaded at the first request is loaded
     return server
 

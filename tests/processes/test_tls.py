@@ -57,7 +57,7 @@ def test_the_official_client_over_tls(start: Start, certificate: dict[str, str])
 @pytest.mark.full
 def test_a_client_that_does_not_read_is_cut_off_over_tls_too(start: Start, certificate: dict[str, str]) -> None:
     fast = {"kind": "affine", "k": [0.0, 0.0], "b": [0.001, 0.0]}
-    engine = {"kind": "simulated", "max_length": 20_000, "kv_blocks": 8192}
+    engine = {"kind": "simulated", "max_model_len": 20_000, "kv_blocks": 8192}
     server = start(tls=certificate, stall_seconds=1.0, latency=fast, engine=engine)
     trust = ssl.create_default_context(cafile=certificate["cert"])
     host, port = server.url.removeprefix("https://").split(":")

@@ -76,7 +76,9 @@ def edge() -> Callable[..., None]:
     ) -> None:
         async def main() -> None:
             clock = VirtualClock()
-            limits_ = limits or Limits(max_seqs=8, max_tokens=512, max_length=256, kv_blocks=64, block=16)
+            limits_ = limits or Limits(
+                max_num_seqs=8, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16
+            )
             model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
             engine_ = engine(model, limits_, clock)
             cluster = local_cluster(
@@ -90,7 +92,7 @@ def edge() -> Callable[..., None]:
             )
             events: list[Event] = []
             await cluster.start()
-            settings = {"model": "simulated", "most_tokens": limits_.max_length, "fair": fair is not None, **service}
+            settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}
             known = Tenants(tenants, settings.get("tiers") or Tiers())
             app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
             app.state.books.listen(events.append)

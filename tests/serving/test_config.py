@@ -23,7 +23,7 @@ from rubato.serving.tenants import Quota, Tenant
 
 YAML = """
 model: some-model
-engine: {kind: simulated, max_seqs: 4, noise: 0.1}
+engine: {kind: simulated, max_num_seqs: 4, noise: 0.1}
 latency: {kind: roofline, k1: [0.0, 1.0e-3]}
 policy: {name: edf, safety_margin: 0.2}
 tiers:
@@ -49,7 +49,7 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     engines, cluster = build(load(path), VirtualClock())
     assert len(engines) == len(cluster.hosts) == 2
     assert all(isinstance(engine, Engine) for engine in engines)
-    assert engines[0].limits.max_seqs == 4
+    assert engines[0].limits.max_num_seqs == 4
     latencies = [host.latency for host in cluster.hosts.values()]  # type: ignore[attr-defined]
     assert all(isinstance(latency, Roofline) and latency.k1 == (0.0, 1e-3) for latency in latencies)
     assert latencies[0] is not latencies[1]
@@ -200,10 +200,10 @@ SIMULATED = {"engine": {"kind": "simulated"}}
     ("tree", "says"),
     [
         ({"engine": "simulatd"}, ["simulatd", "'simulated'"]),
-        ({"engine": {"kind": "simulated", "max_sqs": 4}}, ["max_sqs", "'max_seqs'"]),
+        ({"engine": {"kind": "simulated", "max_sqs": 4}}, ["max_sqs", "'max_num_seqs'"]),
         ({"engine": {"kind": "simulated", "noise": 2}}, ["noise"]),
-        ({"engine": {"kind": "simulated", "block": 0}}, ["engine.block", "0"]),
-        ({"engine": {"kind": "simulated", "max_seqs": "many"}}, ["engine.max_seqs", "many"]),
+        ({"engine": {"kind": "simulated", "block_size": 0}}, ["engine.block_size", "0"]),
+        ({"engine": {"kind": "simulated", "max_num_seqs": "many"}}, ["engine.max_num_seqs", "many"]),
         ({"engine": "no.such.module"}, ["no.such.module"]),
         ({"engine": "rubato.core.clock"}, ["rubato.core.clock", "Engine"]),
         ({**SIMULATED, "latency": "afine"}, ["afine", "'affine'"]),
@@ -349,8 +349,8 @@ def test_the_version_is_the_changelogs() -> None:
     ("settings", "most"),
     [
         ({}, 256),
-        ({"engine": {"kind": "simulated", "max_seqs": 512}, "replicas": 2}, 4 * 2 * 512),
-        ({"engine": {"kind": "simulated", "max_seqs": 2}}, 256),
+        ({"engine": {"kind": "simulated", "max_num_seqs": 512}, "replicas": 2}, 4 * 2 * 512),
+        ({"engine": {"kind": "simulated", "max_num_seqs": 2}}, 256),
         ({"max_in_flight": 3}, 3),
         ({"max_in_flight": None}, None),
     ],

@@ -30,7 +30,7 @@ def example(policy: str) -> dict[str, Any]:
 def configuration(policy: str, router: str = "auto", **more: Any) -> config.Config:
     """That of the page, on the simulated engine, with a drafter and replicas where the policy cannot do without."""
     said = {"policy": policy, "replicas": 2, **example(policy), **more}
-    engine: dict[str, Any] = {"kind": "simulated", "max_seqs": 8}
+    engine: dict[str, Any] = {"kind": "simulated", "max_num_seqs": 8}
     if "draft" in policies.load(policy).needs:
         engine["drafter"] = {"alpha": 0.7}
     if router != "auto":

@@ -101,7 +101,11 @@ def test_each_prompt_has_its_own_room_and_verdict(edge: Runs) -> None:
         assert [c["met"] for c in report["choices"]] == [True, True, False]
         assert (report["met"], report["margin_ms"]) == (False, report["choices"][2]["margin_ms"])
 
-    edge(scenario, policy="vllm", limits=Limits(max_seqs=2, max_tokens=512, max_length=64, kv_blocks=64, block=16))
+    edge(
+        scenario,
+        policy="vllm",
+        limits=Limits(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=64, kv_blocks=64, block_size=16),
+    )
 
 
 def test_what_the_prefix_cache_had_of_each(edge: Runs) -> None:

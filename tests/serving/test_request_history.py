@@ -162,7 +162,12 @@ def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixtur
         assert not [o for o in alive if any(long in stage.ends for stage in o.stages)]
         assert (await at.chat({}, max_tokens=most)).status_code == 200
 
-    edge(scenario, limits=Limits(max_seqs=8, max_tokens=20_000, max_length=20_000, kv_blocks=2000, block=16))
+    edge(
+        scenario,
+        limits=Limits(
+            max_num_seqs=8, max_num_batched_tokens=20_000, max_model_len=20_000, kv_blocks=2000, block_size=16
+        ),
+    )
     (one, _, _, last) = [records[0] for records in history._answers.values()]
     assert (one.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4

@@ -422,7 +422,10 @@ def test_a_client_that_goes_away_while_waiting_never_starts(edge: Runs) -> None:
         await first.task
         assert sum(isinstance(e, Started) for e in at.events) == 1
 
-    edge(scenario, limits=Limits(max_seqs=1, max_tokens=512, max_length=256, kv_blocks=64, block=16))
+    edge(
+        scenario,
+        limits=Limits(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16),
+    )
 
 
 def test_tokens_that_piled_up_for_a_slow_client_go_out_as_one_chunk(edge: Runs) -> None:

@@ -133,7 +133,7 @@ def test_the_verdict_of_all_is_that_of_the_worst(edge: Runs) -> None:
         kept = (await at.complete(n=2, slo={"ttft_ms": 1e3 * 5})).json()["rubato"]
         assert (kept["met"], [c["met"] for c in kept["choices"]]) == (True, [True, True])
 
-    limits = Limits(max_seqs=2, max_tokens=512, max_length=256, kv_blocks=64, block=16)
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16)
     edge(scenario, limits=limits, policy="vllm")
 
 

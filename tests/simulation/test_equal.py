@@ -333,7 +333,9 @@ def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
     """One that turns out to be hopeless is dropped; in that step nobody runs."""
     hopeless = Request("h", (Stage(16, SLO(ttft=0.05)),), 0.0, sampling=Sampling(1), on_decline="refuse")
     other = Request("o", (Stage(1),), 0.0, sampling=Sampling(4))
-    limits = Limits(max_seqs=1, max_tokens=8, max_length=200, kv_blocks=17, block=1, max_running=1)
+    limits = Limits(
+        max_num_seqs=1, max_num_batched_tokens=8, max_model_len=200, kv_blocks=17, block_size=1, max_running=1
+    )
     same([other, hopeless], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
 
 
@@ -341,7 +343,7 @@ def test_what_is_due_at_once_of_one_that_was_preempted() -> None:
     """12 blocks of one token: two of 2 + 10 do not fit; the younger resumes when the older has ended."""
     promise = SLO(ttft=0.2, tpot=0.02)
     requests = [Request(id, (Stage(2, promise),), 0.0, sampling=Sampling(10)) for id in "ab"]
-    limits = Limits(max_seqs=2, max_tokens=8, max_length=200, kv_blocks=12, block=1)
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=200, kv_blocks=12, block_size=1)
     assert asked(requests, {"a": (10,), "b": (10,)}, limits, 8) == 18
 
 
@@ -362,7 +364,7 @@ def test_steps_that_end_together_end_in_the_order_in_which_they_began() -> None:
     listener offers the next request as each ends (a closed loop), so that the order decides who goes where."""
     first = [replace(request("a", 4, most=5), arrival=0.0), replace(request("b", 8, most=1), arrival=1.0)]
     last = request("last", 1, most=1, arrival=100.0)
-    limits = Limits(max_seqs=8, max_tokens=64, max_length=200, kv_blocks=100, block=4)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=100, block_size=4)
     setup = SimulationSetup(
         lambda: Linear(0.25, 0.0625), limits, "sarathi", {"budget": 16}, router="round_robin", replicas=2, learns=False
     )

@@ -76,7 +76,7 @@ def config(policy: str, engine: Mapping[str, Any], **more: Any) -> dict[str, Any
 
 
 def simulated(policy: str, seconds: float, **more: Any) -> Segment:
-    engine: dict[str, Any] = {"kind": "tests.soak.engine", "faults": "", "max_seqs": 32}
+    engine: dict[str, Any] = {"kind": "tests.soak.engine", "faults": "", "max_num_seqs": 32}
     if policy == "adaserve":
         engine["drafter"] = {"alpha": 0.7}
     settings = {"latency": {"kind": "affine", "k": [5e-4, 0.0], "b": [0.02, 0.0]}, "replicas": 2}
@@ -88,14 +88,14 @@ def simulated(policy: str, seconds: float, **more: Any) -> Segment:
 
 
 def real(policy: str, seconds: float) -> Segment:
-    engine = {"kind": "torch", "kv_gib": 0.5, "max_seqs": 16}
+    engine = {"kind": "torch", "kv_gib": 0.5, "max_num_seqs": 16}
     return Segment(f"torch, {policy}", config(policy, engine, model=str(bundled_model.ensure())), 1.2, seconds)
 
 
 def on_ray(policy: str, seconds: float) -> Segment:
     settings = {"latency": {"kind": "affine", "k": [5e-4, 0.0], "b": [0.02, 0.0]}, "replicas": 2}
     own = (faults.napping_actor, faults.frozen_actor if policy == "edf" else faults.killed_actor)
-    engine = {"kind": "simulated", "max_seqs": 32}
+    engine = {"kind": "simulated", "max_num_seqs": 32}
     return Segment(f"ray, {policy}", config(policy, engine, fleet={"kind": "ray"}, **settings), 8.0, seconds, own)
 
 

@@ -10,7 +10,7 @@ from rubato.core.plan import Limits
 from rubato.engines.vllm.bookkeeping import Control, Settings, settings_of
 from rubato.policies import PolicyError
 
-LIMITS = Limits(max_seqs=8, max_tokens=64, max_length=256, kv_blocks=20, block=16)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, kv_blocks=20, block_size=16)
 
 
 def test_defaults() -> None:

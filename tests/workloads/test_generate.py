@@ -143,14 +143,14 @@ def test_a_mix_changes_with_the_request_or_the_second_said():
 
 
 def test_outputs_are_cut_to_the_context():
-    load = made(B, max_length=400)
+    load = made(B, max_model_len=400)
     assert all(a.prompt_tokens + a.output_tokens <= 400 for a in load.arrivals)
     cut = sum(a.output_tokens != b.output_tokens or a.prompt_tokens != b.prompt_tokens
               for a, b in zip(load.arrivals, made(B).arrivals, strict=True))  # fmt: skip
     assert cut > 0
-    assert load.notes["max_length"] == f"{cut} requests cut to 400 tokens of prompt and output"
+    assert load.notes["max_model_len"] == f"{cut} requests cut to 400 tokens of prompt and output"
     with pytest.raises(ValueError, match="only kinds of one stage"):
-        made(TOOLS, max_length=400)
+        made(TOOLS, max_model_len=400)
 
 
 @pytest.mark.parametrize(

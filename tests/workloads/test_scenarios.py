@@ -18,7 +18,7 @@ def prefill(tokens):
 
 
 def drawn(name, **changes):
-    return scenarios.make(name, 3.0, **({"count": DRAWS, "seed": 5, "prefill": prefill, "max_length": 0} | changes))
+    return scenarios.make(name, 3.0, **({"count": DRAWS, "seed": 5, "prefill": prefill, "max_model_len": 0} | changes))
 
 
 def figures(tokens):
@@ -72,9 +72,9 @@ def test_slos_serve_slowdowns_need_a_prefill_time():
 
 @pytest.mark.parametrize("name", ["chatbot", "coder", "summarizer"])
 def test_opts_context_is_kept_and_so_are_the_means(name):
-    load = drawn(f"slos-serve-{name}", max_length=None)
+    load = drawn(f"slos-serve-{name}", max_model_len=None)
     assert max(a.prompt_tokens + a.output_tokens for a in load.arrivals) <= 2048
-    assert load.notes["max_length"].endswith("requests cut to 2048 tokens of prompt and output")
+    assert load.notes["max_model_len"].endswith("requests cut to 2048 tokens of prompt and output")
     for tokens, (m, *_) in zip(
         ([a.prompt_tokens for a in load.arrivals], [a.output_tokens for a in load.arrivals]), TABLE[name], strict=True
     ):
@@ -163,7 +163,7 @@ def test_ascendra_and_sa_are_as_promised():
         found = [getattr(a, lengths) for a in chat.arrivals]
         assert np.quantile(found, (0.5, 0.9)) == pytest.approx((median, p90), rel=0.05)
         assert max(found) <= 8192
-    sa = drawn("sa-mixed", count=40, max_length=None)
+    sa = drawn("sa-mixed", count=40, max_model_len=None)
     assert {a.at for a in sa.arrivals} == {0.0}
     assert sa.tiers == {"chat": SLO(ttft=10.0, tpot=0.05), "code": SLO(e2e=30.0)}
     assert max(a.prompt_tokens + a.output_tokens for a in sa.arrivals) <= 2048
@@ -203,7 +203,7 @@ def test_every_scenario_is_listed_makes_requests_and_says_what_it_is():
     [
         ("slos-serve-chatbt", {}, "no scenario 'slos-serve-chatbt': did you mean 'slos-serve-chatbot'"),
         ("polyserve-lmsys", {"duration": 5.0}, "either duration"),
-        ("slos-serve-toolllm", {"max_length": 900}, "only kinds of one stage"),
+        ("slos-serve-toolllm", {"max_model_len": 900}, "only kinds of one stage"),
     ],
 )
 def test_impossible_scenarios(name, changes, says):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from rubato.cli import common_options, simulation_options
+from rubato.cli import common_options, running, simulation_options
 from rubato.measure import results
 from rubato.planning import capacity, sweep
 
 
-def add(commands: Any) -> None:
-    about = "the largest rate at which a fleet attains 90 and 98 %% of its requests, per replica and per GPU"
-    parser = commands.add_parser("capacity", help=about, description=about)
-    parser.set_defaults(run=_run)
+def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
     parser.add_argument("--replicas", type=int, help="default: the configuration's, or 1")
     parser.add_argument(
@@ -27,7 +23,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--start", type=float, help="requests/s at which searches begin")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     question = capacity.CapacityQuestion(
         simulation_options.source(args, machine),
@@ -39,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     outcome = capacity.run(question, **simulation_options.how(args))
     notes = "\n".join(f"Note: {note}." for note in outcome.notes)
-    common_options.write(args.json, f"{outcome.text()}\n{notes}", results.as_json(outcome.to_json()))
+    running.write(args.json, f"{outcome.text()}\n{notes}", results.as_json(outcome.to_json()))
     if args.report:
         sweep.write(args.report, "Capacity", outcome.text(), notes)
     return 0

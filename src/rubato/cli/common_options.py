@@ -1,23 +1,19 @@
-"""Options that several verbs share, and how results are written."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from rubato.config import kinds_file
+from rubato.cli.running import write
 from rubato.core.request import SLO
 from rubato.workloads.request_kinds import Kind, chat, code, summary
 
-TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
+if TYPE_CHECKING:
+    from rubato.measure.records import Run
 
-UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "output": "", "model": ""}  # what is no `--NAME`
+TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
 
 class Once(argparse.Action):
@@ -48,6 +44,8 @@ def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 def kinds(args: argparse.Namespace) -> list[Kind]:
     """What `tiers` was told. Raises ValueError or OSError for a file of kinds that cannot be used."""
     if args.kinds:
+        from rubato.config import kinds_file  # the other commands need no pydantic
+
         return kinds_file.read(args.kinds)
     return [chat(args.chat, share=0.4), code(args.code, share=0.3), summary(args.summary, share=0.3)]
 
@@ -74,69 +72,19 @@ def numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers, such as 1,2.5,4") from error
 
 
-def check_results(args: argparse.Namespace) -> None:
-    """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
-    own = (
-        ("out", "steps") if getattr(args, "command", "") == "profile" else ()
-    )  # elsewhere those are read, or made with their folder
-    for name in ("json", "report", "plot", "records", *own):
-        to = getattr(args, name, None)
-        if to in (None, "-"):
-            continue
-        path = Path(to)
-        if path.is_dir() or not path.parent.is_dir():
-            what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise ValueError(f"--{name} {to} cannot be written: {what}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--{name} {to} cannot be written: you may not")
+def result_options(parser: argparse.ArgumentParser) -> None:
+    """Where the results of runs are written (see `report`)."""
+    parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    parser.add_argument("--plot", metavar="FILE", help="write a PNG")
+    parser.add_argument("--records", metavar="FILE", help="write one JSON line per request")
 
 
-def check_seeds(args: argparse.Namespace) -> None:
-    """Raises ValueError for a seed that a random stream cannot begin with."""
-    for name in ("seed", "seeds"):
-        given = getattr(args, name, None)
-        for seed in given if isinstance(given, list) else [] if given is None else [given]:
-            if seed < 0:
-                raise ValueError(f"--{name} {seed}: give 0 or more")
+def report(args: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """The table of runs, and the files that `result_options` was told."""
+    from rubato.measure import plot, results  # NumPy and the drawing come with them
 
-
-def sentence(error: Exception, args: argparse.Namespace) -> str:
-    """What went wrong; of a file that cannot be opened, with the option that names it."""
-    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
-        return str(error)
-    file = str(error.filename)
-    options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
-    return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
-
-
-def write(to: str | None, text: str, data: bytes) -> None:
-    """The text for a reader, and the JSON where it was asked for (`-`: on standard output, the text then beside it)."""
-    print(text, file=sys.stderr if to == "-" else sys.stdout)
-    if to == "-":
-        sys.stdout.buffer.write(data)
-    elif to:
-        Path(to).write_bytes(data)
-
-
-def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why."""
-    _end_on_sigterm()
-    try:
-        check_results(args)
-        check_seeds(args)
-        return run(args)
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"{name}: {sentence(error, args)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _end_on_sigterm() -> None:
-    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():  # others may not
-        signal.signal(signal.SIGTERM, leave)
+    write(args.json, results.table(runs), results.dumps(runs))
+    if args.records:
+        results.write_records(args.records, runs)
+    if args.plot:
+        plot.plot(args.plot, runs)

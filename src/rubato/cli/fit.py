@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from rubato.cli import common_options
+from rubato.cli import running
 from rubato.latency import fit
 from rubato.latency.model_kinds import MODELS
 from rubato.measure import results
 
 
-def add(commands: Any) -> None:
-    about = "fit a latency model to a server's event log or a table; prints `latency:` for its configuration"
-    parser = commands.add_parser("fit", help=about, description=about)
-    parser.set_defaults(run=_run)
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "log", help="event log (JSON lines) of `serve --event-log`, stopped after a bench; or a CSV table"
     )
@@ -25,7 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     fitted = fit.fit_file(args.log, args.model, args.train, args.test, args.of)
-    common_options.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
+    running.write(args.json, fitted.text(), results.as_json(fitted.to_json()))
     return 0

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rubato.cli import common_options, simulation_options
+from rubato.cli import running, simulation_options
 from rubato.measure import results
 from rubato.planning import fleet_size, optimum, sweep
 from rubato.planning.fleet_size_model import FleetQuestion
 
 
-def add(commands: Any) -> None:
-    about = "the smallest fleet that attains a share of a trace's requests, what it costs and what binds it"
-    parser = commands.add_parser("plan", help=about, description=about)
-    parser.set_defaults(run=_run)
+def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser, seeds=False)
     parser.add_argument("--rate", type=float, help="requests/s of a scenario or a mix (default 1)")
     parser.add_argument("--target", type=float, default=0.9, help="share of requests to attain")
@@ -33,7 +30,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     if args.optimum:
         load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
@@ -57,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, title: str, text: str, data: Mapping[str, Any]) -> int:
-    common_options.write(args.json, text, results.as_json(data))
+    running.write(args.json, text, results.as_json(data))
     if args.report:
         sweep.write(args.report, title, text)
     return 0

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -20,10 +19,7 @@ from rubato.latency.profiles.profile import Profile
 from rubato.measure.profile_engine import profile_of
 
 
-def add(commands: Any) -> None:
-    about = "make a hardware profile: measure a model, or ask kernel tables"
-    parser = commands.add_parser("profile", help=about, description=about)
-    parser.set_defaults(run=_run)
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="*",
         help="to measure: a Hugging Face folder, a GGUF file or `bundled`; with --aiconfigurator: MODEL GPU, a model "
@@ -43,7 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Raises ValueError for what cannot be profiled, ImportError where an extra is missing."""
     if args.list:
         for name in profiles.names():

@@ -30,8 +30,8 @@ def replica(parser: argparse.ArgumentParser) -> None:
     """Options that say what a replica is, beside those of its configuration."""
     options = parser.add_argument_group("a replica")
     options.add_argument("--profile", help="packaged hardware profile, or FILE.json: step times, KV capacity, GPUs")
-    options.add_argument("--max-seqs", type=int, help="sequences in a batch")
-    options.add_argument("--max-tokens", type=int, help="tokens in a batch")
+    options.add_argument("--max-num-seqs", type=int, help="sequences in a batch")
+    options.add_argument("--max-num-batched-tokens", type=int, help="tokens in a batch")
     options.add_argument("--kv-tokens", type=int, help="KV capacity in tokens")
     options.add_argument(
         "--host-scale", type=float, default=1.0, metavar="F",
@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
     replica(parser)
     parser.add_argument("--config", help="YAML file: the replica (latency, engine), policy, router, replicas")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block=16`)"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of the configuration (`engine.block_size=16`)"
     )
     policies = parser.add_argument_group("policies")
     policies.add_argument(
@@ -102,7 +102,11 @@ def hardware(args: argparse.Namespace) -> Hardware:
 def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
     """The replica that a configuration describes; with --profile, that of the profile, changed by the settings of
     `engine` that the configuration has. Raises ValueError (ConfigError)."""
-    options = {name: n for name in ("max_seqs", "max_tokens", "kv_tokens") if (n := getattr(args, name)) is not None}
+    options = {
+        name: n
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens")
+        if (n := getattr(args, name)) is not None
+    }
     for name, n in options.items():
         if n < 1:
             raise ValueError(f"--{name.replace('_', '-')} {n}: give 1 or more")
@@ -112,14 +116,14 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
         limits = {name: n for name, n in limits.items() if name in config.engine.settings}
         blocks = limits.pop("kv_blocks", None)
         if kv_tokens is None and blocks is not None:
-            kv_tokens = blocks * limits.get("block", 16)
+            kv_tokens = blocks * limits.get("block_size", 16)
         return packaged_hardware(args.profile, kv_tokens, args.host_scale, **{**limits, **options})
     if args.host_scale != 1.0:
         raise ValueError(f"--host-scale {args.host_scale:g} without --profile: change host in the configuration")
     if kv_tokens is not None:
-        if kv_tokens < limits["block"]:
-            raise ValueError(f"--kv-tokens {kv_tokens}: give at least a block, {limits['block']} tokens")
-        limits["kv_blocks"] = kv_tokens // limits["block"]
+        if kv_tokens < limits["block_size"]:
+            raise ValueError(f"--kv-tokens {kv_tokens}: give at least a block, {limits['block_size']} tokens")
+        limits["kv_blocks"] = kv_tokens // limits["block_size"]
     return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from rubato.cli import common_options, simulation_options
+from rubato.cli import common_options, running, simulation_options
 from rubato.measure import results
 from rubato.planning import sweep
 
 
-def add(commands: Any) -> None:
-    about = "policies at rates under seeds, simulated on all cores; one line a job in a file, resumable"
-    parser = commands.add_parser("sweep", help=about, description=about)
-    parser.set_defaults(run=_run)
+def add(parser: argparse.ArgumentParser) -> None:
     simulation_options.add(parser)
     parser.add_argument(
         "--rates", type=common_options.numbers, required=True, metavar="1,2,4", help="requests/s of the fleet"
@@ -22,7 +18,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--plot", metavar="FILE", help="write a PNG")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     asked = sweep.Sweep(
         simulation_options.source(args, machine),
@@ -32,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     outcome = sweep.run(asked, **simulation_options.how(args))
     text = "\n".join([outcome.text(), "", *outcome.notes])
-    common_options.write(args.json, text, results.as_json(outcome.to_json()))
+    running.write(args.json, text, results.as_json(outcome.to_json()))
     if args.report:
         sweep.write(args.report, "Attainment by rate", outcome.text(), "\n".join(outcome.notes))
     if args.plot:

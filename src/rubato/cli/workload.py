@@ -1,149 +1,38 @@
-"""Options of `workload`, `bench` and `simulate` that say which requests are offered."""
+"""`rubato workload`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from math import inf
-from pathlib import Path
 
-from rubato.workloads import scenarios, traces, workload_file
-from rubato.workloads.arrivals import Process, parse
-from rubato.workloads.generate import Prefill, make
-from rubato.workloads.prompts import with_texts
-from rubato.workloads.request_kinds import Kind
-from rubato.workloads.workload import Workload
+from rubato.cli import workload_options
+from rubato.workloads import scenarios, workload_file
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """What can be said besides kinds and their SLOs. Without a scenario or a trace the kinds say it all."""
-    parser.add_argument(
-        "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
-    )
-    parser.add_argument(
-        "--trace", dest="arrivals_from", metavar="FILE",
-        help="CSV, JSON lines or JSON array of times and lengths; with --scenario its times only",
-    )  # fmt: skip
-    parser.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
-    parser.add_argument(
-        "--arrivals", metavar="WORDS",
-        help="poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50,quiet=0.1, "
-        "piecewise:0=1,60=3,90=1,360=0, at-once, trace (default: the trace's, the scenario's, or poisson)",
-    )  # fmt: skip
-    parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
-    parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
-    parser.add_argument("--count", type=int, help="number of requests, in place of --duration")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--texts", action=argparse.BooleanOptionalAction,
-        help="make prompts of these lengths, as a server needs them (default: but for scenarios)",
-    )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help="most tokens of prompt + output: outputs are cut")
-    parser.add_argument("--prompt-scale", type=float, default=1.0, help="with --scenario: factor on prompt lengths")
-    parser.add_argument("--slo-scale", type=float, help="factor on all SLO times")
-    parser.add_argument(
-        "--prefill-ms", type=_line, metavar="BASE,PER_TOKEN",
-        help="zero-load prefill time, of which a TTFT stated as a slowdown is a multiple",
-    )  # fmt: skip
-    parser.add_argument(
-        "--unloaded-ms",
-        type=float,
-        metavar="MS",
-        help="time per token of a request alone, of which a trace's slo_ratio is a multiple",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", nargs="?", help="file to write")
+    parser.add_argument("-o", "--out", metavar="FILE", help="the same")
+    parser.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
+    workload_options.add(parser, file=False)
 
 
-def _line(text: str) -> Prefill:
-    try:
-        base, per_token = (float(part) / 1e3 for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers of ms, such as 12,0.1") from error
-    if base < 0.0 or per_token < 0.0 or base + per_token == 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers of ms, 0 or more")
-    return lambda tokens: base + per_token * tokens
-
-
-def asked(args: argparse.Namespace, kinds: Callable[[], Sequence[Kind]], seed: int) -> Workload:
-    """The workload that the words describe; kinds: of --kinds or the usual ones, where no scenario is named.
-
-    Raises ValueError for what contradicts or is impossible, OSError for a file that cannot be opened.
-    """
-    if args.count is not None and args.count < 1:
-        raise ValueError(f"--count {args.count}: give 1 or more")
-    if args.duration is not None and not 0.0 < args.duration < inf:
-        raise ValueError(f"--duration {args.duration}: give seconds above 0")
-    made = _scenario(args, seed) if args.scenario else _trace_or_mix(args, kinds, seed)
-    return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
-
-
-def from_file(args: argparse.Namespace) -> Workload:
-    """The file of --workload, at --rate, with texts if asked for."""
-    if args.kinds or args.arrivals_from or args.scenario:
-        raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
-    made = workload_file.read(args.workload)
-    made = made if args.rate is None else made.rescaled(args.rate)
-    made = made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
-    return with_texts(made) if args.texts else made
-
-
-def _scenario(args: argparse.Namespace, seed: int) -> Workload:
-    if args.kinds:
-        raise ValueError("--scenario has kinds of its own: leave out --kinds")
-    process = _process(args.arrivals)
-    rate = args.rate
-    if args.arrivals_from:
-        if process is not None:
-            raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
-        process = traces.read(args.arrivals_from, skip=args.skip_malformed).times
-        rate = process.rate if rate is None else rate
-    duration = args.duration or (60.0 if args.count is None else None)
-    made = scenarios.make(
-        args.scenario, 1.0 if rate is None else rate, count=args.count, duration=duration, seed=seed, arrivals=process,
-        prefill=args.prefill_ms, scale=args.prompt_scale, max_length=args.max_length,
-    )  # fmt: skip
-    return with_texts(made) if args.texts else made
-
-
-def _trace_or_mix(args: argparse.Namespace, kinds: Callable[[], Sequence[Kind]], seed: int) -> Workload:
-    process = _process(args.arrivals)
-    texts = args.texts is not False
-    name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
-    if args.arrivals_from:
-        trace = traces.read(args.arrivals_from, seconds=args.duration, count=args.count, skip=args.skip_malformed)
-        own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
-        return traces.make(
-            name, trace, () if own else kinds(), rate=args.rate, arrivals=process, seed=seed, prefill=args.prefill_ms,
-            unloaded=None if args.unloaded_ms is None else args.unloaded_ms / 1e3, texts=texts,
-        )  # fmt: skip
-    duration = args.duration or (60.0 if args.count is None else None)
-    return make(
-        name, kinds(), 1.0 if args.rate is None else args.rate, duration=duration, count=args.count, seed=seed,
-        arrivals=process, prefill=args.prefill_ms, texts=texts, max_length=args.max_length,
-    )  # fmt: skip
-
-
-def _process(words: str | None) -> Process | None:
-    return None if words in (None, "trace") else parse(str(words))
-
-
-def run(args: argparse.Namespace, kinds: Callable[[], Sequence[Kind]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write the workload asked for, or list the scenarios."""
     if args.list:
-        print(listing())
+        print(_listing())
         return 0
     path = args.out or args.output
     if not path or (args.out and args.output):
         raise ValueError("name one file to write: -o FILE")
-    made = asked(args, kinds, args.seed)
+    made = workload_options.asked(args, args.seed)
     workload_file.write(made, path)
     print(f"{path}: {len(made.arrivals)} requests in {made.duration:g} s")
-    for name in ("empty", "skipped", "best_effort", "max_length"):
+    for name in ("empty", "skipped", "best_effort", "max_model_len"):
         if name in made.notes:
             print(f"  {made.notes[name]}")
     return 0
 
 
-def listing() -> str:
+def _listing() -> str:
     """Scenarios with the mean prompt and output tokens of a request, all stages together."""
     rows = [(name, f"{prompt:.0f}", f"{output:.0f}", about) for name, prompt, output, about in scenarios.described()]
     rows.insert(0, ("scenario", "prompt", "output", "what it is"))

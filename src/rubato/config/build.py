@@ -30,7 +30,13 @@ from rubato.policies import load
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without
-SIMULATED = {"max_seqs": 64, "max_tokens": 2048, "max_length": 8192, "kv_blocks": 4096, "block": 16}
+SIMULATED = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "max_model_len": 8192,
+    "kv_blocks": 4096,
+    "block_size": 16,
+}
 # With `max_in_flight: auto`: batches that run or wait, at a replica or in the router, and requests at least.
 BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
@@ -254,7 +260,7 @@ def most_in_flight(config: Config, limits: Limits) -> int | None:
     """`max_in_flight`; auto: so many times what the batches of all replicas hold. limits: of one of the engines."""
     if config.max_in_flight != "auto":
         return config.max_in_flight
-    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_seqs)
+    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_num_seqs)
 
 
 def fair_share_of(config: Config) -> FairShare | None:

@@ -75,7 +75,7 @@ def nothing_sent(seq: SeqView) -> bool:
 class View:
     """One replica: for schedulers just before a step, for routers at any time. `waiting` holds no KV (in the order in
     which the replica was given them, preempted ones at their place); `running` holds KV (in order of start). kv_free
-    and kv_total count blocks of `limits.block` tokens.
+    and kv_total count blocks of `limits.block_size` tokens.
 
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.
@@ -135,7 +135,7 @@ class View:
     @property
     def decode_blocks(self) -> int:
         """New KV blocks that this batch needs."""
-        block = self.limits.block
+        block = self.limits.block_size
         return sum(-(-(s.cached + 1) // block) > s.blocks for s in self.running if s.pending == 1)
 
     @property

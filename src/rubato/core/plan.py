@@ -14,9 +14,9 @@ from rubato.core.request import NOTHING, HandoffReason
 Recall = Literal["waiting", "best_effort"]  # which work a router takes back from a replica (`Dispatch.recall`)
 
 
-def blocks_for(tokens: int, block: int) -> int:
-    """Blocks that `tokens` tokens of KV take, `block` tokens to a block."""
-    return -(-tokens // block)
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that `tokens` tokens of KV take, `block_size` tokens to a block."""
+    return -(-tokens // block_size)
 
 
 # --------------------------------------------------------------------------- what a step is made of
@@ -45,16 +45,16 @@ ANY = Role()
 class Limits:
     """What one engine can take. All are hard: `plan_check.check` refuses a plan beyond them."""
 
-    max_seqs: int  # sequences in one batch
-    max_tokens: int  # tokens in one batch
-    max_length: int  # prompt + output of one sequence (the model's context)
+    max_num_seqs: int  # sequences in one batch
+    max_num_batched_tokens: int  # tokens in one batch
+    max_model_len: int  # prompt + output of one sequence (the model's context)
     kv_blocks: int  # blocks of KV memory
-    block: int  # tokens a block holds
+    block_size: int  # tokens a block holds
     max_running: int | None = None  # sequences that hold KV, in a batch or not (None: as many as there is KV for)
 
     def blocks(self, tokens: int) -> int:
         """KV blocks that so many tokens of one sequence take."""
-        return blocks_for(tokens, self.block)
+        return blocks_for(tokens, self.block_size)
 
 
 class Shape(NamedTuple):

@@ -33,7 +33,7 @@ HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
 LONGEST = 60.0  # seconds of load for each policy at most, where even short requests are served slowly
 LEAST = 40  # requests for each policy
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of all lengths: the first at which LEAST requests come in SECONDS
-LIMITS = Limits(max_seqs=64, max_tokens=2048, max_length=2048, kv_blocks=2048, block=16)
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=2048, block_size=16)
 # Sarathi's, tried in simulation; 0 = by the tightest TPOT, which is as good as the model: last of equally good ones
 BUDGETS = (256, 512, 128, 64, 32, 0)
 POOR_P50, POOR_P95 = 0.15, 0.6  # relative errors of the latency model, beyond which the simulator's rate is rough
@@ -289,7 +289,12 @@ class Stage:
         config: dict[str, object] = {
             "model": self.model,
             "served_name": "demo",
-            "engine": {"kind": "torch", "kv_gib": 1.0, "max_seqs": LIMITS.max_seqs, "max_tokens": LIMITS.max_tokens},
+            "engine": {
+                "kind": "torch",
+                "kv_gib": 1.0,
+                "max_num_seqs": LIMITS.max_num_seqs,
+                "max_num_batched_tokens": LIMITS.max_num_batched_tokens,
+            },
             "policy": {"name": policy, **settings},
             "max_in_flight": 1024,
             "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last

@@ -254,7 +254,7 @@ class FairShare:
     def _sustained(self, view: View, prompt: int, output: float) -> float:
         """How many requests of this size one replica sustains within the tightest TPOT; less than 1 when the prefill
         of one, spread over its steps, is too much for them."""
-        tpot, most = max(self._tightest(1), LEAST_STEPS * _step([view])), view.limits.max_seqs
+        tpot, most = max(self._tightest(1), LEAST_STEPS * _step([view])), view.limits.max_num_seqs
         if tpot == inf:
             return most
 

@@ -82,8 +82,8 @@ async def profile_of(
     limits = engine.limits
     fits = error_report(model, samples).format()
     provenance = f"measured: {len(samples)} kinds of step, {repeats} times each, on {device}; {fits}"
-    tokens = limits.kv_blocks * limits.block
-    made = Profile(name, about, device, 1, tokens, token, limits.max_length, model.to_dict(), None, {}, provenance)
+    tokens = limits.kv_blocks * limits.block_size
+    made = Profile(name, about, device, 1, tokens, token, limits.max_model_len, model.to_dict(), None, {}, provenance)
     return made, samples
 
 
@@ -102,7 +102,7 @@ async def _step(engine: Engine, batch: Batch, clock: Clock) -> float:
 def _batch(point: Point, limits: Limits) -> Batch:
     blocks = iter(range(limits.kv_blocks))
     work = [(point.context, 1)] * point.decodes + ([(point.cached, point.chunk)] if point.chunk else [])
-    entries = [Entry(str(i), k, c, _held(blocks, k + c, limits.block), True) for i, (k, c) in enumerate(work)]
+    entries = [Entry(str(i), k, c, _held(blocks, k + c, limits.block_size), True) for i, (k, c) in enumerate(work)]
     return Batch(tuple(entries))
 
 
@@ -111,10 +111,12 @@ def _held(blocks: Iterator[int], tokens: int, block: int) -> tuple[int, ...]:
 
 
 def _fits(point: Point, limits: Limits) -> bool:
-    need = point.decodes * -(-(point.context + 1) // limits.block) + -(-(point.cached + point.chunk) // limits.block)
+    need = point.decodes * -(-(point.context + 1) // limits.block_size) + -(
+        -(point.cached + point.chunk) // limits.block_size
+    )
     return (
         need <= limits.kv_blocks
-        and point.decodes + (point.chunk > 0) <= limits.max_seqs
-        and point.decodes + point.chunk <= limits.max_tokens
-        and max(point.context, point.cached + point.chunk) < limits.max_length
+        and point.decodes + (point.chunk > 0) <= limits.max_num_seqs
+        and point.decodes + point.chunk <= limits.max_num_batched_tokens
+        and max(point.context, point.cached + point.chunk) < limits.max_model_len
     )

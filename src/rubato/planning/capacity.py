@@ -153,9 +153,9 @@ def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance
 def estimate(load: Workload, setting: RunSpec) -> float:
     """Requests/s that step times would allow, were every batch full of tokens: where a search begins."""
     tokens = sum(a.prompt_tokens + a.output_tokens for a in load.arrivals) / len(load.arrivals)
-    batch = setting.hardware.limits.max_tokens
-    kv = setting.hardware.limits.kv_blocks * setting.hardware.limits.block
-    full = setting.hardware.model.step_time(Shape(batch, min(batch, setting.hardware.limits.max_seqs), kv // 2))
+    batch = setting.hardware.limits.max_num_batched_tokens
+    kv = setting.hardware.limits.kv_blocks * setting.hardware.limits.block_size
+    full = setting.hardware.model.step_time(Shape(batch, min(batch, setting.hardware.limits.max_num_seqs), kv // 2))
     return setting.replicas * batch / full / tokens
 
 

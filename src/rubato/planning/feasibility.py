@@ -78,7 +78,7 @@ def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arr
 def fitting(hardware: Hardware) -> int:
     """Tokens of the longest request that a replica can hold."""
     limits = hardware.limits
-    return min(limits.max_length, limits.kv_blocks * limits.block)
+    return min(limits.max_model_len, limits.kv_blocks * limits.block_size)
 
 
 def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> str:
@@ -92,9 +92,11 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     fits = fitting(hardware)
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
-        lifts = [f"--set engine.max_length={length}"] if length > limits.max_length else []
+        lifts = [f"--set engine.max_model_len={length}"] if length > limits.max_model_len else []
         lifts += (
-            [f"--kv-tokens {limits.blocks(length) * limits.block}"] if length > limits.kv_blocks * limits.block else []
+            [f"--kv-tokens {limits.blocks(length) * limits.block_size}"]
+            if length > limits.kv_blocks * limits.block_size
+            else []
         )
         return f"is {length} tokens long and {fits} fit (lifted by {' and '.join(lifts)})"
     cached, start = 0, 0.0
@@ -102,7 +104,7 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     for part in parts:
         slo, steps = part.slo, part.output - 1
         pending = part.prompt + (cached > 0)  # the token before it is not in KV yet
-        first = prefill_time(model, pending, cached, limits.max_tokens)
+        first = prefill_time(model, pending, cached, limits.max_num_batched_tokens)
         cached += pending
         begin, end = (model.step_time(Shape().plus(1, cached + i)) for i in (0, max(0, steps - 1)))
         decode = steps * (begin + end) / 2

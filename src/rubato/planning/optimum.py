@@ -91,7 +91,7 @@ def decode_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Bat
     def seconds(batch: int) -> float:
         return parts.gemm(batch, batch) + parts.decode_attention(batch, batch * each)
 
-    return _largest(parts, seconds, lambda batch: batch * each, tpot, parts.limits.max_seqs)
+    return _largest(parts, seconds, lambda batch: batch * each, tpot, parts.limits.max_num_seqs)
 
 
 def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> BatchLimit:
@@ -106,7 +106,10 @@ def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Batc
         seqs = _decoding(batch, prompt, output)
         return parts.gemm(batch, seqs) + parts.decode_attention(seqs, kv(batch))
 
-    most = min(parts.limits.max_tokens, int(parts.limits.max_seqs / share) if share else parts.limits.max_tokens)
+    most = min(
+        parts.limits.max_num_batched_tokens,
+        int(parts.limits.max_num_seqs / share) if share else parts.limits.max_num_batched_tokens,
+    )
     return _largest(parts, seconds, kv, tpot, most)
 
 
@@ -164,7 +167,7 @@ def _largest(
     parts: StepParts, seconds: Callable[[int], float], kv: Callable[[int], float], tpot: float, most: int
 ) -> BatchLimit:
     """The largest batch of 1 to `most` whose step is below `tpot` and whose KV fits; 1 if none is."""
-    capacity = parts.limits.kv_blocks * parts.limits.block
+    capacity = parts.limits.kv_blocks * parts.limits.block_size
 
     def fits(batch: int) -> bool:
         return kv(batch) < capacity and seconds(batch) < tpot

@@ -77,7 +77,7 @@ class Hardware:
 
     def prefill(self, tokens: int) -> float:
         """TTFT in seconds of a prompt on an idle replica."""
-        return prefill_time(self.model, tokens, 0, self.limits.max_tokens)
+        return prefill_time(self.model, tokens, 0, self.limits.max_num_batched_tokens)
 
     def describe(self) -> dict[str, Any]:
         """model: a digest, so that a file of jobs is not resumed with other step times."""
@@ -89,8 +89,8 @@ def digest_of(model: LatencyModel | None) -> str:
 
 
 def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
-    """A packaged hardware profile; limits: max_seqs, max_tokens, max_length where they should differ. host_scale: what
-    a step takes outside the device is so many times as long.
+    """A packaged hardware profile; limits: max_num_seqs, max_num_batched_tokens, max_model_len where they
+    should differ. host_scale: what a step takes outside the device is so many times as long.
 
     Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
     """
@@ -156,7 +156,7 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 class RunSpec:
     """All of a simulated run but its requests. learns: schedulers update their latency models online, as they do live.
     Off by default: step times are exact already, and steps are simulated one by one where models learn. link,
-    drafter, max_tokens: as in `SimulationSetup`."""
+    drafter, stated_max_tokens: as in `SimulationSetup`."""
 
     hardware: Hardware
     choice: PolicyChoice
@@ -167,7 +167,7 @@ class RunSpec:
     learns: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
-    max_tokens: int = 0
+    stated_max_tokens: int = 0
 
     def run(
         self, load: Workload, seed: int = 0, *, times: bool = True, causes: bool = True,
@@ -189,7 +189,7 @@ class RunSpec:
             learns=self.learns,
             link=self.link,
             drafter=self.drafter,
-            max_tokens=self.max_tokens,
+            stated_max_tokens=self.stated_max_tokens,
         )
         return simulated_run(load, setup, self.choice.label, times=times, causes=causes, listen=listen)
 
@@ -208,7 +208,7 @@ class RunSpec:
             "learns": self.learns,
             **({} if self.link == FREE else {"link": asdict(self.link)}),
             **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
-            **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
+            **({"stated_max_tokens": self.stated_max_tokens} if self.stated_max_tokens else {}),
         }
 
 

@@ -117,7 +117,7 @@ class Scheduler:
         chunk, kv_free = self._beside(view, prompts)
         beside = drafts.plus(chunk, 0) if chunk else drafts
         likely = sorted((f for tree in trees if tree is not None for f in tree.paths), reverse=True)
-        likely = likely[: max(0, view.limits.max_tokens - n)]
+        likely = likely[: max(0, view.limits.max_num_batched_tokens - n)]
         if self.verify_tokens:
             nodes = min(self.verify_tokens - n, len(likely))
         else:
@@ -154,7 +154,7 @@ def _within(
     chosen = {}
     for seq, nodes in zip(decodes, found, strict=True):
         held = max(seq.blocks, view.limits.blocks(seq.cached + 1))
-        room = (held + kv_free) * view.limits.block - seq.cached - 1
+        room = (held + kv_free) * view.limits.block_size - seq.cached - 1
         chosen[seq.id] = nodes[:room] if room < len(nodes) else nodes
         kv_free -= max(0, view.limits.blocks(seq.cached + 1 + len(chosen[seq.id])) - held)
     return chosen

@@ -50,7 +50,11 @@ def deadline(seq: SeqView) -> float:
 def edf(seq: SeqView, view: View) -> float:
     """Who must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
     due = deadline(seq)
-    return -inf if due == inf else prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_tokens) - due
+    return (
+        -inf
+        if due == inf
+        else prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens) - due
+    )
 
 
 def edf_plain(seq: SeqView, view: View) -> float:
@@ -148,7 +152,7 @@ class Scheduler:
         seconds = _until_due(view, builder.shape)
         for seq in self._by_value(view, waiting):
             tokens = min(seq.pending, builder.tokens_left)
-            own = prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_tokens)
+            own = prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens)
             fits = seconds > own and builder.kv_left > _new_blocks(seq, view) and builder.tokens_left > seq.pending
             if not fits and alone and tokens:  # longer than the batch; or, where nothing runs, than anything
                 fits = idle or (seconds > own and builder.kv_left > _new_blocks(seq, view))
@@ -181,7 +185,7 @@ class Scheduler:
         the largest batches there. Who cannot be in time anywhere stays, and who was offloaded before."""
         if "handoff" not in view.supports:
             return {}
-        latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_tokens)
+        latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_num_batched_tokens)
         end = view.now + (latency.step_time(batch) if batch.seqs else 0.0)
         queue = self.theta * latency.step_time(Shape().plus(chunk, 0))
         offloaded: dict[str, HandoffReason] = {}
@@ -218,7 +222,7 @@ class Scheduler:
 
     def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
         """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
-        places = _places(view, view.limits.max_seqs if self.elastic else BATCH_SIZE)
+        places = _places(view, view.limits.max_num_seqs if self.elastic else BATCH_SIZE)
         free = unreserved(view) if self.elastic and waiting else 0
         idle = not view.running
         for seq in waiting:
@@ -230,7 +234,7 @@ class Scheduler:
             builder.add(seq, tokens)
             if not whole:
                 return
-            free -= memory(seq, view.limits.block)
+            free -= memory(seq, view.limits.block_size)
             places -= 1
             idle = False
 
@@ -254,7 +258,7 @@ def _until_due(view: View, batch: Shape) -> float:
 
 def _places(view: View, most: int) -> int:
     """How many more may run."""
-    return min(most, view.limits.max_seqs) - len(view.running)
+    return min(most, view.limits.max_num_seqs) - len(view.running)
 
 
 def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:

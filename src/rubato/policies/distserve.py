@@ -136,7 +136,9 @@ class Router:
         """KV blocks for those that come."""
         if not self.reserve_kv:
             return view.kv_free
-        return view.kv_total - sum(memory(s, view.limits.block) for s in [*view.running, *view.waiting, *view.moving])
+        return view.kv_total - sum(
+            memory(s, view.limits.block_size) for s in [*view.running, *view.waiting, *view.moving]
+        )
 
     def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:
         """The decode replica with the largest share of its KV free, if that is enough."""
@@ -152,7 +154,7 @@ class Router:
 
 def _could_hold(view: View, request: Request) -> bool:
     most = _longest(request)
-    return most <= view.limits.max_length and view.limits.blocks(most) <= view.kv_total
+    return most <= view.limits.max_model_len and view.limits.blocks(most) <= view.kv_total
 
 
 def _longest(request: Request) -> int:

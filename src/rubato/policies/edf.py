@@ -107,10 +107,12 @@ class Scheduler:
         self._prefills(builder, parts, rest, bound, deep)
         self._leftover(builder, rest, bound)
         if not builder.work:
-            able = [job[4] for job in sorted(strict)] or rest.up_to(view.limits.max_length)
+            able = [job[4] for job in sorted(strict)] or rest.up_to(view.limits.max_model_len)
             able = [s for s in able if s not in builder.preempted]
             if able:
-                self._force(builder, able[0], [*rest.running[::-1], *_latest(strict)], view.limits.max_tokens)
+                self._force(
+                    builder, able[0], [*rest.running[::-1], *_latest(strict)], view.limits.max_num_batched_tokens
+                )
         builder.fold_decodes()
         return builder.plan(
             demote=[s.id for s in parts.declined if s.id not in drop],
@@ -270,7 +272,7 @@ class Scheduler:
     def _prefills(self, builder: BatchBuilder, parts: _Parts, rest: _Rest, bound: float, deep: float) -> None:
         """By deadline, until not even a token fits. Who gets none now takes nobody's KV either."""
         view, running = builder.view, builder.running
-        block = view.limits.block
+        block = view.limits.block_size
         behind = self._behind() if parts.jobs else set()
         together: DecodesToBe | None = None
         victims: list[SeqView] | None = None
@@ -310,7 +312,7 @@ class Scheduler:
         """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO. Who waits
         starts where there is KV for its prompt, and a block for everyone to grow."""
         view, running = builder.view, builder.running
-        block = view.limits.block
+        block = view.limits.block_size
         shut = _shut(builder, bound, bound) >= bound
 
         def room() -> int:

@@ -80,7 +80,7 @@ class _Load:
 
     def add(self, pending: int, cached: int) -> None:
         limits, shape = self.view.limits, self._shape
-        tokens = min(pending, limits.max_tokens - shape.tokens) if shape.seqs < limits.max_seqs else 0
+        tokens = min(pending, limits.max_num_batched_tokens - shape.tokens) if shape.seqs < limits.max_num_seqs else 0
         if tokens > 0:
             self._shape = shape.plus(tokens, cached)
         self._pending += pending
@@ -98,7 +98,7 @@ def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
     """The decodes of the next iteration, in one shape, and who prefills. As the replica counts them, unless more decode
     than a batch takes."""
     decodes, prefills = view.decodes, view.prefilling
-    if decodes.seqs <= view.limits.max_seqs:
+    if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills
-    cached = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_seqs]
+    cached = [seq.cached for seq in view.running if seq.pending == 1][: view.limits.max_num_seqs]
     return Shape(len(cached), len(cached), sum(cached) + len(cached)), prefills

@@ -86,7 +86,7 @@ class Scheduler:
         tpot = _tpot_of(view.role)
         decodes = view.decodes
         first = next(iter(view.prefilling), None) or next(iter(view.waiting), None)
-        budget = self.budget if tpot == inf else view.limits.max_tokens
+        budget = self.budget if tpot == inf else view.limits.max_num_batched_tokens
         if first is not None and decodes.seqs and tpot < inf:
             budget = decodes.seqs + _chunk(view.latency, tpot, decodes, first, budget - decodes.seqs)
         builder = decode_first(view, budget)
@@ -205,7 +205,7 @@ class _Replica:
         self.queued = 0.0  # seconds of `jobs`
         self.uncounted: list[str] = []  # placed here by others
         self.added = 0  # tokens that this dispatch places here
-        self.capacity = view.kv_total * view.limits.block
+        self.capacity = view.kv_total * view.limits.block_size
         self.steps = steps
         self.load = 0.0
 
@@ -397,7 +397,7 @@ class Router:
 
     def _table(self, view: View) -> _StepTable:
         """One for all replicas with the same latency model: a table takes a thousand questions to fill."""
-        most = view.limits.max_tokens
+        most = view.limits.max_num_batched_tokens
         table = _StepTable(view.latency, most, self.budget if self.mode == "pd" else most)
         return self._tables.setdefault((id(view.latency), most), table)
 
@@ -496,7 +496,7 @@ class Router:
         step = replica.look(now)
         limits = replica.view.limits
         count = 1 if alone else len(replica.forecast) + 1
-        if count > limits.max_seqs:
+        if count > limits.max_num_seqs:
             return None
         if count > 1:
             peak = replica.forecast.peak_with(want.length, want.remaining, step)
@@ -592,7 +592,7 @@ class Router:
             step, left = replica.look(turn.now), remaining(seq)
             limits, count = replica.view.limits, len(replica.forecast)
             too_much = count and replica.forecast.peak_with(seq.length, left, step) > replica.capacity
-            if count >= limits.max_seqs or too_much or limits.blocks(seq.cached) > replica.view.kv_free:
+            if count >= limits.max_num_seqs or too_much or limits.blocks(seq.cached) > replica.view.kv_free:
                 return
             replica.forecast.add(seq.id, seq.length, left, step)
             self._where[seq.id] = (replica, None)
@@ -613,7 +613,7 @@ def _fits_prefill(replica: _Replica, want: _Want, now: float) -> float | None:
     replica.steps.renew(now)
     view, jobs = replica.view, replica.jobs
     queued = sum(job.tokens for job in jobs)
-    if queued + want.pending > view.kv_free * view.limits.block:
+    if queued + want.pending > view.kv_free * view.limits.block_size:
         return None
     at = now + replica.wait(now)
     if jobs:  # less what steps have taken up

@@ -361,7 +361,7 @@ class Router:
     def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> set[str]:
         """Each to the replica with the most memory left; when that has none for it, a new round begins (equation 20).
         Returns the replicas that have new ones."""
-        full = {view.id: MEMORY_USE * view.kv_total * view.limits.block for view in fleet}
+        full = {view.id: MEMORY_USE * view.kv_total * view.limits.block_size for view in fleet}
         left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
         changed = set()
         for seq in new:
@@ -379,7 +379,7 @@ class Router:
     def _mapped(self, seqs: Sequence[SeqView], view: View, now: float) -> list[list[str]]:
         """The priority mapper (§4.3), for the requests of one replica that have not been sent."""
         limits = view.limits
-        most = self.max_batch or min(limits.max_seqs, limits.max_running or limits.max_seqs)
+        most = self.max_batch or min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
         found = self.solved(Predicted.of([_job(seq, now) for seq in seqs], view.latency, most))
         return [[seqs[i].id for i in batch] for batch in found.batches]
 

@@ -45,9 +45,9 @@ class Scheduler:
         here = [*view.running, *view.waiting]
         tpots = [t for s in here if (t := s.request.stages[s.stage].slo.tpot) is not None]
         if not tpots:
-            return view.limits.max_tokens
+            return view.limits.max_num_batched_tokens
         decodes = view.decodes
         first = next((s for s in here if s.pending > 1), None)
         cached = first.cached if first else 0
-        chunk = view.latency.largest_chunk(min(tpots), decodes, cached, view.limits.max_tokens)
+        chunk = view.latency.largest_chunk(min(tpots), decodes, cached, view.limits.max_num_batched_tokens)
         return decodes.tokens + max(self.min_chunk, chunk)

@@ -21,8 +21,10 @@ class BatchBuilder:
     def __init__(self, view: View, budget: int | None = None, steps: int = 0) -> None:
         limits = view.limits
         self.view = view
-        self.tokens_left = min(limits.max_tokens, budget) if budget is not None else limits.max_tokens
-        self.seqs_left = limits.max_seqs
+        self.tokens_left = (
+            min(limits.max_num_batched_tokens, budget) if budget is not None else limits.max_num_batched_tokens
+        )
+        self.seqs_left = limits.max_num_seqs
         self.kv_left = view.kv_free
         self.running = view.running_ids
         most = limits.max_running
@@ -91,7 +93,7 @@ class BatchBuilder:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
         if self.seqs_left == 0 or self.lacks_slot(seq):
             return 0
-        by_kv = (seq.blocks + self.kv_left) * self.view.limits.block - seq.cached
+        by_kv = (seq.blocks + self.kv_left) * self.view.limits.block_size - seq.cached
         return max(0, min(seq.pending, self.tokens_left, by_kv))
 
     def lacks_slot(self, seq: SeqView) -> bool:
@@ -107,7 +109,7 @@ class BatchBuilder:
 
     def lacking(self, seq: SeqView, tokens: int) -> int:
         """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
-        return blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks - self.kv_left
+        return blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks - self.kv_left
 
     def verifiable(self, seq: SeqView, drafted: int) -> int:
         """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
@@ -136,7 +138,7 @@ class BatchBuilder:
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
         """One token of each in one go, where all run and there is room for all; else False, and nothing is done.
         drafts: what to draft at the end of the step, by id (`Work.draft`)."""
-        count, running, block = len(seqs), self.running, self.view.limits.block
+        count, running, block = len(seqs), self.running, self.view.limits.block_size
         if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
         cached = [s.cached for s in seqs]
@@ -212,7 +214,7 @@ class BatchBuilder:
         self._draft_tokens = sum(map(later_draft_tokens, drafts))
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
-        return max(0, blocks_for(seq.cached + tokens, self.view.limits.block) - seq.blocks)
+        return max(0, blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks)
 
 
 def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
@@ -331,7 +333,7 @@ def starting(view: View, whole: bool) -> Iterable[SeqView]:
 
 
 def _fitting(view: View) -> Iterator[SeqView]:
-    block = view.limits.block
+    block = view.limits.block_size
     free = unreserved(view)
     alone = not (view.running or view.moving)  # then it starts whatever is predicted
     for seq in view.waiting:
@@ -344,7 +346,7 @@ def _fitting(view: View) -> Iterator[SeqView]:
 
 def unreserved(view: View) -> int:
     """KV blocks that are left when all that run have what they take to their ends; below 0 if that is too much."""
-    block = view.limits.block
+    block = view.limits.block_size
     return view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
 
 

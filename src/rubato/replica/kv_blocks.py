@@ -26,16 +26,16 @@ def next_key(before: bytes, ids: Sequence[int]) -> bytes:
 
 
 class KVBlocks:
-    """`total` blocks of `block` tokens. keep: named blocks stay findable after their last user has gone.
+    """`total` blocks of `block_size` tokens. keep: named blocks stay findable after their last user has gone.
 
     Of the unnamed, the last freed is first reused: its memory is the likeliest to be in a CPU's cache.
     """
 
-    def __init__(self, total: int, block: int, *, keep: bool = False) -> None:
-        if total < 1 or block < 1:
-            raise ValueError(f"KV memory of {total} blocks of {block} tokens: both must be at least 1")
+    def __init__(self, total: int, block_size: int, *, keep: bool = False) -> None:
+        if total < 1 or block_size < 1:
+            raise ValueError(f"KV memory of {total} blocks of {block_size} tokens: both must be at least 1")
         self.total = total
-        self.block = block
+        self.block_size = block_size
         self.version = 0  # changes whenever `find` may answer differently
         self._keep = keep
         self._free = list(range(total - 1, -1, -1))
@@ -78,7 +78,7 @@ class KVBlocks:
 
     def grow(self, held: list[int], tokens: int) -> None:
         """Make `held` long enough for `tokens` tokens. Raises MemoryError when too few blocks are free."""
-        need = blocks_for(tokens, self.block) - len(held)
+        need = blocks_for(tokens, self.block_size) - len(held)
         if need > self.free:
             raise MemoryError(f"{need} KV blocks needed, {self.free} of {self.total} free")
         for _ in range(need):
@@ -90,7 +90,7 @@ class KVBlocks:
 
     def shrink(self, held: list[int], tokens: int) -> None:
         """Give back the blocks at the end of `held` that `tokens` tokens do not need."""
-        keep = blocks_for(tokens, self.block)
+        keep = blocks_for(tokens, self.block_size)
         surplus = held[keep:]
         del held[keep:]
         self.release(surplus)

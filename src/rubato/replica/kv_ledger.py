@@ -22,11 +22,11 @@ class KVCounts:
     by_block = False
     version = 0  # changes whenever `look_up` may answer differently
 
-    def __init__(self, total: int, block: int) -> None:
-        if total < 1 or block < 1:
-            raise ValueError(f"KV memory of {total} blocks of {block} tokens: both must be at least 1")
+    def __init__(self, total: int, block_size: int) -> None:
+        if total < 1 or block_size < 1:
+            raise ValueError(f"KV memory of {total} blocks of {block_size} tokens: both must be at least 1")
         self.total = total
-        self.block = block
+        self.block_size = block_size
         self._free = total  # without what the run under way takes
         self._run: Run | None = None
         self._pool: DecodePool | None = None
@@ -42,7 +42,7 @@ class KVCounts:
         return self._free - need - (self._verified(run) if run.speculation else 0)
 
     def held(self, seq: Seq) -> int:
-        return -(-(seq.cached + seq.in_flight) // self.block)
+        return -(-(seq.cached + seq.in_flight) // self.block_size)
 
     own = held
 
@@ -51,7 +51,7 @@ class KVCounts:
         assert self._pool is not None
         need = self._pool.blocks_until(steps, run.tick)
         for chunk in run.chunks:
-            need += chunk.blocks(steps, self.block)
+            need += chunk.blocks(steps, self.block_size)
         return need
 
     def fitting(self, run: Run, most: int) -> int:
@@ -81,18 +81,18 @@ class KVCounts:
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence."""
         cached = seq.cached
-        self._free -= blocks_for(cached, self.block) - blocks_for(cached - tokens, self.block)
+        self._free -= blocks_for(cached, self.block_size) - blocks_for(cached - tokens, self.block_size)
 
     def _verified(self, run: Run) -> int:
         """Blocks of what is verified, beyond those of pending tokens."""
         more = 0
         for spec in run.speculation.values():
             held = spec.start + spec.pending
-            more += blocks_for(held + len(spec.verify), self.block) - blocks_for(held, self.block)
+            more += blocks_for(held + len(spec.verify), self.block_size) - blocks_for(held, self.block_size)
         return more
 
     def reserve(self, seq: Seq, tokens: int) -> None:
-        self._free -= blocks_for(tokens, self.block)
+        self._free -= blocks_for(tokens, self.block_size)
 
     def release(self, seq: Seq, keep: bool = False) -> None:
         """Give up all that it holds."""
@@ -127,11 +127,11 @@ class KVByBlock:
 
     by_block = True
 
-    def __init__(self, id: str, total: int, block: int, prefix_cache: bool) -> None:
+    def __init__(self, id: str, total: int, block_size: int, prefix_cache: bool) -> None:
         self.total = total
-        self.block = block
+        self.block_size = block_size
         self._id = id
-        self._blocks = KVBlocks(total, block, keep=prefix_cache)
+        self._blocks = KVBlocks(total, block_size, keep=prefix_cache)
         self._prefix_cache = prefix_cache
         self._pool: DecodePool | None = None
 
@@ -188,7 +188,7 @@ class KVByBlock:
         """Give up all that it holds. keep: what can be found stays so, as long as nobody needs the memory, also full
         blocks of tokens whose ids are not known, by keys that only the sequence itself has."""
         if keep:
-            full = seq.cached // self.block
+            full = seq.cached // self.block_size
             if not seq.keys:
                 seq.keys.append(first_key(f"{self._id}/{seq.order}"))
             while len(seq.keys) <= full:
@@ -204,26 +204,26 @@ class KVByBlock:
         """Begin its chain of keys, where others may begin with the same tokens."""
         if seq.ids is not None:
             seq.keys = [first_key(request.tenant if self._prefix_cache else f"{request.tenant}/{request.group}")]
-            seq.learn_keys(self.block)
+            seq.learn_keys(self.block_size)
 
     def look_up(self, seq: Seq) -> None:
         """What a waiting one need not compute: full blocks that are here, and at least one token is left to run."""
         seq.seen = self.version
-        found = self._blocks.find(seq.keys[1 : 1 + (seq.length - 1) // self.block])
-        seq.cached = len(found) * self.block
+        found = self._blocks.find(seq.keys[1 : 1 + (seq.length - 1) // self.block_size])
+        seq.cached = len(found) * self.block_size
         seq.shared = self._blocks.shared(found)
 
     def take_found(self, seq: Seq) -> None:
         """It starts with the blocks that were looked up."""
-        self._blocks.take(seq.block_ids, self._blocks.find(seq.keys[1 : 1 + seq.cached // self.block]))
+        self._blocks.take(seq.block_ids, self._blocks.find(seq.keys[1 : 1 + seq.cached // self.block_size]))
         seq.shared = 0
 
     def name(self, seq: Seq, before: int) -> None:
         """The blocks that it has filled since `before` of its tokens were in KV can be found."""
-        for i in range(before // self.block, min(seq.cached // self.block, len(seq.keys) - 1)):
+        for i in range(before // self.block_size, min(seq.cached // self.block_size, len(seq.keys) - 1)):
             self._blocks.name(seq.block_ids[i], seq.keys[i + 1])
 
     def check_integrity(self, holding: Sequence[Seq]) -> None:
         self._blocks.check_integrity([s.block_ids for s in holding])
         for seq in holding:
-            assert blocks_for(seq.cached, self.block) <= len(seq.block_ids), "KV cached beyond its blocks"
+            assert blocks_for(seq.cached, self.block_size) <= len(seq.block_ids), "KV cached beyond its blocks"

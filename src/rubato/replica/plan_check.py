@@ -133,7 +133,7 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
     if plan.decode:
         leaving = [known[id] for id in gone if id in running and known[id].pending == 1]
         tokens = seqs = view.decodes.seqs - len(leaving)
-        need = view.decode_blocks - sum(_new_blocks(seq, 1, limits.block) for seq in leaving)
+        need = view.decode_blocks - sum(_new_blocks(seq, 1, limits.block_size) for seq in leaving)
     for work in plan.work:
         seq = known[work.seq]
         if plan.decode and work.seq in running and seq.pending == 1:
@@ -147,12 +147,12 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
             yield from _speculation(work, seq, view.supports)
             count += len(work.verify)
         tokens += count
-        need += _new_blocks(seq, count, limits.block)
-    if tokens > limits.max_tokens:
-        yield f"{tokens} tokens in a batch, the engine takes {limits.max_tokens}"
+        need += _new_blocks(seq, count, limits.block_size)
+    if tokens > limits.max_num_batched_tokens:
+        yield f"{tokens} tokens in a batch, the engine takes {limits.max_num_batched_tokens}"
     seqs += len(plan.work)
-    if seqs > limits.max_seqs:
-        yield f"{seqs} sequences in a batch, the engine takes {limits.max_seqs}"
+    if seqs > limits.max_num_seqs:
+        yield f"{seqs} sequences in a batch, the engine takes {limits.max_num_seqs}"
     started = sum(w.seq not in running for w in plan.work)
     if limits.max_running is not None and stay + started > limits.max_running:
         yield f"{started} started beside {stay} that run on, the engine holds {limits.max_running} at once"

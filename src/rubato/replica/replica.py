@@ -48,7 +48,7 @@ KEPT = 4096  # steps kept before anybody asks which are still wanted
 def refusal_reason(request: Request, limits: Limits) -> str | None:
     """Why a replica with these limits could not run it even alone, None if it could."""
     most = request.prompt + request.sampling.max_tokens
-    if most > limits.max_length:
+    if most > limits.max_model_len:
         return "rejected-too-long"
     return "rejected-exceeds-kv" if limits.blocks(most) > limits.kv_blocks else None
 
@@ -88,9 +88,9 @@ class Replica(ReplicaState):
     ) -> None:
         kv: KVCounts | KVByBlock
         if counts:
-            kv = KVCounts(limits.kv_blocks, limits.block)
+            kv = KVCounts(limits.kv_blocks, limits.block_size)
         else:
-            kv = KVByBlock(id, limits.kv_blocks, limits.block, prefix_cache)
+            kv = KVByBlock(id, limits.kv_blocks, limits.block_size, prefix_cache)
         super().__init__(id, limits, latency, supports, kv, clock or HandClock())
         self.in_flight: Batch | None = None
         self._log = StepLog(self.steps)
@@ -414,8 +414,8 @@ class Replica(ReplicaState):
                 return False
             tokens += work.tokens
             seqs += 1
-            need += blocks_for(seq._cached + work.tokens, limits.block) - seq.blocks
-        return 0 < seqs <= limits.max_seqs and tokens <= limits.max_tokens and need <= self.kv.free
+            need += blocks_for(seq._cached + work.tokens, limits.block_size) - seq.blocks
+        return 0 < seqs <= limits.max_num_seqs and tokens <= limits.max_num_batched_tokens and need <= self.kv.free
 
     def _carry_out(self, plan: Plan, now: float, events: list[Event]) -> None:
         """What a plan says beside work."""
@@ -523,7 +523,7 @@ class Replica(ReplicaState):
                 seq.token_ids += out.token_ids
             if seq.ids is not None:
                 seq.extend(out.token_ids, out.tokens)
-                seq.learn_keys(self.limits.block)
+                seq.learn_keys(self.limits.block_size)
         seq.draft = out.draft
         if out.draft is not None:
             self._drafted.append(seq)
@@ -567,7 +567,7 @@ class Replica(ReplicaState):
         seq.next_stage(now)
         stage = seq.request.stages[seq.stage]
         seq.extend(stage.token_ids, stage.prompt)
-        seq.learn_keys(self.limits.block)
+        seq.learn_keys(self.limits.block_size)
 
     def _catch_up(self, seq: Seq) -> None:
         """Write down the ids of its output tokens, where the steps do not tell them."""
@@ -577,7 +577,7 @@ class Replica(ReplicaState):
         if missing:
             total = seq.total_output
             seq.ids += self._output_ids(total - missing, total)
-            seq.learn_keys(self.limits.block)
+            seq.learn_keys(self.limits.block_size)
 
     # ----------------------------------------------------------------- parts
 
@@ -629,7 +629,7 @@ class Replica(ReplicaState):
 
     def _prompt_is_in(self, first: Seq) -> bool:
         """Whether the others of its group, if they start now, find its prompt's KV."""
-        block = self.limits.block
+        block = self.limits.block_size
         return first.cached >= first.request.stages[0].prompt // block * block
 
     def _release_group(self, name: str) -> None:
@@ -774,6 +774,8 @@ class Replica(ReplicaState):
         decodes = [s for s in self.running.values() if s.decoding]
         assert self.pool.count == len(decodes), "those that decode"
         assert self.pool.kv == sum(s.cached for s in decodes), "their KV"
-        assert self.pool.blocks() == sum(s.cached % self.limits.block == 0 for s in decodes), "the blocks they need"
+        assert self.pool.blocks() == sum(s.cached % self.limits.block_size == 0 for s in decodes), (
+            "the blocks they need"
+        )
         for seq in seqs:
             assert seq.cached <= seq.length, "more cached than there is"

@@ -341,11 +341,11 @@ class Seq:
             else:
                 self.ids = None
 
-    def learn_keys(self, block: int) -> None:
+    def learn_keys(self, block_size: int) -> None:
         """Name the blocks that the tokens so far fill."""
         if self.ids is not None:
-            for end in range(len(self.keys) * block, len(self.ids) + 1, block):
-                self.keys.append(next_key(self.keys[-1], self.ids[end - block : end]))
+            for end in range(len(self.keys) * block_size, len(self.ids) + 1, block_size):
+                self.keys.append(next_key(self.keys[-1], self.ids[end - block_size : end]))
 
     def _resume(self, progress: Progress) -> None:
         """Put a request that moved to where it was: everything but its KV."""

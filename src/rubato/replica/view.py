@@ -37,7 +37,7 @@ class ReplicaState:
         self.kv = kv
         self.clock = clock
         self.steps = StepEnds()
-        self.pool = DecodePool(self.steps, limits.block, kv.by_block)
+        self.pool = DecodePool(self.steps, limits.block_size, kv.by_block)
         kv.serve(self.pool)
         self.waiting: list[Seq] = []
         self.running: dict[str, Seq] = {}

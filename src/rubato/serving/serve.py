@@ -335,7 +335,7 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         text=model.text,
         model=config.served_name or model.model_name,
         aliases=(model.model_name,),
-        most_tokens=min(limits.max_length, limits.kv_blocks * limits.block),
+        most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         most_choices=min(16, most_in_flight(config, limits) or 16),
         tiers=tiers_of(config),
         tenants=tenants,

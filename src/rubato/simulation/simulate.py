@@ -36,8 +36,8 @@ class SimulationSetup:
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
     what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times.
     autoscaler: makes who adds and drains replicas, None = nobody; start_seconds: until one that is added serves.
-    max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which then bounds
-    what is predicted of it."""
+    stated_max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which
+    then bounds what is predicted of it."""
 
     latency: Callable[[], LatencyModel]
     limits: Limits
@@ -57,7 +57,7 @@ class SimulationSetup:
     drafter: Drafter | None = None
     fair: Callable[[], FairShare | None] | None = None
     learns: bool = True
-    max_tokens: int = 0
+    stated_max_tokens: int = 0
     autoscaler: Callable[[], Autoscaler] | None = None
     start_seconds: float = 0.0
 
@@ -186,7 +186,7 @@ def simulated_run(
     every event (`plain`: once all is over).
     """
     setup, pauses = setup.for_load(workload), workload.pauses()
-    requests = list(workload.requests(setup.max_tokens))
+    requests = list(workload.requests(setup.stated_max_tokens))
     if plain:
         events = simulate(requests, workload.truth(), setup, pauses=pauses)
         lines = {line.request.id: line for line in timelines(events)}

@@ -41,7 +41,7 @@ def make(
     changes: Sequence[MixChange] = (),
     prefill: Prefill | None = None,
     texts: bool = True,
-    max_length: int | None = None,
+    max_model_len: int | None = None,
     profile: str = "",
 ) -> Workload:
     """Requests of a mix of kinds at `rate` requests/s, for `duration` seconds or `count` of them; Poisson by default.
@@ -49,8 +49,8 @@ def make(
     changes: mixes that follow the first. prefill: prompt tokens -> zero-load prefill seconds; TTFTs that are slowdowns
     become seconds by it, and TTFTs that it says an idle replica cannot meet are not promised (a request left with none
     is best effort; `notes` count them). texts: make prompts of these lengths; prompt_tokens are then the text's, by
-    `count_tokens` (a tokenizer's) or estimated. max_length: outputs are cut so that prompt + output fit (`notes` count
-    them). Raises ValueError for impossible arguments.
+    `count_tokens` (a tokenizer's) or estimated. max_model_len: outputs are cut so that prompt + output fit
+    (`notes` count them). Raises ValueError for impossible arguments.
     """
     check_rate(rate)
     process = arrivals or Poisson()
@@ -68,8 +68,8 @@ def make(
     which = _which(mixes, at, seed)
     rounds = _rounds(every, which, seed)
     stages = _lengths(every, which, rounds, seed)
-    if max_length is not None:
-        stages = [_cut(every, stages, max_length, notes)]
+    if max_model_len is not None:
+        stages = [_cut(every, stages, max_model_len, notes)]
     rows = _arrivals(name, every, at, which, rounds, stages, SLOAssignment(prefill), seed, temperature)
     if unmet := sum(a.tier == BEST_EFFORT for a in rows):
         notes["best_effort"] = f"{unmet} requests: no idle replica could meet any of their TTFTs"
@@ -170,15 +170,15 @@ def _lengths(kinds: Sequence[Kind], which: Ints, rounds: Ints, seed: int) -> lis
 
 
 def _cut(
-    kinds: Sequence[Kind], stages: Sequence[tuple[Ints, Ints]], max_length: int, notes: dict[str, Any]
+    kinds: Sequence[Kind], stages: Sequence[tuple[Ints, Ints]], max_model_len: int, notes: dict[str, Any]
 ) -> tuple[Ints, Ints]:
     """Lengths within the model's context. Raises ValueError where requests have several stages."""
-    if max_length < 2 or any(kind.staged for kind in kinds):
-        raise ValueError(f"max_length {max_length}: give 2 tokens or more, and only kinds of one stage")
-    prompt = np.minimum(stages[0][0], max_length - 1)
-    output = np.minimum(stages[0][1], max_length - prompt)
+    if max_model_len < 2 or any(kind.staged for kind in kinds):
+        raise ValueError(f"max_model_len {max_model_len}: give 2 tokens or more, and only kinds of one stage")
+    prompt = np.minimum(stages[0][0], max_model_len - 1)
+    output = np.minimum(stages[0][1], max_model_len - prompt)
     cut = int(np.sum((prompt != stages[0][0]) | (output != stages[0][1])))
-    notes["max_length"] = f"{cut} requests cut to {max_length} tokens of prompt and output"
+    notes["max_model_len"] = f"{cut} requests cut to {max_model_len} tokens of prompt and output"
     return prompt, output
 
 

@@ -44,7 +44,7 @@ class Scenario:
     arrivals: Process
     profile: str = ""
     changes: Callable[[int, float], tuple[MixChange, ...]] = lambda count, seconds: ()
-    max_length: int | None = None
+    max_model_len: int | None = None
 
 
 # --------------------------------------------------------------------------- SLOs-Serve (paper §6, Tables 1-4)
@@ -172,7 +172,7 @@ def _ascendra(data: str, lengths: tuple[LogNormal, LogNormal], ttft: float, prof
         context = QWEN_14B_CONTEXT
         kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
     about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
-    return Scenario(about, (kind,), Poisson(), profile, max_length=context)
+    return Scenario(about, (kind,), Poisson(), profile, max_model_len=context)
 
 
 # Chat is the data set of PolyServe's `sharegpt`, of which SA keeps what is under 2k: prompts to P95. A code request
@@ -186,17 +186,17 @@ SA = (
 
 SCENARIOS: Mapping[str, Scenario] = {
     "slos-serve-chatbot": Scenario(
-        "SLOs-Serve ChatBot: TTFT 5x, TPOT 100 ms", (CHATBOT,), CHAT_ARRIVALS, OPT, max_length=OPT_CONTEXT
+        "SLOs-Serve ChatBot: TTFT 5x, TPOT 100 ms", (CHATBOT,), CHAT_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
     ),
     "slos-serve-coder": Scenario(
-        "SLOs-Serve Coder: TTFT 5x, TPOT 50 ms", (CODER,), CODE_ARRIVALS, OPT, max_length=OPT_CONTEXT
+        "SLOs-Serve Coder: TTFT 5x, TPOT 50 ms", (CODER,), CODE_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
     ),
     "slos-serve-summarizer": Scenario(
-        "SLOs-Serve Summarizer: TTFT 3x, TPOT 100 ms", (SUMMARIZER,), CHAT_ARRIVALS, OPT, max_length=OPT_CONTEXT
+        "SLOs-Serve Summarizer: TTFT 3x, TPOT 100 ms", (SUMMARIZER,), CHAT_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
     ),
     "slos-serve-mixed": Scenario(
         "SLOs-Serve Mixed: the three above, a third each (ours)", (CHATBOT, CODER, SUMMARIZER), CHAT_ARRIVALS, OPT,
-        max_length=OPT_CONTEXT,
+        max_model_len=OPT_CONTEXT,
     ),
     "slos-serve-toolllm": Scenario(
         "SLOs-Serve ToolLLM: rounds at TTFT 3x, TPOT 50 ms, the last at 100 ms", (TOOLS,), CODE_ARRIVALS, TOOL_LLAMA
@@ -228,7 +228,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "ascendra-longbench-qwen": _ascendra("LongBench", LONGBENCH, 3.0, QWEN_14B),
     "sa-mixed": Scenario(
         "SA: chat (TTFT 10 s, TPOT 50 ms) and code (e2e 30 s), half each, all at once (lengths assumed)",
-        SA, AtOnce(), "qwen2.5-7b-2xv100", max_length=2048,
+        SA, AtOnce(), "qwen2.5-7b-2xv100", max_model_len=2048,
     ),
 }  # fmt: skip
 
@@ -255,18 +255,18 @@ def make(
     prefill: Prefill | None = None,
     scale: float = 1.0,
     kinds: Sequence[Kind] | None = None,
-    max_length: int | None = None,
+    max_model_len: int | None = None,
 ) -> Workload:
     """The scenario `name` at `rate` requests/s: `count` requests, or those of `duration` seconds; lengths, no texts.
 
     arrivals: instead of the scenario's. prefill: prompt tokens -> zero-load seconds; scenarios whose TTFT is a slowdown
     need it, PolyServe's promise only what it says can be met. scale: prompts so many times as long. kinds: instead of
-    the scenario's first mix, for other shares or SLOs. max_length: tokens of prompt and output, instead of the
+    the scenario's first mix, for other shares or SLOs. max_model_len: tokens of prompt and output, instead of the
     scenario's; 0 = no limit. Raises ValueError for impossible arguments.
     """
     asked = get(name)
     check_rate(rate)
-    limit = asked.max_length if max_length is None else max_length or None
+    limit = asked.max_model_len if max_model_len is None else max_model_len or None
 
     def fitted(kind: Kind) -> Kind:
         longer = kind.scaled(scale) if scale != 1.0 else kind
@@ -287,7 +287,7 @@ def make(
         changes=changes,
         prefill=prefill,
         texts=False,
-        max_length=limit,
+        max_model_len=limit,
         profile=asked.profile,
     )
 

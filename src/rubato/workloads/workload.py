@@ -171,13 +171,13 @@ class Workload:
         """Its stages, with what each is promised; of a request of one stage, that one."""
         return arrival.parts or (OfferedStage(arrival.prompt_tokens, arrival.output_tokens, self.slo(arrival)),)
 
-    def requests(self, max_tokens: int = 0) -> Iterator[Request]:
+    def requests(self, stated_max_tokens: int = 0) -> Iterator[Request]:
         """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,
         token ids only where prompts have prefixes in common. Each asks for its true output of all stages, or for
-        `max_tokens` where that is more."""
+        `stated_max_tokens` where that is more."""
         samplings: dict[tuple[int, float, int | None], Sampling] = {}  # shared: most of a request's memory otherwise
         for a in self.arrivals:
-            most = max(a.output_tokens, max_tokens)
+            most = max(a.output_tokens, stated_max_tokens)
             key = (most, a.temperature, a.seed)
             sampling = samplings.get(key)
             if sampling is None:

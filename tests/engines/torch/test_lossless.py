@@ -44,7 +44,7 @@ class Alone:
 
 def engine(folder: Path, drafter: Drafter | None = None) -> Engine:
     gib = BLOCKS * BLOCK * bytes_per_token(load_config(folder), torch.float32) / 2**30
-    return Engine(folder, dtype="float32", device="cpu", kv_gib=gib, block=BLOCK, drafter=drafter)
+    return Engine(folder, dtype="float32", device="cpu", kv_gib=gib, block_size=BLOCK, drafter=drafter)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.serve import build, service_of, tiers_of  # noqa: E402
 from rubato.serving.tenants import Tenants  # noqa: E402
 
-MODEL = {"engine": {"kind": "torch", "dtype": "float32", "device": "cpu", "kv_gib": 0.001, "block": 4, "threads": 1}}
+MODEL = {
+    "engine": {"kind": "torch", "dtype": "float32", "device": "cpu", "kv_gib": 0.001, "block_size": 4, "threads": 1}
+}
 PROMPT = "abcabcabcabcabc"
 ASKED: list[dict[str, Any]] = [
     {},

@@ -52,7 +52,7 @@ def harness(twin: Callable[[str], Path]) -> Iterator[Callable[..., Harness]]:
     ) -> Harness:
         per_block = block * bytes_per_token(load_config(twin(name)), getattr(torch, dtype))
         size = BLOCKS * BLOCK // block * per_block / 2**30
-        engine = Engine(twin(name), dtype=dtype, device="cpu", block=block, kv_gib=size, drafter=drafter)
+        engine = Engine(twin(name), dtype=dtype, device="cpu", block_size=block, kv_gib=size, drafter=drafter)
         replica, loop = started_behind_replica(engine, cache)
         made.append(Harness(engine, replica, loop, random.Random(seed)))
         return made[-1]

@@ -115,7 +115,7 @@ def test_verification_takes_no_memory_from_anyone() -> None:
     """Ten tokens in a block of ten, none free: its token fits nowhere else, and its drafts not at all."""
     one = replace(decode("a", 19, tpot=0.05, due=0.05), draft=CHAIN)
     [entry] = planned(one, kv_free=0)
-    assert entry.tokens + len(entry.verify) <= one.blocks * LIMITS.block - one.cached
+    assert entry.tokens + len(entry.verify) <= one.blocks * LIMITS.block_size - one.cached
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_tpot_below_any_step_is_held_by_drafts_alone() -> None:
     slo = SLO(0.2, 0.015)
     requests = tuple(Request(f"q{i}", (Stage(40, slo),), 0.3 * i, sampling=Sampling(max_tokens=60)) for i in range(2))
     truth: dict[str, tuple[int, ...]] = {r.id: (60,) for r in requests}
-    limits = replace(LIMITS, kv_blocks=400, max_length=400)
+    limits = replace(LIMITS, kv_blocks=400, max_model_len=400)
     model = Model(k1=(0.0, 1e-4), k2=(1e-3, 1e-3), b=(0.02, 0.002))
     for alpha, even, attained in (
         (1.0, False, 2),

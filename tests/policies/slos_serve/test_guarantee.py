@@ -63,11 +63,11 @@ def promised(draw: st.DrawFn) -> tuple[Load, Model]:
     block = draw(st.sampled_from([1, 16]))
     largest = max(r.prompt + r.sampling.max_tokens for r in requests)
     limits = Limits(
-        max_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
-        max_tokens=draw(st.sampled_from([16, 40, 512, 512, 512])),
-        max_length=400,
+        max_num_seqs=draw(st.sampled_from([3, 64, 64, 64, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([16, 40, 512, 512, 512])),
+        max_model_len=400,
         kv_blocks=-(-largest // block) * draw(st.sampled_from([1, 3, 20, 20, 20, 20])),
-        block=block,
+        block_size=block,
         max_running=draw(st.sampled_from([None, None, None, None, 3])),
     )
     return Load(tuple(requests), truth, limits), draw(st.sampled_from([*MODELS.values(), SLOW]))
@@ -131,7 +131,7 @@ def alike(count: int, stage: Stage, output: int, limits: Limits) -> Load:
     return Load(requests, {r.id: (output,) for r in requests}, limits)
 
 
-LARGE = Limits(max_seqs=64, max_tokens=40, max_length=400, kv_blocks=2000, block=1)
+LARGE = Limits(max_num_seqs=64, max_num_batched_tokens=40, max_model_len=400, kv_blocks=2000, block_size=1)
 
 
 def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:

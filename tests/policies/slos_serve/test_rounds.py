@@ -31,7 +31,7 @@ def crowd(holders: int, others: int, ttft: float, at: float, blocks: int, tool: 
         stage = Stage(40, SLO(ttft, 0.1))
         requests.append(Request(f"f{i:02}", (stage,), at, sampling=Sampling(max_tokens=8)))
         truth[f"f{i:02}"] = (8,)
-    limits = Limits(max_seqs=64, max_tokens=512, max_length=600, kv_blocks=blocks, block=16)
+    limits = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=600, kv_blocks=blocks, block_size=16)
     return Load(
         tuple(requests), truth, limits, pauses={f"t{i:02}": (0.0, tool) for i in range(holders)} if tool else {}
     )
@@ -64,11 +64,11 @@ def crowds(draw: st.DrawFn) -> Load:
     block = draw(st.sampled_from([1, 16]))
     largest = max(blocks_for(sum(s.prompt for s in r.stages) + r.sampling.max_tokens, block) for r in requests)
     limits = Limits(
-        max_seqs=draw(st.sampled_from([3, 64, 64])),
-        max_tokens=draw(st.sampled_from([16, 64, 512])),
-        max_length=600,
+        max_num_seqs=draw(st.sampled_from([3, 64, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([16, 64, 512])),
+        max_model_len=600,
         kv_blocks=largest * draw(st.sampled_from([1, 2, 5, 20])),
-        block=block,
+        block_size=block,
         max_running=draw(st.sampled_from([None, None, None, 3])),
     )
     return Load(tuple(requests), truth, limits, pauses=pauses)

@@ -230,7 +230,7 @@ def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
     """The second prompt cannot be done in 50 ms: the round is declined, its KV stays, and nothing starts over."""
     stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(80, SLO(0.05, 0.1)))
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
-    limits = Limits(max_seqs=8, max_tokens=100, max_length=500, kv_blocks=40, block=10)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
     setup = SimulationSetup(Linear, limits, "slos_serve", lengths=Oracle({"a": 8}))
     events = simulate([asked], {"a": (5, 3)}, setup)
     [demoted] = [e for e in events if isinstance(e, Demoted)]
@@ -284,7 +284,7 @@ def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
 
 def test_who_could_be_in_time_in_smaller_batches_is_not_given_up() -> None:
     """30 tokens take 15 ms, 40, the most in a batch, 19: a prompt of 88 takes 45 ms in three, 51 in full ones."""
-    limits = Limits(max_seqs=8, max_tokens=40, max_length=500, kv_blocks=100, block=16)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=40, max_model_len=500, kv_blocks=100, block_size=16)
     for ttft, served in ((0.0455, True), (0.0445, False)):
         stage = Stage(88, SLO(ttft, 0.1))
         one = Request("a", (stage,), 0.0, on_decline="refuse", sampling=Sampling(max_tokens=3))
@@ -338,7 +338,7 @@ def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) 
 # --------------------------------------------------------------------------- decodes of long contexts
 
 DEEP = Linear(0.01, 1e-4, 2e-5)  # a decode of 500 tokens takes 10.1 ms, a token of prefill 0.1 ms and a little
-ROOM = Limits(max_seqs=8, max_tokens=1000, max_length=4000, kv_blocks=400, block=10)
+ROOM = Limits(max_num_seqs=8, max_num_batched_tokens=1000, max_model_len=4000, kv_blocks=400, block_size=10)
 
 
 def deep(waiting: list[Seq], running: list[Seq]) -> View:
@@ -361,7 +361,7 @@ def test_whatever_a_capacity_counts_as_fitting_fits(light: float) -> None:
     machine = BatchCapacity(shown, running, jobs, 0.0, light)
     for seconds in (0.015, 0.03, 0.06, 0.2):
         for decodes in range(min(4, machine.capacity(seconds)) + 1):
-            chunk = min(ROOM.max_tokens - decodes, int((machine.capacity(seconds) - decodes) / light))
+            chunk = min(ROOM.max_num_batched_tokens - decodes, int((machine.capacity(seconds) - decodes) / light))
             shape = Shape(decodes, decodes, 500 * decodes)
             if chunk:
                 shape = shape.plus(chunk, 0)
@@ -379,7 +379,7 @@ def test_decodes_beside_a_prompt_may_be_the_longest_ones(light: float) -> None:
     for seconds in (0.02, 0.031, 0.05):
         for decodes in range(1, 5):
             beside = machine.beside(seconds, decodes)
-            chunk = min(ROOM.max_tokens - decodes, int((beside - decodes) / light))
+            chunk = min(ROOM.max_num_batched_tokens - decodes, int((beside - decodes) / light))
             kv = sum(sorted(lengths.values(), reverse=True)[:decodes])
             assert beside == 0 or DEEP.step_time(Shape(decodes, decodes, kv).plus(chunk, 0)) <= seconds + 1e-9
     assert machine.beside(0.05, 4) > 4
@@ -407,7 +407,7 @@ def test_who_cannot_wait_for_the_next_batch_comes_before_decodes_that_are_ahead_
     the prompt's six are among them: it is due after 30 ms, one decode after 40, all others after 50 s."""
     served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     ahead = [decode(id, tpot=1.0, due=50.0) for id in "abcdefghijklmno"]
-    more = {"limits": replace(seen([], []).limits, max_seqs=20), "kv_total": 400, "latency": Launching()}
+    more = {"limits": replace(seen([], []).limits, max_num_seqs=20), "kv_total": 400, "latency": Launching()}
     assert len(work(served.plan(replace(seen([], ahead), **more)))) == 12
     new = prompt("new", 6, ttft=0.052, tpot=1.0)
     shown = seen([new], [*ahead[:-1], replace(ahead[-1], due=0.062)], now=0.022)
@@ -428,7 +428,7 @@ def test_decodes_that_are_ahead_take_turns_where_a_batch_does_not_hold_all(tpot:
     dues = dict.fromkeys("abcdefghijkl", tpot) | dict.fromkeys("mno", 50.0)
     for now, expected in ((0.0, "abcdefghijkl"), (0.022, taken)):
         shown = seen([], [decode(id, tpot=tpot, due=due) for id, due in dues.items()], now=now)
-        made = served.plan(replace(shown, limits=replace(shown.limits, max_seqs=20)))
+        made = served.plan(replace(shown, limits=replace(shown.limits, max_num_seqs=20)))
         assert "".join(work(made)) == expected
         dues = {id: due + tpot * (id in work(made)) for id, due in dues.items()}
 
@@ -440,7 +440,7 @@ def test_nobody_is_passed_over_twice_while_a_batch_holds_half() -> None:
     batches = []
     for step in range(10):
         shown = seen([], [decode(id, tpot=1.0, due=due) for id, due in dues.items()], now=0.022 * step)
-        batches.append(work(served.plan(replace(shown, limits=replace(shown.limits, max_seqs=20)))))
+        batches.append(work(served.plan(replace(shown, limits=replace(shown.limits, max_num_seqs=20)))))
         dues = {id: due + (id in batches[-1]) for id, due in dues.items()}
     assert {id: sum(id in batch for batch in batches) for id in dues} == dict.fromkeys("abcdefghi", 10) | dict.fromkeys(
         "jklmno", 5

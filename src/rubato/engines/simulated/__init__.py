@@ -213,10 +213,10 @@ class Engine:
 
     async def import_kv(self, blocks: Sequence[int], kv: KV) -> None:
         size = self._link.kv_bytes
-        if (kv.form, kv.shape) != ("simulated", (size,)) or kv.tokens > len(blocks) * self._limits.block:
+        if (kv.form, kv.shape) != ("simulated", (size,)) or kv.tokens > len(blocks) * self._limits.block_size:
             raise ValueError(
-                f"KV of {kv.tokens} tokens, {kv.form} {kv.shape}, into {len(blocks)} blocks of {self._limits.block}: "
-                f"this engine takes simulated ({size},), no more tokens than the blocks hold"
+                f"KV of {kv.tokens} tokens, {kv.form} {kv.shape}, into {len(blocks)} blocks of "
+                f"{self._limits.block_size}: this engine takes simulated ({size},), no more tokens than the blocks hold"
             )
         await self._clock.sleep_until(self._clock.now() + self._link.seconds(kv.size), COMPLETION)
 

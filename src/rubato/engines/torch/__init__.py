@@ -43,17 +43,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class Engine:
     """Runs batches of one model (an `interfaces.Engine`).
-
     model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
-    (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `products` may keep in
-    another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older GPUs) or
-    float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one), "cpu", "cuda",
-    "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one sequence (None:
-    what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU; "auto" is
-    PyTorch's default, less the cores that other programs take at the time (`cores.FreeCores`). drafter: proposes the
-    candidate trees that batches ask for and later verify (for which the compiled path keeps two KV blocks for each of
-    `max_seqs`, beside `kv_gib`); None: this engine does not speculate. Raises ValueError or FileNotFoundError for a
-    model or a setting that cannot be served.
+    (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `products` may keep
+    in another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older
+    GPUs) or float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one),
+    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_num_seqs and max_num_batched_tokens bound one
+    batch; max_model_len one sequence (None: what model and KV memory allow). block_size: tokens per KV block.
+    threads: of the forward pass on a CPU; "auto" is PyTorch's default, less the cores that other programs take at
+    the time (`cores.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for
+    which the compiled path keeps two KV blocks for each of `max_num_seqs`, beside `kv_gib`); None: this engine does
+    not speculate. Raises ValueError or FileNotFoundError for a model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -65,16 +64,20 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         kv_gib: float = 1.0,
-        max_seqs: int = 64,
-        max_tokens: int = 2048,
-        max_length: int | None = None,
-        block: int = 16,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        block_size: int = 16,
         threads: int | Literal["auto"] = "auto",
         drafter: Drafter | None = None,
     ) -> None:
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
-        for name, value in {"max_seqs": max_seqs, "max_tokens": max_tokens, "block": block}.items():
+        for name, value in {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+        }.items():
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}: give a whole number, 1 or more")
         if threads != "auto" and (type(threads) is not int or threads < 1):
@@ -82,8 +85,10 @@ class Engine:
         llvm_jit.masked()  # raises for an unknown mask, before the weights are loaded
         self._folder, self.model_name = _model(model)
         config = load_config(self._folder)
-        self._limits = _limits(config, self._dtype, kv_gib, max_seqs, max_tokens, max_length, block)
-        self._config = config.within(self._limits.max_length)
+        self._limits = _limits(
+            config, self._dtype, kv_gib, max_num_seqs, max_num_batched_tokens, max_model_len, block_size
+        )
+        self._config = config.within(self._limits.max_model_len)
         self.text = Text(self._folder)
         self._eos = _eos(self._folder, self._config, self.text)
         self._threads = threads
@@ -115,10 +120,11 @@ class Engine:
             raise ValueError(f"request id {request.id!r} is in the engine already: ids must be unique")
         prompt = request.prompt
         most = request.sampling.max_tokens
-        if prompt + most > self._limits.max_length:
+        if prompt + most > self._limits.max_model_len:
             raise ValueError(
                 f"request {request.id!r} has {prompt} prompt tokens and max_tokens {most}, together "
-                f"{prompt + most}: this model serves at most {self._limits.max_length} (lower max_tokens or the prompt)"
+                f"{prompt + most}: this model serves at most {self._limits.max_model_len} "
+                "(lower max_tokens or the prompt)"
             )
         for stage in request.stages:
             if stage.token_ids and not 0 <= min(stage.token_ids) <= max(stage.token_ids) < self._config.vocab:
@@ -202,10 +208,10 @@ class Engine:
         if self._worker is None or self._model is None:
             raise RuntimeError("the torch engine is not running: call start() first")
         limits = self._limits
-        if not 1 <= tokens <= len(blocks) * limits.block:
+        if not 1 <= tokens <= len(blocks) * limits.block_size:
             raise ValueError(
-                f"KV of {tokens} tokens does not fit {len(blocks)} blocks of {limits.block}: give 1 token or more, and "
-                "blocks for all"
+                f"KV of {tokens} tokens does not fit {len(blocks)} blocks of {limits.block_size}: give 1 token or "
+                "more, and blocks for all"
             )
         if not 0 <= min(blocks) <= max(blocks) < limits.kv_blocks:
             raise ValueError(f"KV block ids {min(blocks)} to {max(blocks)}: this engine has 0..{limits.kv_blocks - 1}")
@@ -225,8 +231,8 @@ class Engine:
         self._forget_drafts()
         if self._model is None:
             weights = load_weights(self._folder, self._config, self._dtype, self._device)
-            spare = 0 if self._drafter is None else SPARE * self._limits.max_seqs
-            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block, spare)
+            spare = 0 if self._drafter is None else SPARE * self._limits.max_num_seqs
+            self._model = Model(self._config, weights, self._limits.kv_blocks, self._limits.block_size, spare)
             log.info(
                 "%s: %s. Products: %s. Attention: %s. Threads: %d%s",
                 self.model_name,
@@ -283,7 +289,7 @@ class Engine:
         assert self._model is not None
         assert self._drafter is not None, "candidates came from it"
         entries = {entry.seq: entry for entry in batch.entries if entry.verify}
-        block = self._limits.block
+        block = self._limits.block_size
         slots: list[int] = []
         to: list[int] = []
         for walk in walks:
@@ -373,9 +379,11 @@ def _limits(
     if blocks < 1:
         raise ValueError(f"kv_gib is {kv_gib}: less than one block of {block} tokens, which takes {per_block} bytes")
     if length is not None and not 1 <= length <= config.context:
-        raise ValueError(f"max_length is {length}: this model's context is {config.context} tokens, give 1 to that")
+        raise ValueError(f"max_model_len is {length}: this model's context is {config.context} tokens, give 1 to that")
     most = min(length or config.context, blocks * block)
-    return Limits(max_seqs=seqs, max_tokens=tokens, max_length=most, kv_blocks=blocks, block=block)
+    return Limits(
+        max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=most, kv_blocks=blocks, block_size=block
+    )
 
 
 def _eos(folder: Path, config: Config, text: Text) -> frozenset[int]:

@@ -101,7 +101,7 @@ class Control:
         self.unix: Callable[[], float] = unix_time
         self.seqs: dict[str, Seq] = {}
         self.steps = self.deviations = self.fallbacks = 0
-        self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_tokens})
+        self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_num_batched_tokens})
         self._reported = {"policy": -inf, "plan": -inf}  # when a failure, and a deviation, was last logged
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._rule = settings.rule
@@ -126,7 +126,7 @@ class Control:
         self._order += 1
         seq = Seq(request, own, kv, self._order, self._lengths)
         self.seqs[request.id] = seq
-        most = min(own.num_prompt_tokens + own.max_tokens, self.limits.max_length)
+        most = min(own.num_prompt_tokens + own.max_tokens, self.limits.max_model_len)
         if self.limits.blocks(most) > self.limits.kv_blocks:
             reason = f"rejected-exceeds-kv: {most} tokens, there is memory for {self.limits.kv_blocks} blocks"
             self.end(request.id, "refused", reason)

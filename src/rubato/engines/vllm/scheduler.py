@@ -46,7 +46,7 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
         self.kv_cache_manager.watermark_blocks = 0
         if not self.use_v2_model_runner:
             # Its batch has room for `max_num_seqs` sequences, and those that sit a step out take none of it: as many
-            # as there are KV blocks may be running, and `limits.max_seqs` bounds the batch.
+            # as there are KV blocks may be running, and `limits.max_num_seqs` bounds the batch.
             self.max_num_running_reqs = self.max_num_active_reqs = self._kv_blocks()
         self.rubato = Control(settings_of(self.vllm_config.additional_config), self._limits())
         log.info("scheduling by policy %r, limits %s", self.rubato.name, self.rubato.limits)
@@ -87,11 +87,11 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
     def _limits(self) -> Limits:
         config = self.scheduler_config
         return Limits(
-            max_seqs=config.max_num_seqs,
-            max_tokens=min(self.max_num_scheduled_tokens, config.max_num_batched_tokens),
-            max_length=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=min(self.max_num_scheduled_tokens, config.max_num_batched_tokens),
+            max_model_len=self.max_model_len,
             kv_blocks=self._kv_blocks(),
-            block=self.block_size,
+            block_size=self.block_size,
             # The V2 runner has a slot for each running sequence, in the batch or not.
             max_running=self.max_num_running_reqs if self.use_v2_model_runner else None,
         )

@@ -38,7 +38,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Profile:
-    """gpus: over which one replica is split (TP). kv_tokens: KV that fits beside the weights. max_length: of one
+    """gpus: over which one replica is split (TP). kv_tokens: KV that fits beside the weights. max_model_len: of one
     sequence. data: a latency model's `to_dict`, or kernel tables; those have a host term and factors beside them, while
     whole steps (host_term None) have the host's time in them. dims: of the model, where they are known."""
 
@@ -48,7 +48,7 @@ class Profile:
     gpus: int
     kv_tokens: int
     kv_bytes_per_token: int
-    max_length: int
+    max_model_len: int
     data: Mapping[str, Any]
     host_term: Host | None
     factors: Mapping[str, Factor]
@@ -66,12 +66,20 @@ class Profile:
         return kernel_sum.Model(kernel_sum.Tables(**tables), factors, self.host_term.host, self.host_term.host_per_seq)
 
     def limits(
-        self, max_seqs: int = 256, max_tokens: int = 8192, max_length: int | None = None, block: int = 16
+        self,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        block_size: int = 16,
     ) -> Limits:
-        """What an engine of this profile takes. max_length: by default the model's, and no more than the KV holds."""
-        length = min(self.max_length if max_length is None else max_length, self.kv_tokens)
+        """What an engine of this profile takes. max_model_len: by default the model's, at most what KV holds."""
+        length = min(self.max_model_len if max_model_len is None else max_model_len, self.kv_tokens)
         return Limits(
-            max_seqs=max_seqs, max_tokens=max_tokens, max_length=length, kv_blocks=self.kv_tokens // block, block=block
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=length,
+            kv_blocks=self.kv_tokens // block_size,
+            block_size=block_size,
         )
 
     def to_json(self) -> dict[str, Any]:

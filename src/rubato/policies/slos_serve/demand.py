@@ -88,7 +88,7 @@ def prefill_token_weight(view: View) -> float:
         return 1.0
     base = model.step_time(decodes)
     more = model.step_time(Shape(*(2 * part for part in decodes[:3]))) - base
-    chunk = min(PROBE, view.limits.max_tokens)
+    chunk = min(PROBE, view.limits.max_num_batched_tokens)
     prefill = (model.step_time(decodes.plus(chunk, 0)) - base) / chunk
     if prefill * decodes.seqs >= more:
         return 1.0
@@ -130,7 +130,9 @@ def demand_after_current_batch(
     """
     base = view.decodes
     longest = max((s.length for s in seqs), default=0)
-    left = view.latency.largest_chunk(view.busy_until - view.now, base, longest, view.limits.max_tokens - base.tokens)
+    left = view.latency.largest_chunk(
+        view.busy_until - view.now, base, longest, view.limits.max_num_batched_tokens - base.tokens
+    )
     after = list(jobs)
     for i in sorted(range(len(jobs)), key=lambda i: jobs[i].due):
         job = jobs[i]
@@ -165,10 +167,10 @@ class BatchCapacity:
         self._model = view.latency
         self._slower = 1.0 + margin
         self._light = light
-        self._most = limits.max_tokens
-        self._decodes = min(len(jobs), limits.max_seqs, limits.max_tokens)
-        self._kv = min(peak_kv_tokens(jobs, limits.block), view.kv_total * limits.block)
-        ends = sorted((j.memory * limits.block for j in jobs), reverse=True)
+        self._most = limits.max_num_batched_tokens
+        self._decodes = min(len(jobs), limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._kv = min(peak_kv_tokens(jobs, limits.block_size), view.kv_total * limits.block_size)
+        ends = sorted((j.memory * limits.block_size for j in jobs), reverse=True)
         self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)
         self._longest = max((s.length for s in seqs), default=0)

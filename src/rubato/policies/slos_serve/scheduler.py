@@ -259,7 +259,7 @@ class Scheduler:
         self._drafts.look(view)
         return DemandReader(
             now,
-            view.limits.block,
+            view.limits.block_size,
             self.best_effort_patience,
             self.tier_values,
             since,
@@ -399,7 +399,7 @@ class Scheduler:
     ) -> AdmissionLimits:
         """What there is for new ones when a share of memory, places and batches is used in all."""
         limits = view.limits
-        seats = min(limits.max_seqs, limits.max_running or limits.max_seqs)
+        seats = min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
         held = sum(j.memory for j in forced)
         return AdmissionLimits(
             longest=min(self._unbound(machine), machine.full(speculation.steps)),
@@ -489,7 +489,7 @@ class Scheduler:
     # ----------------------------------------------------------------- what the next batch holds
 
     def _filled(self, state: _PlanState, grid: Grid) -> Plan:
-        view, oldest, block = state.view, state.oldest_best_effort, state.view.limits.block
+        view, oldest, block = state.view, state.oldest_best_effort, state.view.limits.block_size
         kept, rest, jobs = state.admitted, state.best_effort, state.jobs
         if oldest is not None and self._oldest_best_effort.due < inf:
             jobs[oldest.id] = self._oldest_best_effort_demand(state, oldest)
@@ -538,7 +538,7 @@ def seconds_alone(view: View, seq: SeqView) -> Iterator[float]:
     """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
     last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
     knee costs more a token."""
-    batches, least = -(-seq.pending // view.limits.max_tokens), inf
+    batches, least = -(-seq.pending // view.limits.max_num_batched_tokens), inf
     while batches <= seq.pending:
         seconds = batches * view.latency.step_time(Shape().plus(seq.pending // batches, seq.cached))
         if seconds >= least:

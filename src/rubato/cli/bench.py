@@ -1,0 +1,81 @@
+"""`rubato bench`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from rubato.cli import common_options, workload_options
+from rubato.measure import goodput, load_generator
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
+    _target_options(parser)
+    workload_options.add(parser)
+    parser.add_argument("--label", default="run", help="what the table calls this run")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
+    parser.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
+    parser.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
+    parser.add_argument("--no-progress", action="store_true")
+    common_options.result_options(parser)
+
+
+def _target_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="model name (default: the first that the server lists)")
+    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    parser.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="an HTTP header to send")
+    parser.add_argument(
+        "--slo-as", choices=("auto", "body", "slo", "tier", "vllm-xargs", "none"), default="auto",
+        help="how to state SLOs: body = as `slo` in the body; slo = and the tier by its name, which the server must "
+        "know; vllm-xargs = as flat keys in `vllm_xargs`; auto = body for a Rubato server, none for any other",
+    )  # fmt: skip
+    parser.add_argument("--slo-fields", dest="slo_as", action="store_const", const="body", help="same as --slo-as body")
+    parser.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction,
+        help="ask for exactly as many tokens as the workload says (default: where the server is known to take it)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    loads = workload_options.loads(args)
+    headers = dict(_header(text) for text in args.header)
+    bounds = goodput.parse(args.goodput) if args.goodput else None
+    listed = asyncio.run(load_generator.list_models(args.url, args.api_key, headers))
+    slo_as: load_generator.TierField = "body" if listed.knows_slos else "none"
+    if args.slo_as != "auto":
+        slo_as = args.slo_as
+    fixed = listed.fixed_lengths
+    runs = [
+        asyncio.run(
+            load_generator.run(
+                load,
+                args.url,
+                args.model or listed.first(args.url),
+                label=args.label,
+                tier_field=slo_as,
+                rule=args.judge or "deadline",
+                timeout=args.timeout,
+                max_delay=args.max_delay,
+                progress=not args.no_progress,
+                endpoint=args.endpoint,
+                ignore_eos=fixed if args.ignore_eos is None else args.ignore_eos,
+                continuous_usage=fixed,
+                api_key=args.api_key,
+                headers=headers,
+                goodput=bounds,
+            )
+        )
+        for load in loads
+    ]
+    common_options.report(args, runs)
+    return 0 if all(run.valid for run in runs) or args.allow_late else 1
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not found or not name:
+        raise ValueError(f"--header {text!r}: write it as NAME=VALUE")
+    return name, value

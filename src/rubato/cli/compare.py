@@ -1,0 +1,20 @@
+"""`rubato compare`."""
+
+from __future__ import annotations
+
+import argparse
+
+from rubato.cli import running
+from rubato.measure import compare, results
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", help="what `bench --json` wrote; FILE:POLICY where a file holds several")
+    parser.add_argument("b")
+    parser.add_argument("--json", metavar="FILE", help="write the comparison as JSON; - for standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = compare.compare(compare.read(args.a), compare.read(args.b))
+    running.write(args.json, report.text(), results.as_json(report.to_json()))
+    return 0

@@ -1,0 +1,81 @@
+"""How a verb is carried out: results that can be written, errors as one sentence, an end on SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "output": "", "model": ""}  # what is no `--NAME`
+
+
+def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command; its exit status. 2: what was asked for is impossible, and one sentence after `name` says why."""
+    _end_on_sigterm()
+    try:
+        check_results(args)
+        check_seeds(args)
+        return run(args)
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        print(f"{name}: {sentence(error, args)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _end_on_sigterm() -> None:
+    """Leave by an exception, so that child processes are stopped on the way out (`serve` has a way of its own)."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():  # others may not
+        signal.signal(signal.SIGTERM, leave)
+
+
+def check_results(args: argparse.Namespace) -> None:
+    """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
+    own = (
+        ("out", "steps") if getattr(args, "command", "") == "profile" else ()
+    )  # elsewhere those are read, or made with their folder
+    for name in ("json", "report", "plot", "records", *own):
+        to = getattr(args, name, None)
+        if to in (None, "-"):
+            continue
+        path = Path(to)
+        if path.is_dir() or not path.parent.is_dir():
+            what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"--{name} {to} cannot be written: {what}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{name} {to} cannot be written: you may not")
+
+
+def check_seeds(args: argparse.Namespace) -> None:
+    """Raises ValueError for a seed that a random stream cannot begin with."""
+    for name in ("seed", "seeds"):
+        given = getattr(args, name, None)
+        for seed in given if isinstance(given, list) else [] if given is None else [given]:
+            if seed < 0:
+                raise ValueError(f"--{name} {seed}: give 0 or more")
+
+
+def sentence(error: Exception, args: argparse.Namespace) -> str:
+    """What went wrong; of a file that cannot be opened, with the option that names it."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    file = str(error.filename)
+    options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
+    return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
+
+
+def write(to: str | None, text: str, data: bytes) -> None:
+    """The text for a reader, and the JSON where it was asked for (`-`: on standard output, the text then beside it)."""
+    print(text, file=sys.stderr if to == "-" else sys.stdout)
+    if to == "-":
+        sys.stdout.buffer.write(data)
+    elif to:
+        Path(to).write_bytes(data)

@@ -1,0 +1,51 @@
+"""The configuration of a server or a simulation as words of `serve` and `simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rubato.cli import common_options
+from rubato.config.schema import Config, load
+from rubato.planning.spec import PolicyChoice
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument(
+        "--policy", action=common_options.Once, metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
+        help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",
+    )  # fmt: skip
+    parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a policy setting (`safety_margin=0.2`, `router.per_request=32`) or any of the configuration "
+        "(`engine.kv_gib=2`)",
+    )
+
+
+def config(args: argparse.Namespace, **given: Any) -> Config:
+    """The configuration of --config, changed by options: a bare --set is a setting of the policy."""
+    overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if args.policy and (":" in args.policy or "@" in args.policy):  # written as for `sweep`
+        choice = PolicyChoice.parse(args.policy, args.router or "auto")
+        overrides += [f"policy={choice.policy}", f"router={choice.router}"]
+        overrides += [f"policy.{name}={json.dumps(value)}" for name, value in choice.settings.items()]
+        overrides += [f"router.{name}={json.dumps(value)}" for name, value in choice.router_settings.items()]
+    else:
+        given = {"policy": args.policy, "router": args.router}
+        overrides += [f"{name}={value}" for name, value in given.items() if value]
+    if args.replicas is not None:
+        overrides.append(f"replicas={args.replicas}")
+    for setting in args.set:
+        name = setting.partition("=")[0]
+        overrides.append(setting if "." in name or name in Config.model_fields else f"policy.{setting}")
+    config = load(args.config or {}, overrides)
+    if config.model is None and config.engine.name == "torch":
+        config = config.model_copy(update={"model": "bundled"})
+    return config

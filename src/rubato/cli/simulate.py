@@ -1,0 +1,98 @@
+"""`rubato simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import sys
+from collections.abc import Collection
+from functools import partial
+
+from rubato.cli import common_options, server_options, simulation_options, workload_options
+from rubato.config.build import (
+    drafter_of,
+    fair_share_of,
+    guessed,
+    lengths_of,
+    link_of,
+    most_in_flight,
+    simulation_limits,
+)
+from rubato.config.schema import Config
+from rubato.core import event_log
+from rubato.core.timeline import steps
+from rubato.measure import goodput
+from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.workloads import Workload
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    workload_options.add(parser)
+    server_options.add(parser)
+    simulation_options.replica(parser)
+    parser.add_argument("--steps", metavar="LOG", help="event log of a live run: fit the latency model on its steps")
+    parser.add_argument("--label", help="what the table calls this run (default: the policy)")
+    common_options.result_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.steps and args.profile:
+        raise ValueError("--steps and --profile both say how long a step takes: leave out one of them")
+    config = server_options.config(args)
+    machine = simulation_options.replica_of(args, config)
+    if args.profile and args.prefill_ms is None:
+        args.prefill_ms = machine.prefill  # what TTFTs that are slowdowns are multiples of
+    loads = workload_options.loads(args)
+    model = machine.model
+    if args.steps:
+        model.fit(steps(event_log.read(args.steps)))
+    bounds = goodput.parse(args.goodput) if args.goodput else None
+    note = _guesses(args, config, {load.profile for load in loads} - {""})
+    if note:
+        print(f"rubato simulate: {note}", file=sys.stderr)
+    if config.tenants:
+        said = "tenants share by weight; their keys, tiers and limits are not simulated"
+        print(f"rubato simulate: {said}", file=sys.stderr)
+
+    def setup(number: int, load: Workload) -> SimulationSetup:
+        return SimulationSetup(
+            latency=lambda: copy.deepcopy(model),
+            limits=machine.limits,
+            policy=config.policy.name,
+            settings=config.policy.settings,
+            router=config.router.name,
+            router_settings=config.router.settings,
+            replicas=config.replicas,
+            noise=args.noise,
+            seed=args.seed + number,
+            max_in_flight=most_in_flight(config, machine.limits),
+            lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
+            rule=args.judge or config.judge,
+            prefix_cache=config.prefix_cache,
+            link=link_of(config),
+            drafter=drafter_of(config),
+            fair=partial(fair_share_of, config) if config.tenants else None,
+        )
+
+    runs = [simulated_run(load, setup(number, load), args.label) for number, load in enumerate(loads)]
+    common_options.report(args, [dataclasses.replace(run, goodput=bounds) for run in runs])
+    return 0
+
+
+def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -> str:
+    """What of the replica is a guess, "" if nothing. meant: profiles that the workload is made for."""
+    if args.profile:
+        return ""
+    parts, missing = [], [] if args.steps else guessed(config)
+    if missing:
+        kind = config.latency.name if config.latency else "affine"
+        how = "give --profile NAME, --steps LOG, or --config with what `rubato fit` prints"
+        parts.append(f"step times ({kind} without {', '.join(missing)}: {how})")
+    if args.kv_tokens is None and "kv_blocks" not in config.engine.settings:
+        limits = simulation_limits(config)
+        parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block_size']} tokens: give --kv-tokens N)")
+    if not parts:
+        return ""
+    takes = f"; the workload is made for --profile {', '.join(sorted(meant))}"
+    return f"a guess, not your machine's: {' and '.join(parts)}{takes if meant else ''}"

@@ -1,0 +1,186 @@
+"""Options of `workload`, `bench` and `simulate` that say which requests are offered, and the workloads they make."""
+
+from __future__ import annotations
+
+import argparse
+from math import inf
+from pathlib import Path
+
+from rubato.cli import common_options
+from rubato.core.slo import RULES
+from rubato.workloads import scenarios, traces, workload_file
+from rubato.workloads.arrivals import Process, parse
+from rubato.workloads.generate import Prefill, make
+from rubato.workloads.prompts import with_texts
+from rubato.workloads.workload import Workload
+
+
+def _source(parser: argparse.ArgumentParser) -> None:
+    """What can be said besides kinds and their SLOs. Without a scenario or a trace the kinds say it all."""
+    parser.add_argument(
+        "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
+    )
+    parser.add_argument(
+        "--trace",
+        dest="arrivals_from",
+        metavar="FILE",
+        help="CSV, JSON lines or JSON array of times and lengths; with --scenario its times only",
+    )
+    parser.add_argument("--skip-malformed", action="store_true", help="leave out a trace's bad rows, and count them")
+    parser.add_argument(
+        "--arrivals",
+        metavar="WORDS",
+        help="poisson, gamma:cv=3, bursts:peak=6,size=130, on-off:on=10,off=50,quiet=0.1, "
+        "piecewise:0=1,60=3,90=1,360=0, at-once, trace (default: the trace's, the scenario's, or poisson)",
+    )
+    parser.add_argument("--rate", type=float, help="requests per second (default 1, or the trace's own)")
+    parser.add_argument("--duration", type=float, help="seconds of arrivals (default 60, or all of the trace)")
+    parser.add_argument("--count", type=int, help="number of requests, in place of --duration")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--texts",
+        action=argparse.BooleanOptionalAction,
+        help="make prompts of these lengths, as a server needs them (default: but for scenarios)",
+    )
+    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt + output: outputs are cut")
+    parser.add_argument("--prompt-scale", type=float, default=1.0, help="with --scenario: factor on prompt lengths")
+    parser.add_argument("--slo-scale", type=float, help="factor on all SLO times")
+    parser.add_argument(
+        "--prefill-ms",
+        type=_line,
+        metavar="BASE,PER_TOKEN",
+        help="zero-load prefill time, of which a TTFT stated as a slowdown is a multiple",
+    )
+    parser.add_argument(
+        "--unloaded-ms",
+        type=float,
+        metavar="MS",
+        help="time per token of a request alone, of which a trace's slo_ratio is a multiple",
+    )
+
+
+def _line(text: str) -> Prefill:
+    try:
+        base, per_token = (float(part) / 1e3 for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers of ms, such as 12,0.1") from error
+    if base < 0.0 or per_token < 0.0 or base + per_token == 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers of ms, 0 or more")
+    return lambda tokens: base + per_token * tokens
+
+
+def asked(args: argparse.Namespace, seed: int) -> Workload:
+    """The workload that the words describe: of a scenario, a trace, --kinds or the usual three tiers.
+
+    Raises ValueError for what contradicts or is impossible, OSError for a file that cannot be opened.
+    """
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count {args.count}: give 1 or more")
+    if args.duration is not None and not 0.0 < args.duration < inf:
+        raise ValueError(f"--duration {args.duration}: give seconds above 0")
+    made = _scenario(args, seed) if args.scenario else _trace_or_mix(args, seed)
+    return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+
+
+def from_file(args: argparse.Namespace) -> Workload:
+    """The file of --workload, at --rate, with texts if asked for."""
+    if args.kinds or args.arrivals_from or args.scenario:
+        raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
+    made = workload_file.read(args.workload)
+    made = made if args.rate is None else made.rescaled(args.rate)
+    made = made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+    return with_texts(made) if args.texts else made
+
+
+def _scenario(args: argparse.Namespace, seed: int) -> Workload:
+    if args.kinds:
+        raise ValueError("--scenario has kinds of its own: leave out --kinds")
+    process = _process(args.arrivals)
+    rate = args.rate
+    if args.arrivals_from:
+        if process is not None:
+            raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
+        process = traces.read(args.arrivals_from, skip=args.skip_malformed).times
+        rate = process.rate if rate is None else rate
+    duration = args.duration or (60.0 if args.count is None else None)
+    made = scenarios.make(
+        args.scenario,
+        1.0 if rate is None else rate,
+        count=args.count,
+        duration=duration,
+        seed=seed,
+        arrivals=process,
+        prefill=args.prefill_ms,
+        scale=args.prompt_scale,
+        max_model_len=args.max_model_len,
+    )
+    return with_texts(made) if args.texts else made
+
+
+def _trace_or_mix(args: argparse.Namespace, seed: int) -> Workload:
+    process = _process(args.arrivals)
+    texts = args.texts is not False
+    name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
+    if args.arrivals_from:
+        trace = traces.read(args.arrivals_from, seconds=args.duration, count=args.count, skip=args.skip_malformed)
+        own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
+        return traces.make(
+            name,
+            trace,
+            () if own else common_options.kinds(args),
+            rate=args.rate,
+            arrivals=process,
+            seed=seed,
+            prefill=args.prefill_ms,
+            unloaded=None if args.unloaded_ms is None else args.unloaded_ms / 1e3,
+            texts=texts,
+        )
+    duration = args.duration or (60.0 if args.count is None else None)
+    return make(
+        name,
+        common_options.kinds(args),
+        1.0 if args.rate is None else args.rate,
+        duration=duration,
+        count=args.count,
+        seed=seed,
+        arrivals=process,
+        prefill=args.prefill_ms,
+        texts=texts,
+        max_model_len=args.max_model_len,
+    )
+
+
+def _process(words: str | None) -> Process | None:
+    return None if words in (None, "trace") else parse(str(words))
+
+
+def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
+    """file: whether a workload file, several runs of it and a judging rule can be asked for."""
+    if file:
+        parser.add_argument("--workload", help="workload file (default: one is made)")
+        several = parser.add_mutually_exclusive_group()
+        several.add_argument(
+            "--seeds", type=common_options.seeds, metavar="0,1,2", help="seeds: one run each, pooled in the table"
+        )
+        several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
+    common_options.tiers(parser)
+    _source(parser)
+    if file:
+        parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
+        parser.add_argument(
+            "--goodput",
+            nargs="+",
+            metavar="NAME:MS",
+            help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
+        )
+
+
+def loads(args: argparse.Namespace) -> list[Workload]:
+    """One workload for each run."""
+    if args.rounds is not None and args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give 1 or more")
+    if args.workload:
+        if args.seeds:
+            raise ValueError("--seeds makes workloads, but --workload is one already: use --rounds to repeat it")
+        return [from_file(args)] * (args.rounds or 1)
+    return [asked(args, seed) for seed in args.seeds or range(args.seed, args.seed + (args.rounds or 1))]
