@@ -15,7 +15,10 @@ from rubato.core.events import Stepped
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine
 from rubato.latency.fit import Fitted, fit, fit_file
-from rubato.latency.model_kinds import MODELS, Model
+from rubato.latency.fitted_model import FittedModel
+from rubato.latency.model_kinds import MODELS
+from rubato.serving.build import latency_of
+from rubato.serving.config import load
 
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
 
@@ -52,7 +55,9 @@ def test_what_is_held_out_is_the_end_of_the_log_and_was_not_learnt_from() -> Non
 
 
 @pytest.mark.parametrize(("kind", "cls"), MODELS.items())
-def test_the_text_is_a_configuration_that_gives_the_same_model(tmp_path: Path, kind: str, cls: type[Model]) -> None:
+def test_the_text_is_a_configuration_that_gives_the_same_model(
+    tmp_path: Path, kind: str, cls: type[FittedModel]
+) -> None:
     log = tmp_path / "log.jsonl"
     with event_log.EventLogWriter(log) as write:
         for i, sample in enumerate(samples()):

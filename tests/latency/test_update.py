@@ -10,7 +10,8 @@ import pytest
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
 from rubato.latency.fit_error import error_report
-from rubato.latency.model_kinds import MODELS, Model
+from rubato.latency.fitted_model import FittedModel
+from rubato.latency.model_kinds import MODELS
 from tests.latency.steps import decodes, mixed, run, with_chunk
 
 TRUTH = affine.Model(k=(1e-5, 1e-3), b=(0.04, 0.025), a=3e-7, d=1e-8, e=1e-8, host=0.001, host_per_seq=1e-4)
@@ -18,7 +19,7 @@ Models = Callable[[], affine.Model | roofline.Model]
 BOTH = pytest.mark.parametrize("new", [affine.Model, roofline.Model])
 
 
-def learn(model: Model, steps: list[Sample]) -> None:
+def learn(model: FittedModel, steps: list[Sample]) -> None:
     for sample in steps:
         model.update(sample)
 

@@ -12,7 +12,7 @@ never falls as a batch grows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,26 +20,30 @@ import numpy as np
 
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_base import knee_of
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Array, Coefficients, crossing, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Array, Coefficients, crossing, fit_planes, largest
 
-MIN_SAMPLES = 12  # for eight coefficients
-FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")
 NUMBERS = ("host", "host_per_seq", "a", "d", "e")
+FEATURES = ("tokens", "a constant", "seqs", "kv", "chunk_context", "chunk_sq")
 
 
 @dataclass(slots=True)
-class Model(Learns):
+class Model(FittedModel):
     """Seconds per: token (k) and step (b) of each plane, sequence (host_per_seq), KV token (a), c·k (d), c² (e).
 
     host: seconds of every step spent outside the device (scheduling, launching). From step times alone it cannot be
     told from b: `fit` and `update` hold it at what is given and fit all the rest, so b is what the device takes; with
     host 0 (the default) b holds both. To change it use `dataclasses.replace`. The other defaults are a rough guess to
-    begin with. `window`: the number of steps that `update` remembers. Raises ValueError on coefficients that cannot be.
+    begin with. Raises ValueError on coefficients that cannot be.
     """
 
-    GUESSED: ClassVar = ("k", "b")  # whose defaults are a guess
+    KIND: ClassVar = "affine"
+    TITLE: ClassVar = "an affine model"
+    SETTINGS: ClassVar = ("k", "b", *NUMBERS)
+    GUESSED: ClassVar = ("k", "b")
+    MIN_SAMPLES: ClassVar = 12  # for eight coefficients
+    COLUMNS: ClassVar = 2
     k: tuple[float, float] = (0.0, 1e-4)
     b: tuple[float, float] = (1e-2, 0.0)
     a: float = 0.0
@@ -47,25 +51,17 @@ class Model(Learns):
     e: float = 0.0
     host: float = 0.0
     host_per_seq: float = 0.0
-    window: int = field(default=512, compare=False, kw_only=True)
-    online: Online = field(init=False, repr=False, compare=False)
     _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        for name in ("k", "b"):
-            pair = numbers(f"affine {name}", getattr(self, name))
-            if len(pair) != 2 or not all(0.0 <= v < math.inf for v in pair):
-                raise ValueError(f"affine {name} is {pair}: give two finite numbers of seconds, 0 or more")
-            setattr(self, name, pair)
-        for name in NUMBERS:
-            (value,) = numbers(f"affine {name}", [getattr(self, name)])
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"affine {name} is {value}: give a finite number of seconds, 0 or more")
-            setattr(self, name, value)
+    def _check(self) -> None:
+        self._check_numbers(("k", "b"), 2)
+        self._check_numbers(NUMBERS)
         if max(*self.k, *self.b, self.a, self.host, self.host_per_seq) <= 0.0:
             raise ValueError("affine coefficients make a decode step take no time: give host, b or k a positive value")
-        self.online = Online(columns=2, size=self.window)
-        self._flatten()
+
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        """As `FEATURES` names them."""
+        return (shape.tokens, 1.0, shape.seqs, shape.kv, shape.chunk_context, shape.chunk_sq)
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes."""
@@ -105,49 +101,19 @@ class Model(Learns):
         )
         return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, guess)
 
-    def fit(self, samples: Sequence[Sample]) -> None:
-        """Fit from scratch, `host` held, in relative error, outliers left out.
-
-        Raises ValueError when samples are too few, hold no chunk of prefill, or some features never move apart. When
-        no chunk had context (prompts prefilled whole), d is taken as 2e: a token attends to k cached tokens and on
-        average to half of its chunk, so c·k costs what c²/2 does.
-        """
-        rows = _checked(samples, self.host)
-        x, y, seconds = rows[:, :2], rows[:, 2:-1], rows[:, -1]
-        found = fit_planes(x, y, seconds, offset=self.host)
-        if not y[:, 2].any():
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
+        """`host` held, outliers left out. Raises ValueError when no step has a chunk of prefill, or some features never
+        move apart. When no chunk had context (prompts prefilled whole), d is taken as 2e: a token attends to k cached
+        tokens and on average to half of its chunk, so c·k costs what c²/2 does."""
+        _check_rows(rows, self.host)
+        found = fit_planes(rows[:, :2], rows[:, 2:-1], rows[:, -1], offset=self.host)
+        if not rows[:, 4].any():
             found.shared[2] = 2.0 * found.shared[3]
         self._take(found)
-        self.online = Online(columns=2, size=self.window)
-        for sample in samples:
-            self.online.window.add(sample.shape, _row(sample))
-        self._flatten()
 
-    def update(self, sample: Sample) -> None:
-        """Learn from one more step (`online`): the speed at once, the coefficients every so many steps. Raises
-        ValueError on an empty step or one that took no time."""
-        if sample.shape.tokens < 1:
-            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
-        raw = self.step_time(sample.shape) / self.online.factor
-        if self.online.seen(sample.shape, _row(sample), raw):
-            shared = np.array([self.host_per_seq, self.a, self.d, self.e])
-            found = self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), shared), self.host)
-            if found is not None:
-                self._take(found)
-        self._flatten()
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON. The factor of the moment and the window are not in it."""
-        numbers = {name: getattr(self, name) for name in NUMBERS}
-        return {"model": "affine", "k": list(self.k), "b": list(self.b), **numbers}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        names = ("k", "b", *NUMBERS)
-        if set(data) != {"model", *names} or data["model"] != "affine":
-            raise ValueError(f"not an affine model: has {sorted(data)}, wants model = affine and {', '.join(names)}")
-        return cls(**{name: data[name] for name in names})  # type: ignore[arg-type]  # checked there
+    def _refit(self) -> Coefficients | None:
+        shared = np.array([self.host_per_seq, self.a, self.d, self.e])
+        return self.online.refit(Coefficients(np.array([self.k, self.b]).T.copy(), shared), self.host)
 
     def _take(self, found: Coefficients) -> None:
         (k, b), (k_, b_) = found.planes.tolist()
@@ -161,11 +127,6 @@ class Model(Learns):
         self._flat = tuple([f * v for v in flat])
 
 
-def _row(sample: Sample) -> tuple[float, ...]:
-    s = sample.shape
-    return (s.tokens, 1.0, s.seqs, s.kv, s.chunk_context, s.chunk_sq, sample.seconds)
-
-
 def _root(square: float, slope: float, room: float) -> float:
     """The largest c with square·c² + slope·c <= room (all >= 0), without cancellation; -1 for a negative room."""
     if room < 0.0:
@@ -174,16 +135,9 @@ def _root(square: float, slope: float, room: float) -> float:
     return 2.0 * room / under if under > 0.0 else math.inf
 
 
-def _checked(samples: Sequence[Sample], host: float) -> Array:
-    """The samples as rows, if they determine the model."""
-    if len(samples) < MIN_SAMPLES:
-        raise ValueError(
-            f"{len(samples)} samples cannot determine an affine model: measure at least {MIN_SAMPLES} steps"
-        )
-    rows = np.array([_row(s) for s in samples], dtype=np.float64)
+def _check_rows(rows: Array, host: float) -> None:
+    """Raise ValueError unless they determine the model."""
     seconds = rows[:, -1]
-    if not ((seconds > 0.0) & (seconds < np.inf)).all():
-        raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
     if host >= np.median(seconds):
         raise ValueError(f"host is {host} s but the median step took {np.median(seconds):.6f} s: give a smaller host")
     if not rows[:, 5].any():
@@ -198,4 +152,3 @@ def _checked(samples: Sequence[Sample], host: float) -> Array:
         raise ValueError(
             f"{', '.join(stuck)} never move apart in these samples: vary batch, context and chunk separately"
         )
-    return rows

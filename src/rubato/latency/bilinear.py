@@ -19,41 +19,38 @@ Tokens of a decode beyond one, such as drafted ones, are not seen: there is no k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from scipy.optimize import nnls
 
 from rubato.core.plan import Sample, Shape
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Array, largest, numbers
+from rubato.latency.fitted_model import FittedModel
+from rubato.latency.roofline_fit import Array
 
 Four = tuple[float, float, float, float]
-MIN_SAMPLES = 12
 PREFILL: Four = (0.1e-3, 5.7e-3, 0.01e-3, 43.67e-3)  # the paper's Table 2
 DECODE: Four = (0.0002e-3, 0.275e-3, 0.00088e-3, 15.85e-3)
 
 
 @dataclass(slots=True)
-class Model(Learns):
+class Model(FittedModel):
     """p, d: (α, β, γ, δ) of prefill and decode, seconds, >= 0; the paper's by default. A prompt's token, a prompt and a
-    prefill cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥ δ_d). `window`: the number of
-    steps whose speed `update` remembers. Raises ValueError on coefficients that cannot be."""
+    prefill cost at least what they do in decoding (α_p ≥ α_d + γ_d, β_p ≥ β_d, δ_p ≥ δ_d). Raises ValueError on
+    coefficients that cannot be."""
 
-    GUESSED: ClassVar = ("p", "d")  # whose defaults are a guess
+    KIND: ClassVar = "bilinear"
+    TITLE: ClassVar = "a bilinear model"
+    SETTINGS: ClassVar = ("p", "d")
+    GUESSED: ClassVar = ("p", "d")
+    MIN_SAMPLES: ClassVar = 12
     p: Four = PREFILL
     d: Four = DECODE
-    window: int = field(default=512, compare=False, kw_only=True)
-    online: Online = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        for name in ("p", "d"):
-            four = numbers(f"bilinear {name}", getattr(self, name))
-            if len(four) != 4 or not all(0.0 <= v < math.inf for v in four):
-                raise ValueError(f"bilinear {name} is {four}: give four finite numbers of seconds, 0 or more")
-            setattr(self, name, four)
+    def _check(self) -> None:
+        self._check_numbers(self.SETTINGS, 4)
         if max(self.d[1], self.d[3]) <= 0.0:
             raise ValueError("bilinear d makes a decode step take no time: give its β or δ a positive value")
         (a_p, b_p, _, d_p), (a, b, y, d) = self.p, self.d
@@ -61,7 +58,6 @@ class Model(Learns):
             raise ValueError(
                 "bilinear p must be at least d in β and δ, and in α at least α + γ: prefill adds to a decode step"
             )
-        self.online = Online(columns=1, size=self.window)
 
     def prefill(self, jobs: float, length: float) -> float:
         """Seconds to prefill `jobs` prompts of `length` tokens together: t_p."""
@@ -90,46 +86,23 @@ class Model(Learns):
             time += a_p * c + _rising(b_p - b, y_p, chunks, c) + (d_p - d)
         return self.online.factor * time
 
-    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
-        return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, float(most))
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        """What the prefill's α, excess β, γ, and excess δ, then the decode's four are multiplied by."""
+        s = shape
+        c = s.tokens - (s.seqs - s.chunks) if s.chunks else 0
+        rest = s.kv - c
+        prefill = (c, s.chunks, c / s.chunks, 1.0) if s.chunks else (0.0,) * 4
+        return (*prefill, rest, s.seqs, rest / max(1, s.seqs), 1.0)
 
-    def fit(self, samples: Sequence[Sample]) -> None:
-        """Fit all eight from scratch by non-negative least squares in relative error (a δ of prefill is at least that
-        of decode). Raises ValueError when samples are too few, or of one kind only."""
-        if len(samples) < MIN_SAMPLES:
-            raise ValueError(
-                f"{len(samples)} samples cannot determine a bilinear model: measure at least {MIN_SAMPLES} steps"
-            )
-        rows = np.array([_row(s) for s in samples], dtype=np.float64)
-        seconds = rows[:, -1]
-        if not ((seconds > 0.0) & (seconds < np.inf)).all():
-            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
+        """All eight by non-negative least squares (a δ of prefill is at least that of decode); they stay, as the
+        paper's do. Raises ValueError when all samples are of one kind."""
         if not rows[:, 0].any() or not rows[:, 4].any():
             raise ValueError("a bilinear model needs steps with chunks of prefill and steps with decodes: measure both")
         # A γ that little of β goes with is cut down by step_time: so each is tried and left out, and step_time judges.
         tried = [_solved(rows, without) for without in ((), (2,), (6,), (2, 6))]
         best = min(tried, key=lambda m: float(np.mean([abs(m.step_time(s.shape) / s.seconds - 1.0) for s in samples])))
         self.p, self.d = best.p, best.d
-        self.online = Online(columns=1, size=self.window)
-
-    def update(self, sample: Sample) -> None:
-        """Learn the speed of the moment (`online`); the coefficients stay, as the paper's do. Raises ValueError on an
-        empty step or one that took no time."""
-        if sample.shape.tokens < 1:
-            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
-        self.online.seen(sample.shape, _row(sample), self.step_time(sample.shape) / self.online.factor)
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON. The factor of the moment is not in it."""
-        return {"model": "bilinear", "p": list(self.p), "d": list(self.d)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        if set(data) != {"model", "p", "d"} or data["model"] != "bilinear":
-            raise ValueError(f"not a bilinear model: has {sorted(data)}, wants model = bilinear, p and d")
-        return cls(p=data["p"], d=data["d"])  # type: ignore[arg-type]  # checked there
 
 
 def _rising(per_job: float, per_length: float, jobs: int, total: int) -> float:
@@ -140,17 +113,8 @@ def _rising(per_job: float, per_length: float, jobs: int, total: int) -> float:
     return 2.0 * math.sqrt(per_job * per_length * total)
 
 
-def _row(sample: Sample) -> tuple[float, ...]:
-    """What the prefill's α, excess β, γ, and excess δ, then the decode's four are multiplied by; the seconds."""
-    s = sample.shape
-    c = s.tokens - (s.seqs - s.chunks) if s.chunks else 0
-    rest = s.kv - c
-    prefill = (c, s.chunks, c / s.chunks, 1.0) if s.chunks else (0.0,) * 4
-    return (*prefill, rest, s.seqs, rest / max(1, s.seqs), 1.0, sample.seconds)
-
-
 def _solved(rows: Array, without: tuple[int, ...]) -> Model:
-    """Non-negative least squares in relative error, without these columns of `_row`."""
+    """Non-negative least squares in relative error, without these of the features."""
     x = rows[:, :-1] / rows[:, -1:]
     x[:, 4] += x[:, 0]  # α_p = α_d + γ_d + what C costs beyond
     if 6 not in without:

@@ -14,7 +14,8 @@ from rubato.core.plan import Sample
 from rubato.core.timeline import steps
 from rubato.latency import operation_count, profiles, step_samples
 from rubato.latency.fit_error import Report, error_report
-from rubato.latency.model_kinds import MODELS, Model
+from rubato.latency.fitted_model import FittedModel
+from rubato.latency.model_kinds import MODELS
 from rubato.latency.profiles.aiconfigurator import GPUS
 
 HELD_OUT = 0.2  # the last share of a log's steps
@@ -27,7 +28,7 @@ class Fitted:
     held: which they are. outside: on steps of another distribution, tag by tag, of none of which it has seen any."""
 
     kind: str
-    model: Model
+    model: FittedModel
     inside: Report
     held_out: Report
     held: str = "the last fifth"
@@ -112,7 +113,7 @@ def fit_file(
     return fit(samples, kind, profile)
 
 
-def blank(kind: str, of: profiles.Profile | None = None) -> Model:
+def blank(kind: str, of: profiles.Profile | None = None) -> FittedModel:
     """A model to fit. `opcount` counts for the model and the GPU of a profile."""
     if kind != "opcount" or of is None:
         return MODELS[kind]()
@@ -124,6 +125,6 @@ def blank(kind: str, of: profiles.Profile | None = None) -> Model:
     return operation_count.Model(dims=of.dims, gpus=of.gpus, compute=card.compute, memory=card.bandwidth)
 
 
-def coefficients(model: Model) -> dict[str, object]:
+def coefficients(model: FittedModel) -> dict[str, object]:
     """As a server's configuration takes them."""
     return {name: value for name, value in model.to_dict().items() if name != "model"}

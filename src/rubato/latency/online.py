@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rubato.core.plan import Shape
-from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, Coefficients, fit_planes
 
 EVERY = 128  # steps between refits
@@ -154,26 +153,6 @@ class Online:
     def _split(self, rows: list[Row]) -> tuple[Array, Array, Array]:
         table = np.array(rows, dtype=np.float64)
         return table[:, : self.columns], table[:, self.columns : -1], table[:, -1]
-
-
-class Learns(ModelBase):
-    """A latency model that has an `Online`."""
-
-    __slots__ = ()
-    online: Online
-
-    @property
-    def spread(self) -> float:
-        """`Online.spread`."""
-        return self.online.spread
-
-    def idle(self, seconds: float) -> None:
-        """`Online.idle`."""
-        if self.online.idle(seconds):
-            self._flatten()
-
-    def _flatten(self) -> None:
-        """Make anew what is kept of the coefficients times the factor, if anything is."""
 
 
 def _left(logs: Array) -> Array:

@@ -15,30 +15,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_dims import Dims
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Coefficients, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Array, Coefficients, fit_planes
 
-MIN_SAMPLES = 8
-NUMBERS = ("c2", "c3", "c4", "c5")
 LLAMA_8B = Dims(layers=32, hidden=4096, heads=32, kv_heads=8, head=128, ffn=14336, vocab=128256)
 
 
 @dataclass(slots=True)
-class Model(Learns):
+class Model(FittedModel):
     """dims: of the model served; gpus: over which it is split. compute, memory: operations/s and bytes/s of one GPU
     (the defaults are the paper's, an A100); block: rows of an attention kernel's block. c2, c3, c4: shares of time, c5:
-    seconds; all >= 0. The default takes the larger of the two times, and 5 ms. `window`: the number of steps that
-    `update` remembers. Raises ValueError on numbers that cannot be.
+    seconds; all >= 0. The default takes the larger of the two times, and 5 ms. Raises ValueError on numbers that
+    cannot be.
     """
 
-    GUESSED: ClassVar = ("dims", "compute", "memory", "c5")  # whose defaults are a guess: of some model on some GPU
+    KIND: ClassVar = "opcount"
+    TITLE: ClassVar = "an opcount model"
+    SETTINGS: ClassVar = ("dims", "gpus", "compute", "memory", "block", "c2", "c3", "c4", "c5")
+    GUESSED: ClassVar = ("dims", "compute", "memory", "c5")  # of some model on some GPU
+    MIN_SAMPLES: ClassVar = 8
     dims: Dims = LLAMA_8B
     gpus: int = 1
     compute: float = 312e12
@@ -48,25 +50,18 @@ class Model(Learns):
     c3: float = 0.0
     c4: float = 0.0
     c5: float = 5e-3
-    window: int = field(default=512, compare=False, kw_only=True)
-    online: Online = field(init=False, repr=False, compare=False)
     _traffic: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _work: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if isinstance(self.dims, Mapping):  # from a configuration
             self.dims = Dims(**self.dims)
         for name in ("gpus", "compute", "memory", "block"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"opcount {name} is {getattr(self, name)!r}: give a positive, finite number")
-        for name in NUMBERS:
-            (value,) = numbers(f"opcount {name}", [getattr(self, name)])
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"opcount {name} is {value}: give a finite number, 0 or more")
-            setattr(self, name, value)
+        self._check_numbers(("c2", "c3", "c4", "c5"), unit="")
         if max(self.c2, self.c3, self.c4, self.c5) <= 0.0:
             raise ValueError("opcount c2 to c5 are all 0, so every step would take no time: give one a positive value")
-        self.online = Online(columns=1, size=self.window)
         self._traffic, self._work = self._counted()
 
     def times(self, shape: Shape) -> tuple[float, float]:
@@ -85,64 +80,27 @@ class Model(Learns):
         slower = t_m if t_m > t_f else t_f
         return self.online.factor * (self.c2 * slower + self.c3 * t_m + self.c4 * t_f + self.c5)
 
-    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
-        return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, float(most))
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        """Two planes of a constant alone are one constant, the larger; all else is shared."""
+        t_m, t_f = self.times(shape)
+        return (1.0, max(t_m, t_f), t_m, t_f)
 
-    def fit(self, samples: Sequence[Sample]) -> None:
-        """Fit c2 to c5 from scratch by non-negative least squares in relative error, outliers left out. Raises
-        ValueError when there are too few samples, or too few different ones."""
-        if len(samples) < MIN_SAMPLES:
-            raise ValueError(
-                f"{len(samples)} samples cannot determine an opcount: measure at least {MIN_SAMPLES} steps"
-            )
-        rows = np.array([self._row(s) for s in samples], dtype=np.float64)
-        if not ((rows[:, -1] > 0.0) & (rows[:, -1] < np.inf)).all():
-            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
+        """c2 to c5 by non-negative least squares, outliers left out. Raises ValueError when there are too few different
+        samples."""
         if len(np.unique(rows[:, :-1], axis=0)) < 3:
             raise ValueError(
                 "the samples hold fewer than 3 different batches: an opcount cannot be told from a constant"
             )
         self._take(fit_planes(rows[:, :1], rows[:, 1:-1], rows[:, -1]))
-        self.online = Online(columns=1, size=self.window)
-        for sample in samples:
-            self.online.window.add(sample.shape, self._row(sample))
 
-    def update(self, sample: Sample) -> None:
-        """Learn from one more step (`online`): the speed at once, the coefficients every so many steps, from a bounded
-        window. Raises ValueError on an empty step or one that took no time."""
-        if sample.shape.tokens < 1:
-            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
-        raw = self.step_time(sample.shape) / self.online.factor
-        if self.online.seen(sample.shape, self._row(sample), raw):
-            current = Coefficients(np.array([[0.0], [self.c5]]), np.array([self.c2, self.c3, self.c4]))
-            found = self.online.refit(current, 0.0)
-            if found is not None:
-                self._take(found)
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON. The factor of the moment and the window are not in it."""
-        names = ("gpus", "compute", "memory", "block", *NUMBERS)
-        return {"model": "opcount", "dims": asdict(self.dims), **{name: getattr(self, name) for name in names}}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        names = {"dims", "gpus", "compute", "memory", "block", *NUMBERS}
-        if set(data) != {"model", *names} or data["model"] != "opcount":
-            raise ValueError(
-                f"not an opcount model: has {sorted(data)}, wants model = opcount, {', '.join(sorted(names))}"
-            )
-        return cls(**{name: data[name] for name in names})
+    def _refit(self) -> Coefficients | None:
+        current = Coefficients(np.array([[0.0], [self.c5]]), np.array([self.c2, self.c3, self.c4]))
+        return self.online.refit(current, 0.0)
 
     def _take(self, found: Coefficients) -> None:
         self.c5 = float(found.planes.max())
         self.c2, self.c3, self.c4 = found.shared.tolist()
-
-    def _row(self, sample: Sample) -> tuple[float, ...]:
-        """Two planes of a constant alone are one constant, the larger; all else is shared."""
-        t_m, t_f = self.times(sample.shape)
-        return (1.0, max(t_m, t_f), t_m, t_f, sample.seconds)
 
     def _counted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds of traffic per (batch, token, sequence, KV token, Σ c·l, decode), and of arithmetic per (token,

@@ -9,47 +9,46 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_base import knee_of
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Coefficients, crossing, fit_planes, largest, numbers
+from rubato.latency.roofline_fit import Array, Coefficients, crossing, fit_planes, largest
 
-MIN_SAMPLES = 8
 MIN_SHAPES = 3  # distinct (tokens, spec_steps): two lines need three points
 
 
 @dataclass(slots=True)
-class Model(Learns):
+class Model(FittedModel):
     """k1: seconds per token, k2: seconds per draft step, b: seconds; one of each per plane, all finite and >= 0.
 
     The defaults are a rough guess to begin with when nothing is known: 10 ms a step, or 0.1 ms a token, whichever is
-    more. `window`: the number of steps that `update` remembers. Raises ValueError on coefficients that cannot be.
+    more. Raises ValueError on coefficients that cannot be.
     """
 
-    GUESSED: ClassVar = ("k1", "b")  # whose defaults are a guess
+    KIND: ClassVar = "roofline"
+    TITLE: ClassVar = "a roofline"
+    SETTINGS: ClassVar = ("k1", "k2", "b")
+    GUESSED: ClassVar = ("k1", "b")
+    MIN_SAMPLES: ClassVar = 8
+    COLUMNS: ClassVar = 3
     k1: tuple[float, float] = (0.0, 1e-4)
     k2: tuple[float, float] = (0.0, 0.0)
     b: tuple[float, float] = (1e-2, 0.0)
-    window: int = field(default=512, compare=False, kw_only=True)
-    online: Online = field(init=False, repr=False, compare=False)
     _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        for name in ("k1", "k2", "b"):
-            given = numbers(f"roofline {name}", getattr(self, name))
-            if len(given) != 2 or not all(0.0 <= v < math.inf for v in given):
-                raise ValueError(f"roofline {name} is {given}: give two finite numbers of seconds, 0 or more")
-            setattr(self, name, given)
+    def _check(self) -> None:
+        self._check_numbers(self.SETTINGS, 2)
         if max(*self.k1, *self.b) <= 0.0:
             raise ValueError("roofline k1 and b are all 0, so every step would take no time: give one a positive value")
-        self.online = Online(columns=3, size=self.window)
-        self._flatten()
+
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        return (shape.tokens, shape.spec_steps, 1.0)
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes."""
@@ -87,52 +86,20 @@ class Model(Learns):
         guess = self._tokens(seconds, base.spec_steps) - base.tokens
         return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, guess)
 
-    def fit(self, samples: Sequence[Sample]) -> None:
-        """Fit from scratch, in relative error, outliers left out. k2 is 0 when no sample ran draft steps. Raises
-        ValueError when there are too few samples or too few different ones."""
-        if len(samples) < MIN_SAMPLES:
-            raise ValueError(
-                f"{len(samples)} samples cannot determine a roofline: measure at least {MIN_SAMPLES} steps"
-            )
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
+        """Outliers left out; k2 is 0 when no sample ran draft steps. Raises ValueError when there are too few different
+        samples."""
         shapes = {(s.shape.tokens, s.shape.spec_steps) for s in samples}
         if len(shapes) < MIN_SHAPES or len({tokens for tokens, _ in shapes}) < 2:
             raise ValueError(
                 f"the samples hold {len(shapes)} different (tokens, draft steps): a roofline needs at least "
                 f"{MIN_SHAPES}, with different numbers of tokens"
             )
-        online = Online(columns=3, size=self.window)
-        rows = np.array([_row(s) for s in samples], dtype=np.float64)
-        if not ((rows[:, -1] > 0.0) & (rows[:, -1] < np.inf)).all():
-            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
         self._take(fit_planes(rows[:, :3], rows[:, 3:-1], rows[:, -1]))
-        for sample in samples:
-            online.window.add(sample.shape, _row(sample))
-        self.online = online
-        self._flatten()
 
-    def update(self, sample: Sample) -> None:
-        """Learn from one more step (`online`): the speed at once, the coefficients every so many steps. Raises
-        ValueError on an empty step or one that took no time."""
-        if sample.shape.tokens < 1:
-            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
-        raw = self.step_time(sample.shape) / self.online.factor
-        if self.online.seen(sample.shape, _row(sample), raw):
-            current = Coefficients(np.array([self.k1, self.k2, self.b]).T.copy(), np.zeros(0))
-            found = self.online.refit(current, 0.0)
-            if found is not None:
-                self._take(found)
-        self._flatten()
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON. The factor of the moment and the window are not in it."""
-        return {"model": "roofline", "k1": list(self.k1), "k2": list(self.k2), "b": list(self.b)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        if set(data) != {"model", "k1", "k2", "b"} or data["model"] != "roofline":
-            raise ValueError(f"not a roofline: has {sorted(data)}, wants model = roofline, k1, k2 and b")
-        return cls(**{name: data[name] for name in ("k1", "k2", "b")})  # type: ignore[arg-type]  # checked there
+    def _refit(self) -> Coefficients | None:
+        current = Coefficients(np.array([self.k1, self.k2, self.b]).T.copy(), np.zeros(0))
+        return self.online.refit(current, 0.0)
 
     def _tokens(self, seconds: float, spec_steps: int) -> float:
         """Tokens at which the first plane reaches `seconds`; inf if none ever does, -inf if one has already."""
@@ -153,8 +120,3 @@ class Model(Learns):
         """The coefficients, plane by plane, times the factor of the moment."""
         f = self.online.factor
         self._flat = tuple([f * v for plane in zip(self.k1, self.k2, self.b, strict=True) for v in plane])
-
-
-def _row(sample: Sample) -> tuple[float, ...]:
-    shape = sample.shape
-    return (shape.tokens, shape.spec_steps, 1.0, sample.seconds)

@@ -48,9 +48,6 @@ class Coefficients:
         time: Array = (x @ self.planes.T).max(axis=1) + y @ self.shared
         return time
 
-    def scaled(self, factor: float) -> Coefficients:
-        return Coefficients(self.planes * factor, self.shared * factor)
-
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
@@ -94,16 +91,6 @@ class _Problem:
     def residuals(self, found: Coefficients) -> Array:
         """Relative error of each row."""
         return found.predict(self.x, self.y) - self.target
-
-
-def numbers(name: str, values: object) -> tuple[float, ...]:
-    """A setting as it comes from a configuration. Raises ValueError that names it where it is no list of numbers."""
-    try:
-        if isinstance(values, str):
-            raise TypeError("it is a word")
-        return tuple(float(value) for value in values)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {values!r}: give numbers ({error})") from error
 
 
 def fit_planes(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,32 +21,33 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import coo_array, csr_array, vstack
 
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel, numbers
 from rubato.latency.model_base import knee_of
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Array, largest, numbers
+from rubato.latency.roofline_fit import Array
 
 KNOTS = 20  # on each axis, at most
-MIN_SAMPLES = 16
 SMOOTH = 1e-3  # weight of a second difference beside one measured step: decides only where nothing was measured
 UNSEEN = 1e-6  # what a cell without samples weighs beside the one with most, when the table is made to rise
 PROJECTIONS = 30
 
 
 @dataclass(slots=True)
-class Model(Learns):
+class Model(FittedModel):
     """tokens, kv: the knots, rising; seconds[i][j]: of a step of tokens[i] that reads kv[j]. The default is a rough
-    guess to begin with. `window`: the number of steps whose speed `update` remembers. Raises ValueError on a table that
-    is not one; where it falls along an axis it is evened out first (the mean of its running maxima from both ends)."""
+    guess to begin with. Raises ValueError on a table that is not one; where it falls along an axis it is evened out
+    first (the mean of its running maxima from both ends)."""
 
-    GUESSED: ClassVar = ("tokens", "kv", "seconds")  # whose defaults are a guess
+    KIND: ClassVar = "table"
+    TITLE: ClassVar = "a table"
+    SETTINGS: ClassVar = ("tokens", "kv", "seconds")
+    GUESSED: ClassVar = ("tokens", "kv", "seconds")
+    MIN_SAMPLES: ClassVar = 16
     tokens: tuple[float, ...] = (1.0, 128.0, 8192.0)
     kv: tuple[float, ...] = (0.0, 1e6)
     seconds: tuple[tuple[float, ...], ...] = ((0.01, 0.04), (0.01, 0.04), (0.4, 0.43))
-    window: int = field(default=512, compare=False, kw_only=True)
-    online: Online = field(init=False, repr=False, compare=False)
     _warned: bool = field(init=False, repr=False, compare=False, default=False)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("tokens", "kv"):
             knots = numbers(f"table {name}", getattr(self, name))
             if len(knots) < 2 or not all(a < b < math.inf for a, b in pairwise(knots)) or knots[0] < 0.0:
@@ -58,7 +59,9 @@ class Model(Learns):
         if not ((grid > 0.0) & (grid < np.inf)).all():
             raise ValueError("table seconds holds one that is not positive and finite: every step takes some time")
         self.seconds = tuple(tuple(row) for row in _rising(grid).tolist())
-        self.online = Online(columns=1, size=self.window)
+
+    def features(self, shape: Shape) -> tuple[float, ...]:
+        return (1.0, shape.tokens, shape.kv)
 
     def step_time(self, shape: Shape) -> float:
         """Seconds that a batch of this shape takes. Warns once when it is outside the measured range."""
@@ -78,20 +81,11 @@ class Model(Learns):
         """By default, within the measured range."""
         return knee_of(self, base, max(0, int(self.tokens[-1]) - base.tokens))
 
-    def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
-        return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, float(most))
-
-    def fit(self, samples: Sequence[Sample]) -> None:
+    def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
         """Knots where the samples are (quantiles of each axis, its ends among them), times by least squares in relative
-        error; a cell without samples goes on as its neighbours do. Raises ValueError when there are too few samples, or
-        tokens or KV are the same in all."""
-        if len(samples) < MIN_SAMPLES:
-            raise ValueError(f"{len(samples)} samples cannot determine a table: measure at least {MIN_SAMPLES} steps")
-        rows = np.array([_row(s) for s in samples], dtype=np.float64)
+        error; a cell without samples goes on as its neighbours do. Raises ValueError when tokens or KV are the same in
+        all."""
         at, seconds = rows[:, 1:3], rows[:, -1]
-        if not ((seconds > 0.0) & (seconds < np.inf)).all():
-            raise ValueError("a sample took no time or for ever: every step needs a positive, finite number of seconds")
         axes = [_knots(column, len(samples)) for column in at.T]
         for name, knots in zip(("tokens", "KV"), axes, strict=True):
             if len(knots) < 2:
@@ -99,32 +93,7 @@ class Model(Learns):
         grid = _solve(at, seconds, axes)
         self.tokens, self.kv = (tuple(knots.tolist()) for knots in axes)
         self.seconds = tuple(tuple(row) for row in _rising(np.maximum(grid, seconds.min())).tolist())
-        self.online = Online(columns=1, size=self.window)
         self._warned = False
-
-    def update(self, sample: Sample) -> None:
-        """Learn the speed of the moment (`online`); the table stays. Raises ValueError on an empty step or one that
-        took no time."""
-        if sample.shape.tokens < 1:
-            raise ValueError("a sample has no tokens: only steps that ran something can be learnt from")
-        self.online.seen(sample.shape, _row(sample), self.step_time(sample.shape) / self.online.factor)
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON. The factor of the moment is not in it."""
-        return {
-            "model": "table",
-            "tokens": list(self.tokens),
-            "kv": list(self.kv),
-            "seconds": [list(r) for r in self.seconds],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        names = ("tokens", "kv", "seconds")
-        if set(data) != {"model", *names} or data["model"] != "table":
-            raise ValueError(f"not a table: has {sorted(data)}, wants model = table, {', '.join(names)}")
-        return cls(**{name: data[name] for name in names})
 
     def _warn(self, shape: Shape) -> None:
         if not self._warned:
@@ -135,10 +104,6 @@ class Model(Learns):
                 "its edge is taken, for this and all further batches",
                 stacklevel=3,
             )
-
-
-def _row(sample: Sample) -> tuple[float, ...]:
-    return (1.0, sample.shape.tokens, sample.shape.kv, sample.seconds)
 
 
 def _knots(values: Array, count: int) -> Array:
