@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
+import yaml
 
-from rubato.workloads import prompt_fragments as parts
 from rubato.workloads.workload import Arrival, Workload
 
 # What byte-pair vocabularies of 30-130k entries do with English and Python: a common word with its leading space is
@@ -29,6 +32,14 @@ def estimate(text: str) -> int:
     for piece in _PIECE.findall(text):
         tokens += 1 + (len(piece) - 1) // 9 if piece[0].isalpha() else 1 + (len(piece) - 1) // 4
     return max(1, tokens)
+
+
+@cache
+def _fragments() -> dict[str, Any]:
+    """The word lists and sentences of `prompt_fragments.yaml`."""
+    text = (resources.files("rubato.workloads") / "prompt_fragments.yaml").read_text(encoding="utf-8")
+    fragments: dict[str, Any] = yaml.safe_load(text)
+    return fragments
 
 
 class _Slots(dict[str, str]):
@@ -54,7 +65,7 @@ class _Slots(dict[str, str]):
         return value
 
 
-def _pick(rng: np.random.Generator, choices: Sequence[str]) -> str:
+def _pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
@@ -86,53 +97,59 @@ def _grow(head: str, tail: str, tokens: int, joint: str, fragment: Callable[[int
 
 def chat(rng: np.random.Generator, tokens: int) -> str:
     """A question of everyday life or work, as a person would type it, of about `tokens` tokens."""
-    slots = _Slots(rng, parts.EVERYDAY)
-    topic = slots["topic"] = _pick(rng, parts.CHAT_TOPICS).format_map(slots)
-    ask = _pick(rng, parts.CHAT_ASKS).format_map(slots)
-    order = _shuffled(rng, parts.CHAT_CONTEXT)
+    parts, words = _fragments()["chat"], _fragments()["everyday"]
+    slots = _Slots(rng, words)
+    topic = slots["topic"] = _pick(rng, parts["topics"]).format_map(slots)
+    ask = _pick(rng, parts["asks"]).format_map(slots)
+    order = _shuffled(rng, parts["context"])
 
     def context(index: int) -> str:
         if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts.CHAT_CONTEXT)
-        return _upper_first(order[index % len(order)].format_map(_Slots(rng, parts.EVERYDAY, topic=topic)))
+            order[:] = _shuffled(rng, parts["context"])
+        return _upper_first(order[index % len(order)].format_map(_Slots(rng, words, topic=topic)))
 
-    opener = _pick(rng, parts.CHAT_OPENERS).format_map(slots)
+    opener = _pick(rng, parts["openers"]).format_map(slots)
     return _grow(opener, ask, tokens, " ", context)
 
 
 def code(rng: np.random.Generator, tokens: int) -> str:
     """A Python module of about `tokens` tokens that breaks off after the docstring of its last function, with the
     request to finish it. What precedes the break is valid Python."""
-    order = _shuffled(rng, parts.FUNCTIONS)
-    last = _Slots(rng, parts.CODE)
-    tail = _pick(rng, parts.UNFINISHED).format_map(last) + "\n```"
+    parts = _fragments()["code"]
+    words = parts["words"]
+    order = _shuffled(rng, parts["functions"])
+    last = _Slots(rng, words)
+    tail = _pick(rng, parts["unfinished"]).format_map(last) + "\n```"
     constants = "\n".join(
-        f"{name} = {rng.integers(2, 900)}" for name in _shuffled(rng, parts.CODE["constant"])[: int(rng.integers(1, 4))]
+        f"{name} = {rng.integers(2, 900)}" for name in _shuffled(rng, words["constant"])[: int(rng.integers(1, 4))]
     )
-    imports = "\n".join(sorted(_shuffled(rng, parts.IMPORTS)[: int(rng.integers(2, 5))]))
-    ask = _pick(rng, parts.CODE_ASKS)
-    head = f'{ask}\n\n```python\n"""{_pick(rng, parts.MODULE_DOCS).format_map(last)}"""\n\n{imports}\n\n{constants}'
+    imports = "\n".join(sorted(_shuffled(rng, parts["imports"])[: int(rng.integers(2, 5))]))
+    ask = _pick(rng, parts["asks"])
+    about = _pick(rng, parts["docs"]).format_map(last)
+    head = f'{ask}\n\n```python\n"""{about}"""\n\n{imports}\n\n{constants}'
 
     def function(index: int) -> str:
         if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts.FUNCTIONS)
-        return order[index % len(order)].format_map(_Slots(rng, parts.CODE))
+            order[:] = _shuffled(rng, parts["functions"])
+        return order[index % len(order)].format_map(_Slots(rng, words))
 
     return _grow(head, tail, tokens, "\n\n\n", function)
 
 
 def summary(rng: np.random.Generator, tokens: int) -> str:
     """A report of some organisation's doings, of about `tokens` tokens, with the request to summarise it."""
-    world = parts.EVERYDAY | parts.REPORT | parts.SETTINGS[int(rng.integers(len(parts.SETTINGS)))]
-    title = _pick(rng, parts.REPORT_TITLES).format_map(_Slots(rng, world))
-    head = f"{_pick(rng, parts.SUMMARY_ASKS).format_map(_Slots(rng, world))}\n\n{_upper_first(title)}\n\n"
-    order = _shuffled(rng, parts.REPORT_SENTENCES)
+    parts = _fragments()["report"]
+    words = _fragments()["everyday"] | parts["words"] | _pick(rng, parts["settings"])
+    title = _pick(rng, parts["titles"]).format_map(_Slots(rng, words))
+    ask = _pick(rng, parts["asks"]).format_map(_Slots(rng, words))
+    head = f"{ask}\n\n{_upper_first(title)}\n\n"
+    order = _shuffled(rng, parts["sentences"])
 
     def sentence(index: int) -> str:
         if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts.REPORT_SENTENCES)
-        link = _pick(rng, parts.REPORT_LINKS) if index % 3 == 2 else ""
-        text = order[index % len(order)].format_map(_Slots(rng, world))
+            order[:] = _shuffled(rng, parts["sentences"])
+        link = _pick(rng, parts["links"]) if index % 3 == 2 else ""
+        text = order[index % len(order)].format_map(_Slots(rng, words))
         return f"{link}, {text}" if link else _upper_first(text)
 
     body = _grow("", "", tokens - estimate(head), " ", sentence)
