@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from rubato.core.events import Event
-from rubato.latency.kernel_sum import Model
+from rubato.latency.components import Model
 from rubato.measure.records import Record, Run
 from rubato.planning.capacity import crossing
 from rubato.planning.optimum import Mode, optimum

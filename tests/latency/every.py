@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Shape
-from rubato.latency import affine, bilinear, kernel_sum, operation_count, profiles, roofline, table
+from rubato.latency import affine, bilinear, components, operation_count, profiles, roofline, table
 from rubato.latency.model_dims import Dims
 from rubato.latency.model_kinds import MODELS
 
@@ -60,7 +60,7 @@ COMPONENTS = [
     model
     for name in ("llama-3.1-8b-h200", "opt-13b-a100", "llama-3.1-70b-4xa100", "opt-125m-a100-40g")
     for options in ({"host_scale": 0.0}, {"host_scale": 0.0, "context_attention": 1.0, "prefill_gemm": 1.3}, {})
-    if isinstance(model := profiles.load(name, **options).model(), kernel_sum.Model)  # type: ignore[arg-type]
+    if isinstance(model := profiles.load(name, **options).model(), components.Model)  # type: ignore[arg-type]
 ]
 fitted: st.SearchStrategy[LatencyModel] = st.one_of(rooflines, affines, opcounts, bilinears, _tables())
 models: st.SearchStrategy[LatencyModel] = st.one_of(fitted, st.sampled_from(COMPONENTS))

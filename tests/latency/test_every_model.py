@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
-from rubato.latency import kernel_sum
+from rubato.latency import components
 from rubato.latency.fit_error import error_report
 from rubato.latency.model_kinds import MODELS
 from tests.latency.every import COMPONENTS, DEFAULTS, Entries, batch, entries, fitted, models
@@ -37,7 +37,7 @@ def test_never_faster_when_an_entry_grows(
     model: LatencyModel, parts: Entries, data: st.DataObject, more: int, longer: int
 ) -> None:
     i = data.draw(st.integers(0, len(parts) - 1))
-    if isinstance(model, kernel_sum.Model) and parts[i][0] == 1:
+    if isinstance(model, components.Model) and parts[i][0] == 1:
         more = 0  # as a chunk beside others it would need another kernel, which is running already
     grown = [(c + more, k + longer) if j == i else (c, k) for j, (c, k) in enumerate(parts)]
     assert model.step_time(batch(grown)) >= model.step_time(batch(parts))
@@ -116,12 +116,12 @@ def test_what_cannot_be_learnt_from_is_refused(name: str) -> None:
 
 def test_components_learn_the_host_term_alone_and_only_when_asked() -> None:
     kernels = COMPONENTS[0]
-    truth = kernel_sum.Model(kernels.tables, kernels.factors, 0.004, 6e-5)
-    model = kernel_sum.Model(kernels.tables, kernels.factors)
+    truth = components.Model(kernels.tables, kernels.factors, 0.004, 6e-5)
+    model = components.Model(kernels.tables, kernels.factors)
     samples = run(truth, mixed, 100, random.Random(5))
     for sample in samples:
         model.update(sample)
-    assert model == kernel_sum.Model(kernels.tables, kernels.factors)
+    assert model == components.Model(kernels.tables, kernels.factors)
     model.fit(samples)
     assert (model.host, model.host_per_seq) == pytest.approx((0.004, 6e-5), rel=1e-3)
     assert error_report(model, samples).p95 < 1e-4

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Batch, Entry, Sample, Shape
 from rubato.latency import affine, bilinear, operation_count, roofline, table
-from rubato.latency.kernel_sum import Factors, Model, Tables
+from rubato.latency.components import Factors, Model, Tables
 from rubato.latency.model_dims import Dims
 from tests.latency.every import COMPONENTS, affines, batch, entries, rooflines
 

@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.plan import Limits, Shape
 from rubato.latency import profiles
-from rubato.latency.kernel_sum import Model
+from rubato.latency.components import Model
 from rubato.latency.profiles import packaged
 
 WANTED = {

@@ -14,7 +14,7 @@ from rubato.core.interfaces import View
 from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
-from rubato.latency import affine, kernel_sum, profiles
+from rubato.latency import affine, components, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -89,7 +89,7 @@ class Recording:
 
 
 def played(
-    load: Load, model: Model | kernel_sum.Model, noise: float = 0.0, **settings: Any
+    load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
 ) -> tuple[set[str], set[str]]:
     """Ids of those who were promised to be in time, and of those who were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})

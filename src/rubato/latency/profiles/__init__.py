@@ -1,6 +1,6 @@
 """Hardware profiles by name: `load("llama-3.1-8b-h200")` gives step times and KV capacity of one replica.
 
-The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.kernel_sum`, but for
+The packaged ones are kernel tables of NVIDIA's aiconfigurator, put together by `rubato.latency.components`, but for
 `qwen2.5-7b-2xv100` (the SA paper's coefficients) and `smollm2-135m-cpu` (measured on our engine). `rubato profile`
 makes more.
 """

@@ -2,7 +2,7 @@
 
 Its package holds what single kernels took on real GPUs: matrix products by (tokens, columns, rows), attention by
 (batch, length, heads), all-reduces by size. What is asked of it here is one kernel at a time; adding them up to a step
-is `rubato.latency.kernel_sum`. Its own estimates of whole steps are not used.
+is `rubato.latency.components`. Its own estimates of whole steps are not used.
 
 Not measured but worked out: norms, activations and the embedding, as bytes over 0.8 of the memory's bandwidth plus 3 µs
 a kernel; attention of a chunk with context, as the share (1 − k²/(c + k)²) of a whole prefill of c + k tokens.

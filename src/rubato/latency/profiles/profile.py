@@ -12,7 +12,7 @@ import orjson
 
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Limits
-from rubato.latency import kernel_sum
+from rubato.latency import components
 from rubato.latency.model_dims import Dims
 from rubato.latency.model_kinds import MODELS
 
@@ -62,8 +62,8 @@ class Profile:
             return MODELS[self.data["model"]].from_dict(self.data)
         assert self.host_term is not None
         tables = {name: value for name, value in self.data.items() if name != "model"}
-        factors = kernel_sum.Factors(**{name: factor.value for name, factor in self.factors.items()})
-        return kernel_sum.Model(kernel_sum.Tables(**tables), factors, self.host_term.host, self.host_term.host_per_seq)
+        factors = components.Factors(**{name: factor.value for name, factor in self.factors.items()})
+        return components.Model(components.Tables(**tables), factors, self.host_term.host, self.host_term.host_per_seq)
 
     def limits(
         self,
