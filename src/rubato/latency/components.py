@@ -20,7 +20,7 @@ decode kernel no more, and may save a launch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -209,22 +209,6 @@ class Model(ModelBase):
     def update(self, sample: Sample) -> None:
         """Nothing: these tables say what a step takes, in simulations by definition. To learn from a live engine use a
         model that fits, such as `affine`."""
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON; times of tables in microseconds."""
-        return {"model": "components", **asdict(self.tables), "factors": asdict(self.factors),
-                "host": self.host, "host_per_seq": self.host_per_seq}  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Model:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
-        names = [f.name for f in fields(Tables)]
-        if set(data) != {"model", *names, "factors", "host", "host_per_seq"} or data["model"] != "components":
-            raise ValueError(
-                f"not a components model: has {sorted(data)}, wants model = components and {', '.join(names)}"
-            )
-        tables = Tables(**{name: data[name] for name in names})
-        return cls(tables, Factors(**data["factors"]), data["host"], data["host_per_seq"])
 
     def seconds_of(
         self, tokens: int, seqs: int, kv: int, chunk_context: int, chunk_sq: int, chunks: int, chunk_kv: int
