@@ -15,6 +15,7 @@ from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine, profiles, step_samples
 from rubato.latency.fit_error import error_report
 from rubato.measure.profile_engine import points, profile_of
+from tools import packaged_profiles
 
 TRUTH = affine.Model(k=(1e-5, 4e-4), b=(0.03, 0.012), a=3e-7, d=2e-8, e=2e-8, host_per_seq=1e-4)
 LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=2900, block_size=16)
@@ -88,9 +89,10 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "pip install 'rubato-llm[aiconfigurator]'" in capsys.readouterr().err
 
 
-def test_the_packaged_profiles_can_be_made_again(tmp_path: Path) -> None:
+def test_the_packaged_profiles_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiconfigurator_core", reason="the extra aiconfigurator is not installed")
-    assert main(["profile", "--packaged", str(tmp_path)]) == 0
+    monkeypatch.setattr("sys.argv", ["packaged_profiles.py", str(tmp_path)])
+    packaged_profiles.main()
     made = {path.stem for path in tmp_path.iterdir()}
     assert made == set(profiles.names()) - {"smollm2-135m-cpu"}
     for name in made:

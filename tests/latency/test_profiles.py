@@ -10,7 +10,8 @@ import pytest
 from rubato.core.plan import Limits, Shape
 from rubato.latency import profiles
 from rubato.latency.components import Model
-from rubato.latency.profiles import packaged
+from rubato.latency.profiles import kernel_profiles
+from tools.packaged_profiles import PACKAGED
 
 WANTED = {
     "llama-3.1-8b-h200", "llama-3.1-8b-a100", "mistral-7b-a100", "opt-13b-a100", "opt-13b-2xa100-40g",
@@ -25,7 +26,7 @@ def decodes(count: int, kv: int) -> Shape:
 
 def test_all_that_the_figures_need_are_there() -> None:
     assert set(profiles.names()) >= WANTED
-    assert {packaged.name_of(*which) for which in packaged.PACKAGED} <= set(profiles.names())
+    assert {kernel_profiles.name_of(*which) for which in PACKAGED} <= set(profiles.names())
 
 
 @pytest.mark.parametrize("name", profiles.names())
@@ -133,6 +134,6 @@ def test_config_json_gives_the_dimensions() -> None:
         "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
         "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
     }  # fmt: skip
-    assert packaged.dims_of(config) == packaged.MODELS["qwen2.5-7b"].dims
+    assert kernel_profiles.dims_of(config) == kernel_profiles.MODELS["qwen2.5-7b"].dims
     with pytest.raises(ValueError, match="says nothing of vocab_size"):
-        packaged.dims_of({name: value for name, value in config.items() if name != "vocab_size"})
+        kernel_profiles.dims_of({name: value for name, value in config.items() if name != "vocab_size"})

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -14,7 +15,8 @@ import orjson
 from rubato.core.clock import WallClock
 from rubato.core.plan import Sample
 from rubato.latency import profiles, step_samples
-from rubato.latency.profiles import aiconfigurator, packaged
+from rubato.latency.profiles import aiconfigurator
+from rubato.latency.profiles.kernel_profiles import CONTEXT, Known, composed, dims_of, made, name_of
 from rubato.latency.profiles.profile import Profile
 from rubato.measure.profile_engine import profile_of
 
@@ -27,9 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--aiconfigurator", action="store_true", help="make it from kernel tables instead of measuring")
     parser.add_argument("--list", action="store_true", help="the packaged profiles")
-    parser.add_argument(
-        "--packaged", metavar="FOLDER", help="make the packaged profiles again (all but the measured one)"
-    )
     parser.add_argument("--out", metavar="FILE", help="the profile to write (default NAME.json)")
     parser.add_argument("--steps", metavar="FILE", help="also write the measured steps, a CSV table for `rubato fit`")
     parser.add_argument("--name", help="of the profile (default: from model and GPU)")
@@ -45,10 +44,6 @@ def run(args: argparse.Namespace) -> int:
         for name in profiles.names():
             profile = profiles.load(name)
             print(f"{name}  {profile.about}; KV {profile.kv_tokens} tokens")
-        return 0
-    if args.packaged:
-        for name, data in packaged.everything().items():
-            Path(args.packaged, f"{name}.json").write_bytes(orjson.dumps(data))
         return 0
     if args.aiconfigurator:
         return _write(args, _composed(args))
@@ -77,12 +72,12 @@ def _composed(args: argparse.Namespace) -> Profile:
     gpus = int(count) if times and count.isdigit() else 1
     kind = kind if times and count.isdigit() else gpu
     if not model.endswith(".json"):
-        made = packaged.made(model, kind, gpus)
-        return made if args.name is None else packaged.composed(args.name, packaged.MODELS[model], kind, gpus)
+        profile = made(model, kind, gpus)
+        return replace(profile, name=args.name or profile.name)
     config = json.loads(Path(model).read_text(encoding="utf-8"))
     title = args.name or Path(model).resolve().parent.name
-    known = packaged.Known(title, packaged.dims_of(config), config.get("max_position_embeddings", packaged.CONTEXT))
-    return packaged.composed(args.name or packaged.name_of(title.lower(), kind, gpus), known, kind, gpus)
+    known = Known(title, dims_of(config), config.get("max_position_embeddings", CONTEXT))
+    return composed(args.name or name_of(title.lower(), kind, gpus), known, kind, gpus)
 
 
 async def _measured(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:

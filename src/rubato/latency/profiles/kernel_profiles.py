@@ -1,4 +1,4 @@
-"""Which profiles are packaged, and how each is made again: `rubato profile --packaged FOLDER`."""
+"""Profiles of kernel tables, for models known by name or by their config.json: `rubato profile --aiconfigurator`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rubato.core.did_you_mean import nearest
-from rubato.latency import bilinear
 from rubato.latency.model_dims import Dims
 from rubato.latency.profiles import aiconfigurator
 from rubato.latency.profiles.profile import Factor, Host, Profile
@@ -41,24 +40,6 @@ MODELS: Mapping[str, Known] = {
     "qwen2.5-32b": Known("Qwen2.5-32B", Dims(64, 5120, 40, 8, 128, 27648, 152064)),
 }
 TITLES = {"h200": "H200 SXM 141 GB", "a100": "A100 SXM 80 GB", "a100-40g": "A100 SXM 40 GB"}
-# name of the model, of the GPU, how many
-PACKAGED = (
-    ("llama-3.1-8b", "h200", 1),
-    ("llama-3.1-8b", "a100", 1),
-    ("mistral-7b", "a100", 1),
-    ("opt-6.7b", "a100-40g", 1),
-    ("opt-13b", "a100", 1),
-    ("opt-13b", "a100-40g", 2),
-    ("opt-30b", "a100-40g", 4),
-    ("llama-2-7b", "a100-40g", 1),
-    ("qwen2.5-1.5b", "a100-40g", 1),
-    ("qwen-14b", "a100", 1),
-    ("qwen2.5-32b", "a100", 2),
-    ("llama-3.1-70b", "a100", 4),
-    ("opt-125m", "a100-40g", 1),
-    ("llama-3.2-1b", "a100", 1),
-    ("qwen2.5-0.5b", "a100", 1),
-)
 DRAFTERS = ("opt-125m", "llama-3.2-1b", "qwen2.5-0.5b")
 
 VLLM_2024 = (
@@ -120,33 +101,6 @@ def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOS
         provenance=provenance,
         dims=model.dims,
     )
-
-
-def paper_v100() -> Profile:
-    """The SA paper's Qwen2.5-7B on two V100s: its coefficients of whole steps, capacity worked out as elsewhere."""
-    dims = MODELS["qwen2.5-7b"].dims
-    room = 2 * (aiconfigurator.USABLE * 32 * aiconfigurator.GIB - aiconfigurator.RESERVE) - dims.weight_bytes
-    return Profile(
-        name="qwen2.5-7b-2xv100",
-        about="Qwen2.5-7B, float16, on 2 x V100 32 GB",
-        gpu="v100",
-        gpus=2,
-        kv_tokens=int(room // dims.kv_bytes),
-        kv_bytes_per_token=dims.kv_bytes,
-        max_model_len=CONTEXT,
-        data=bilinear.Model().to_dict(),
-        host_term=None,
-        factors={},
-        provenance="coefficients: the SA paper, Table 2 (whole steps, vLLM); "
-        "capacity: 0.9 of the memory less weights and 3 GB a card",
-        dims=dims,
-    )
-
-
-def everything() -> Mapping[str, Any]:
-    """name -> the contents of each packaged file that can be made without a machine of its own."""
-    profiles = [*(made(*which) for which in PACKAGED), paper_v100()]
-    return {profile.name: profile.to_json() for profile in profiles}
 
 
 def dims_of(config: Mapping[str, Any]) -> Dims:
