@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +89,7 @@ class LogNormal:
         return float(below * ndtr(z - k * self.sigma) + self.most**k * ndtr(-z))
 
 
+@cache
 def log_normal(mean: float, std: float, p99: float = math.inf) -> LogNormal:
     """The log-normal that has this mean and deviation *after* being cut at `p99`.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
@@ -18,7 +19,6 @@ from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
 from rubato.workloads.lengths import (
     Lengths,
-    LogNormal,
     Normal,
     Percentiles,
     Uniform,
@@ -55,21 +55,43 @@ TIGHT_TPOT, LOOSE_TPOT = SLO(tpot=0.05), SLO(tpot=0.1)
 # 1.09; the code trace comes in bursts, and these have its CV, 13, and its counts in windows of 0.1 to 60 s
 # (docs/workloads.md).
 CHAT_ARRIVALS, CODE_ARRIVALS = Gamma(1.1), Bursts(6.0, 130.0)
-OPT, TOOL_LLAMA, R1 = "opt-13b-2xa100-40g", "llama-2-7b-a100-40g", "qwen2.5-1.5b-a100-40g"
-OPT_CONTEXT = 2048
 
-CHATBOT = Kind("chat", LOOSE_TPOT, log_normal(763, 424, 1591), log_normal(266, 160, 619), ttft_slowdown=LOOSE)
-CODER = Kind("code", TIGHT_TPOT, log_normal(847, 617, 2010), log_normal(26, 47, 232), ttft_slowdown=LOOSE)
-SUMMARIZER = Kind("summary", LOOSE_TPOT, log_normal(1333, 444, 1946), log_normal(202, 234, 1508), ttft_slowdown=TIGHT)
-_ROUND = (log_normal(690, 356, 2131), log_normal(116, 66, 363))
-TOOLS = Kind(  # 2.7 +- 1.1 pairs of prefill and decode in all, the last of them the answer; tools take no time (ours)
-    "tools", TIGHT_TPOT, *_ROUND, ttft_slowdown=TIGHT, ends="</tool_call>", rounds=Normal(1.7, 1.1, most=8),
-    then=(FollowUp(_ROUND[1], _ROUND[0], LOOSE_TPOT, ttft_slowdown=TIGHT),),
-)  # fmt: skip
-REASONING = Kind(
-    "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
-    ends="</think>", then=(FollowUp(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
-)  # fmt: skip
+
+def _slos_serve() -> dict[str, Scenario]:
+    opt, context = "opt-13b-2xa100-40g", 2048
+    chat = Kind("chat", LOOSE_TPOT, log_normal(763, 424, 1591), log_normal(266, 160, 619), ttft_slowdown=LOOSE)
+    code = Kind("code", TIGHT_TPOT, log_normal(847, 617, 2010), log_normal(26, 47, 232), ttft_slowdown=LOOSE)
+    report = Kind("summary", LOOSE_TPOT, log_normal(1333, 444, 1946), log_normal(202, 234, 1508), ttft_slowdown=TIGHT)
+    prompt, output = log_normal(690, 356, 2131), log_normal(116, 66, 363)
+    tools = Kind(  # 2.7 +- 1.1 pairs of prefill and decode, the last of them the answer; tools take no time (ours)
+        "tools", TIGHT_TPOT, prompt, output, ttft_slowdown=TIGHT, ends="</tool_call>", rounds=Normal(1.7, 1.1, most=8),
+        then=(FollowUp(output, prompt, LOOSE_TPOT, ttft_slowdown=TIGHT),),
+    )  # fmt: skip
+    reasoning = Kind(
+        "reasoning", TIGHT_TPOT, log_normal(127, 83, 421), log_normal(4693, 1442, 7297), ttft_slowdown=TIGHT,
+        ends="</think>", then=(FollowUp(log_normal(803, 280, 1650), slo=LOOSE_TPOT),),
+    )  # fmt: skip
+    of_opt: dict[str, tuple[str, tuple[Kind, ...], Process]] = {
+        "chatbot": ("ChatBot: TTFT 5x, TPOT 100 ms", (chat,), CHAT_ARRIVALS),
+        "coder": ("Coder: TTFT 5x, TPOT 50 ms", (code,), CODE_ARRIVALS),
+        "summarizer": ("Summarizer: TTFT 3x, TPOT 100 ms", (report,), CHAT_ARRIVALS),
+        "mixed": ("Mixed: the three above, a third each (ours)", (chat, code, report), CHAT_ARRIVALS),
+    }
+    return {
+        **{
+            f"slos-serve-{name}": Scenario(f"SLOs-Serve {about}", kinds, arrivals, opt, max_length=context)
+            for name, (about, kinds, arrivals) in of_opt.items()
+        },
+        "slos-serve-toolllm": Scenario(
+            "SLOs-Serve ToolLLM: rounds at TTFT 3x, TPOT 50 ms, the last at 100 ms",
+            (tools,), CODE_ARRIVALS, "llama-2-7b-a100-40g",
+        ),
+        "slos-serve-reasoning": Scenario(
+            "SLOs-Serve Reasoning: TTFT 3x, thinking at 50 ms, response at 100 ms",
+            (reasoning,), CHAT_ARRIVALS, "qwen2.5-1.5b-a100-40g",
+        ),
+    }  # fmt: skip
+
 
 # --------------------------------------------------------------------------- PolyServe (paper §5, Table 1)
 
@@ -103,12 +125,26 @@ def tpot_tiers(prompt: Lengths, output: Lengths, shares: Sequence[float] = SHARE
     )
 
 
-def _polyserve(about: str, lengths: tuple[Lengths, Lengths]) -> Scenario:
-    return Scenario(f"PolyServe: {about}; TTFT 0.3, 0.5, 1 s, TPOT 20-100 ms", tpot_tiers(*lengths), Poisson(), H200)
-
-
 def _flip(count: int, seconds: float) -> tuple[MixChange, ...]:
     return (MixChange(tpot_tiers(*TABLE["uniform-4096-1024"], shares=SHARES[::-1]), request=max(1, count // 2)),)
+
+
+def _polyserve() -> dict[str, Scenario]:
+    promises = "TTFT 0.3, 0.5, 1 s, TPOT 20-100 ms"
+    return {
+        **{
+            f"polyserve-{name}": Scenario(f"PolyServe: {name}; {promises}", tpot_tiers(*lengths), Poisson(), H200)
+            for name, lengths in TABLE.items()
+        },
+        "polyserve-flip": Scenario(
+            "PolyServe: uniform-4096-1024; half-way the shares 10/20/30/40 % of the TPOTs turn round",
+            tpot_tiers(*TABLE["uniform-4096-1024"]), Poisson(), H200, _flip,
+        ),
+        "polyserve-flip-lengths": Scenario(
+            "PolyServe's flip, and the lengths grow from uniform-512-512 (ours)",
+            tpot_tiers(*TABLE["uniform-512-512"]), Poisson(), H200, _flip,
+        ),
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------- AdaServe (paper §6, Table 2)
@@ -154,94 +190,71 @@ def _peaks(profile: str, unloaded: float) -> Scenario:
     return Scenario(about, mixes[0], process, profile, changes)
 
 
+def _adaserve() -> dict[str, Scenario]:
+    about = "AdaServe: code, chat, summary 60/20/20 %, output 256"
+    return {
+        **{
+            f"adaserve-{model}": Scenario(about, categories(unloaded), Gamma(1.1), profile)
+            for model, (profile, unloaded) in MODELS.items()
+        },
+        **{f"adaserve-{model}-peaks": _peaks(*of_model) for model, of_model in MODELS.items()},
+    }
+
+
 # --------------------------------------------------------------------------- Ascendra, SA: lengths assumed
 
-MISTRAL, LLAMA_A100, QWEN_14B = "mistral-7b-a100", "llama-3.1-8b-a100", "qwen-14b-a100"
 # Ascendra shows lengths in an image only; these are Sarathi-Serve's of openchat_sharegpt4, which give the 2.8
 # requests/s that Ascendra reports for Qwen-14B by Little's law
 SHAREGPT4 = (log_normal_p90(1730, 5696, 8192), log_normal_p90(415, 834, 8192))
-LONGBENCH = (log_normal(7000, 4000, 16000), log_normal(180, 90, 500))  # ours: 6,700 English words are 9,000 tokens
-
-
 QWEN_14B_CONTEXT, SHORTEST_ANSWER = 8192, 512  # ours: what is longer would be refused, so prompts leave that much room
 
 
-def _ascendra(data: str, lengths: tuple[LogNormal, LogNormal], ttft: float, profile: str) -> Scenario:
-    kind, context = Kind("chat" if data == "ShareGPT4" else "summary", SLO(ttft=ttft, tpot=0.15), *lengths), None
-    if profile == QWEN_14B:
-        context = QWEN_14B_CONTEXT
-        kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
-    about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
-    return Scenario(about, (kind,), Poisson(), profile, max_model_len=context)
+def _ascendra() -> dict[str, Scenario]:
+    longbench = log_normal(7000, 4000, 16000), log_normal(180, 90, 500)  # ours: 6,700 English words are 9,000 tokens
+    made: dict[str, Scenario] = {}
+    for data, app, lengths, ttfts in (
+        ("ShareGPT4", "chat", SHAREGPT4, (1.0, 1.0, 1.5)),
+        ("LongBench", "summary", longbench, (2.5, 2.5, 3.0)),
+    ):
+        for profile, ttft in zip(("mistral-7b-a100", "llama-3.1-8b-a100", "qwen-14b-a100"), ttfts, strict=True):
+            kind, context = Kind(app, SLO(ttft=ttft, tpot=0.15), *lengths), None
+            if profile == "qwen-14b-a100":
+                context = QWEN_14B_CONTEXT
+                kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
+            about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
+            name = f"ascendra-{data.lower()}-{profile.partition('-')[0]}"
+            made[name] = Scenario(about, (kind,), Poisson(), profile, max_length=context)
+    return made
 
 
-# Chat is the data set of PolyServe's `sharegpt`, of which SA keeps what is under 2k: prompts to P95. A code request
-# of average length takes 3 s alone, the paper says: 180 tokens at 16.3 ms; its prompts and all deviations are ours.
-SA = (
-    Kind("chat", SLO(ttft=10.0, tpot=0.05), Percentiles(QUANTILES[:5], (16, 36, 158, 818, 1613)), TABLE["sharegpt"][1]),
-    Kind("code", SLO(e2e=30.0), log_normal(150, 120, 800), log_normal(180, 120, 700)),
-)
+def _sa() -> dict[str, Scenario]:
+    # Chat is the data set of PolyServe's `sharegpt`, of which SA keeps what is under 2k: prompts to P95. A code request
+    # of average length takes 3 s alone, the paper says: 180 tokens at 16.3 ms; its prompts and all deviations are ours.
+    prompts = Percentiles(QUANTILES[:5], (16, 36, 158, 818, 1613))
+    chat = Kind("chat", SLO(ttft=10.0, tpot=0.05), prompts, TABLE["sharegpt"][1])
+    code = Kind("code", SLO(e2e=30.0), log_normal(150, 120, 800), log_normal(180, 120, 700))
+    about = "SA: chat (TTFT 10 s, TPOT 50 ms) and code (e2e 30 s), half each, all at once (lengths assumed)"
+    return {"sa-mixed": Scenario(about, (chat, code), AtOnce(), "qwen2.5-7b-2xv100", max_length=2048)}
+
 
 # --------------------------------------------------------------------------- by name
 
-SCENARIOS: Mapping[str, Scenario] = {
-    "slos-serve-chatbot": Scenario(
-        "SLOs-Serve ChatBot: TTFT 5x, TPOT 100 ms", (CHATBOT,), CHAT_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
-    ),
-    "slos-serve-coder": Scenario(
-        "SLOs-Serve Coder: TTFT 5x, TPOT 50 ms", (CODER,), CODE_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
-    ),
-    "slos-serve-summarizer": Scenario(
-        "SLOs-Serve Summarizer: TTFT 3x, TPOT 100 ms", (SUMMARIZER,), CHAT_ARRIVALS, OPT, max_model_len=OPT_CONTEXT
-    ),
-    "slos-serve-mixed": Scenario(
-        "SLOs-Serve Mixed: the three above, a third each (ours)", (CHATBOT, CODER, SUMMARIZER), CHAT_ARRIVALS, OPT,
-        max_model_len=OPT_CONTEXT,
-    ),
-    "slos-serve-toolllm": Scenario(
-        "SLOs-Serve ToolLLM: rounds at TTFT 3x, TPOT 50 ms, the last at 100 ms", (TOOLS,), CODE_ARRIVALS, TOOL_LLAMA
-    ),
-    "slos-serve-reasoning": Scenario(
-        "SLOs-Serve Reasoning: TTFT 3x, thinking at 50 ms, response at 100 ms", (REASONING,), CHAT_ARRIVALS, R1
-    ),
-    **{f"polyserve-{name}": _polyserve(name, lengths) for name, lengths in TABLE.items()},
-    "polyserve-flip": Scenario(
-        "PolyServe: uniform-4096-1024; half-way the shares 10/20/30/40 % of the TPOTs turn round",
-        tpot_tiers(*TABLE["uniform-4096-1024"]), Poisson(), H200, _flip,
-    ),
-    "polyserve-flip-lengths": Scenario(
-        "PolyServe's flip, and the lengths grow from uniform-512-512 (ours)",
-        tpot_tiers(*TABLE["uniform-512-512"]), Poisson(), H200, _flip,
-    ),
-    **{
-        f"adaserve-{model}": Scenario(
-            "AdaServe: code, chat, summary 60/20/20 %, output 256", categories(unloaded), Gamma(1.1), profile
-        )
-        for model, (profile, unloaded) in MODELS.items()
-    },
-    **{f"adaserve-{model}-peaks": _peaks(*of_model) for model, of_model in MODELS.items()},
-    "ascendra-sharegpt4-mistral": _ascendra("ShareGPT4", SHAREGPT4, 1.0, MISTRAL),
-    "ascendra-sharegpt4-llama": _ascendra("ShareGPT4", SHAREGPT4, 1.0, LLAMA_A100),
-    "ascendra-sharegpt4-qwen": _ascendra("ShareGPT4", SHAREGPT4, 1.5, QWEN_14B),
-    "ascendra-longbench-mistral": _ascendra("LongBench", LONGBENCH, 2.5, MISTRAL),
-    "ascendra-longbench-llama": _ascendra("LongBench", LONGBENCH, 2.5, LLAMA_A100),
-    "ascendra-longbench-qwen": _ascendra("LongBench", LONGBENCH, 3.0, QWEN_14B),
-    "sa-mixed": Scenario(
-        "SA: chat (TTFT 10 s, TPOT 50 ms) and code (e2e 30 s), half each, all at once (lengths assumed)",
-        SA, AtOnce(), "qwen2.5-7b-2xv100", max_model_len=2048,
-    ),
-}  # fmt: skip
+
+@cache
+def _scenarios() -> Mapping[str, Scenario]:
+    """Made when first asked for: solving for the log-normals takes a tenth of a second."""
+    return {**_slos_serve(), **_polyserve(), **_adaserve(), **_ascendra(), **_sa()}
 
 
 def names() -> list[str]:
-    return list(SCENARIOS)
+    return list(_scenarios())
 
 
 def get(name: str) -> Scenario:
     """Raises ValueError for a name there is not."""
-    if name not in SCENARIOS:
-        raise ValueError(f"no scenario {name!r}{nearest(name, SCENARIOS)}")
-    return SCENARIOS[name]
+    if name not in _scenarios():
+        raise ValueError(f"no scenario {name!r}{nearest(name, _scenarios())}")
+    return _scenarios()[name]
 
 
 def make(
@@ -294,7 +307,7 @@ def make(
 
 def described() -> list[tuple[str, float, float, str]]:
     """Each scenario's name, mean prompt and output tokens of a request of its first mix (all stages), and line."""
-    return [(name, *_means(scenario.kinds), scenario.about) for name, scenario in SCENARIOS.items()]
+    return [(name, *_means(scenario.kinds), scenario.about) for name, scenario in _scenarios().items()]
 
 
 def _means(kinds: Sequence[Kind]) -> tuple[float, float]:
