@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 from scipy.special import ndtr, ndtri
 
 Floats = NDArray[np.float64]
@@ -104,6 +103,7 @@ def log_normal(mean: float, std: float, p99: float = math.inf) -> LogNormal:
     plain = LogNormal(math.log(mean) - sigma * sigma / 2, sigma, p99)
     if p99 == math.inf:
         return plain
+    from scipy.optimize import least_squares  # 0.1 s to import, and only solving needs it
 
     def off(x: Floats) -> Floats:
         found = LogNormal(float(x[0]), float(x[1]), p99).moments()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
 
 from rubato.core.request import SLO
 from rubato.workloads.lengths import Lengths, mean, of
@@ -133,6 +132,8 @@ def within(kind: Kind, most: int) -> Kind:
 
     def off(factor: float) -> float:
         return float(np.minimum(of(kind.output).scaled(factor).at(share), room).mean()) - wanted
+
+    from scipy.optimize import brentq  # 0.1 s to import, and only this needs it
 
     if off(1.0) > -0.001 * wanted:
         return kind
