@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -73,19 +74,23 @@ def _shuffled(rng: np.random.Generator, choices: Sequence[str]) -> list[str]:
     return [choices[i] for i in rng.permutation(len(choices))]
 
 
+def _endless(rng: np.random.Generator, choices: Sequence[str]) -> Iterator[str]:
+    """All choices in random order, then all in another; the first order is drawn at once."""
+    return chain(_shuffled(rng, choices), chain.from_iterable(_shuffled(rng, choices) for _ in repeat(None)))
+
+
 def _upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _grow(head: str, tail: str, tokens: int, joint: str, fragment: Callable[[int], str]) -> str:
+def _grow(head: str, tail: str, tokens: int, joint: str, fragments: Iterator[str]) -> str:
     """head + fragments + tail, as near to `tokens` as whole fragments allow: it stops at the tenth that would go
     beyond by more than SLACK tokens, or by more than half of itself."""
     size = estimate(head) + estimate(tail)
     middle: list[str] = []
-    tried = passed = 0
+    passed = 0
     while passed < 10:
-        text = fragment(tried)
-        tried += 1
+        text = next(fragments)
         more = estimate(joint + text)
         if size + more > tokens + min(more / 2, SLACK):
             passed += 1
@@ -101,15 +106,10 @@ def chat(rng: np.random.Generator, tokens: int) -> str:
     slots = _Slots(rng, words)
     topic = slots["topic"] = _pick(rng, parts["topics"]).format_map(slots)
     ask = _pick(rng, parts["asks"]).format_map(slots)
-    order = _shuffled(rng, parts["context"])
-
-    def context(index: int) -> str:
-        if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts["context"])
-        return _upper_first(order[index % len(order)].format_map(_Slots(rng, words, topic=topic)))
-
+    contexts = _endless(rng, parts["context"])
     opener = _pick(rng, parts["openers"]).format_map(slots)
-    return _grow(opener, ask, tokens, " ", context)
+    filled = (_upper_first(text.format_map(_Slots(rng, words, topic=topic))) for text in contexts)
+    return _grow(opener, ask, tokens, " ", filled)
 
 
 def code(rng: np.random.Generator, tokens: int) -> str:
@@ -117,7 +117,7 @@ def code(rng: np.random.Generator, tokens: int) -> str:
     request to finish it. What precedes the break is valid Python."""
     parts = _fragments()["code"]
     words = parts["words"]
-    order = _shuffled(rng, parts["functions"])
+    functions = _endless(rng, parts["functions"])
     last = _Slots(rng, words)
     tail = _pick(rng, parts["unfinished"]).format_map(last) + "\n```"
     constants = "\n".join(
@@ -127,13 +127,7 @@ def code(rng: np.random.Generator, tokens: int) -> str:
     ask = _pick(rng, parts["asks"])
     about = _pick(rng, parts["docs"]).format_map(last)
     head = f'{ask}\n\n```python\n"""{about}"""\n\n{imports}\n\n{constants}'
-
-    def function(index: int) -> str:
-        if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts["functions"])
-        return order[index % len(order)].format_map(_Slots(rng, words))
-
-    return _grow(head, tail, tokens, "\n\n\n", function)
+    return _grow(head, tail, tokens, "\n\n\n", (text.format_map(_Slots(rng, words)) for text in functions))
 
 
 def summary(rng: np.random.Generator, tokens: int) -> str:
@@ -143,17 +137,15 @@ def summary(rng: np.random.Generator, tokens: int) -> str:
     title = _pick(rng, parts["titles"]).format_map(_Slots(rng, words))
     ask = _pick(rng, parts["asks"]).format_map(_Slots(rng, words))
     head = f"{ask}\n\n{_upper_first(title)}\n\n"
-    order = _shuffled(rng, parts["sentences"])
+    order = _endless(rng, parts["sentences"])
 
-    def sentence(index: int) -> str:
-        if index and index % len(order) == 0:
-            order[:] = _shuffled(rng, parts["sentences"])
-        link = _pick(rng, parts["links"]) if index % 3 == 2 else ""
-        text = order[index % len(order)].format_map(_Slots(rng, words))
-        return f"{link}, {text}" if link else _upper_first(text)
+    def sentences() -> Iterator[str]:
+        for index, text in enumerate(order):
+            link = _pick(rng, parts["links"]) if index % 3 == 2 else ""
+            filled = text.format_map(_Slots(rng, words))
+            yield f"{link}, {filled}" if link else _upper_first(filled)
 
-    body = _grow("", "", tokens - estimate(head), " ", sentence)
-    return head + body
+    return head + _grow("", "", tokens - estimate(head), " ", sentences())
 
 
 TEXTS: Mapping[str, Callable[[np.random.Generator, int], str]] = {"chat": chat, "code": code, "summary": summary}

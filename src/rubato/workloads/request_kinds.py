@@ -133,14 +133,14 @@ def within(kind: Kind, most: int) -> Kind:
     def off(factor: float) -> float:
         return float(np.minimum(of(kind.output).scaled(factor).at(share), room).mean()) - wanted
 
-    from scipy.optimize import brentq  # 0.1 s to import, and only this needs it
-
     if off(1.0) > -0.001 * wanted:
         return kind
     if off(100.0) < 0.0:
         raise ValueError(
             f"kind {kind.app!r}: prompts leave no room in {most} tokens for {wanted:.0f} of output on average"
         )
+    from scipy.optimize import brentq  # 0.1 s to import, and only this needs it
+
     return dataclasses.replace(kind, output=of(kind.output).scaled(float(brentq(off, 1.0, 100.0, xtol=1e-3))))
 
 
