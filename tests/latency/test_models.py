@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
 from dataclasses import replace
 
@@ -50,31 +49,38 @@ def test_the_terms_of_the_affine_form() -> None:
     assert model.step_time(shape._replace(tokens=50)) - model.step_time(shape) == (4 * 50 + 10) - (11 + 100)
 
 
+MOST = 10**6
+
+
+def time2bs(model: roofline.Model, seconds: float, draft_steps: int = 0) -> int:
+    return model.largest_chunk(seconds, Shape(spec_steps=draft_steps), 0, MOST)
+
+
 @given(rooflines, st.integers(1, 5000), st.integers(0, 8))
 def test_time2bs_inverts_step_time(model: roofline.Model, tokens: int, steps: int) -> None:
     limit = model.step_time(Shape(tokens=tokens, spec_steps=steps))
-    n = model.time2bs(limit, steps)
+    n = time2bs(model, limit, steps)
     assert n >= tokens
-    if n != sys.maxsize:
+    if n != MOST:
         assert model.step_time(Shape(tokens=n, spec_steps=steps)) <= limit
         assert model.step_time(Shape(tokens=n + 1, spec_steps=steps)) > limit
 
 
 def test_time2bs_by_hand() -> None:
     model = roofline.Model(k1=(0.125, 1.0), k2=(0.5, 0.0), b=(8.0, 2.0))
-    assert model.time2bs(10.0) == 8  # min(16, 8)
-    assert model.time2bs(10.0, 3) == 4  # min(⌊0.5/0.125⌋, 8)
-    assert model.time2bs(7.9) == 0
-    assert model.time2bs(9.0, 3) == 0
-    assert roofline.Model(k1=(0.0, 0.0), b=(1.0, 0.0)).time2bs(1.0) == sys.maxsize
-    assert roofline.Model(k1=(0.0, 0.0), b=(1.0, 0.0)).time2bs(0.9) == 0
+    assert time2bs(model, 10.0) == 8  # min(16, 8)
+    assert time2bs(model, 10.0, 3) == 4  # min(⌊0.5/0.125⌋, 8)
+    assert time2bs(model, 7.9) == 0
+    assert time2bs(model, 9.0, 3) == 0
+    assert time2bs(roofline.Model(k1=(0.0, 0.0), b=(1.0, 0.0)), 1.0) == MOST
+    assert time2bs(roofline.Model(k1=(0.0, 0.0), b=(1.0, 0.0)), 0.9) == 0
     # t − b − k2·spec_steps is below 0 by rounding though the step takes exactly t.
     flat = roofline.Model(k1=(0.0, 0.0), k2=(0.0, 0.005026513246001848), b=(0.0625, 0.0625))
-    assert flat.time2bs(flat.step_time(Shape(tokens=1, spec_steps=2)), 2) == sys.maxsize
+    assert time2bs(flat, flat.step_time(Shape(tokens=1, spec_steps=2)), 2) == MOST
     nearly = roofline.Model(k1=(1e-20, 0.0), b=(1.0, 0.0))  # thousands of tokens vanish in rounding, and so fit
-    n = nearly.time2bs(1.0)
+    n = time2bs(nearly, 1.0)
     assert nearly.step_time(Shape(tokens=n)) == 1.0 < nearly.step_time(Shape(tokens=n + 1))
-    assert flat.time2bs(math.nan) == flat.time2bs(-math.inf) == 0
+    assert time2bs(flat, math.nan) == time2bs(flat, -math.inf) == 0
 
 
 def test_what_is_not_a_model_is_refused_in_words() -> None:

@@ -8,7 +8,6 @@ the paper reports R² 0.82–0.93 for. Prefer `affine` unless reproducing the pa
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -65,24 +64,9 @@ class Model(FittedModel):
         found = crossing((k, s * steps + b), (k_, s_ * steps + b_), base.tokens)
         return knee_of(self, base) if found is None else found
 
-    def time2bs(self, t: float, spec_steps: int = 0) -> int:
-        """The most tokens a batch may have to end within `t` seconds, `min_l ⌊(t − b_l − k2_l·spec_steps)/k1_l⌋`; 0 if
-        none may, `sys.maxsize` if tokens cost nothing."""
-
-        def fits(n: int) -> bool:
-            return self.step_time(Shape(tokens=n, spec_steps=spec_steps)) <= t
-
-        guess = self._tokens(t, spec_steps)
-        if guess >= sys.maxsize:
-            return sys.maxsize
-        # The quotient of floats can be off what step_time says: settle it by step_time.
-        top = max(int(guess), 0) + 2 if guess > 0.0 else 2
-        while fits(top):
-            top *= 2
-        return largest(fits, top, guess)
-
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
-        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does."""
+        """The largest c in [0, most] such that `base.plus(c, cached)` takes at most `seconds`; 0 if none does. From
+        an empty batch it is the paper's time2bs, `min_l ⌊(seconds − b_l − k2_l·spec_steps)/k1_l⌋`, but for rounding."""
         guess = self._tokens(seconds, base.spec_steps) - base.tokens
         return largest(lambda c: self.step_time(base.plus(c, cached)) <= seconds, most, guess)
 
