@@ -29,7 +29,8 @@ def contents(load):
 
 
 def test_a_written_workload_reads_back_equal(tmp_path):
-    load = mixed(temperature=0.5)
+    load = mixed()
+    load = dataclasses.replace(load, arrivals=tuple(dataclasses.replace(a, temperature=0.5) for a in load.arrivals))
     write(load, tmp_path / "w.jsonl")
     again = read(tmp_path / "w.jsonl")
     assert again == load

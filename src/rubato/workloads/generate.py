@@ -36,7 +36,6 @@ def make(
     count: int | None = None,
     seed: int = 0,
     count_tokens: Count | None = None,
-    temperature: float = 0.0,
     arrivals: Process | None = None,
     changes: Sequence[MixChange] = (),
     prefill: Prefill | None = None,
@@ -68,9 +67,9 @@ def make(
     which = _which(mixes, at, seed)
     rounds = _rounds(every, which, seed)
     stages = _lengths(every, which, rounds, seed)
-    if max_model_len is not None:
-        stages = [_cut(every, stages, max_model_len, notes)]
-    rows = _arrivals(name, every, at, which, rounds, stages, SLOAssignment(prefill), seed, temperature)
+    if max_length is not None:
+        stages = [_cut(every, stages, max_length, notes)]
+    rows = _arrivals(name, every, at, which, rounds, stages, SLOAssignment(prefill), seed)
     if unmet := sum(a.tier == BEST_EFFORT for a in rows):
         notes["best_effort"] = f"{unmet} requests: no idle replica could meet any of their TTFTs"
     tiers |= {a.tier: SLO() for a in rows if a.tier not in tiers}
@@ -184,7 +183,7 @@ def _cut(
 
 def _arrivals(
     name: str, kinds: Sequence[Kind], at: Floats, which: Ints, rounds: Ints, stages: Sequence[tuple[Ints, Ints]],
-    promises: SLOAssignment, seed: int, temperature: float,
+    promises: SLOAssignment, seed: int,
 ) -> list[Arrival]:  # fmt: skip
     """The requests, one by one, from columns as Python numbers."""
     ttft, accepted = (np.random.default_rng([seed, purpose]).random(len(at)) for purpose in (_TTFT, _ACCEPTANCE))
@@ -205,10 +204,11 @@ def _arrivals(
         elif kind.ttft_slowdown is not None:
             slo = promises.slo(kind, prompt)
         low, high = kind.acceptance or (0.0, 0.0)
+        acceptance = low + float(accepted[i]) * (high - low) if kind.acceptance else None
         rows.append(
             Arrival(
-                f"{name}-{i}", when, tier, kind.app, prompt, output, (), temperature, None, slo, parts, (),
-                kind.tenant, low + float(accepted[i]) * (high - low) if kind.acceptance else None,
+                f"{name}-{i}", when, tier, kind.app, prompt, output,
+                slo=slo, parts=parts, tenant=kind.tenant, acceptance=acceptance,
             )
         )  # fmt: skip
     return rows
