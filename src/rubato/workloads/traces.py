@@ -120,7 +120,7 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
     when the file cannot be opened.
     """
     path = Path(path)
-    offers: list[tuple[float, TraceRequest]] = []
+    offers: list[TraceRequest] = []
     skipped: list[str] = []
     layout: Layout | None = None
     for where, row in _rows(path):
@@ -134,16 +134,16 @@ def read(path: str | Path, *, seconds: float | None = None, count: int | None = 
             skipped.append(str(error))
     if not offers:
         raise TraceError(f"{path} holds no requests")
-    offers.sort(key=lambda one: one[0])
-    first = offers[0][0]
-    kept = [replace(o, at=at - first) for at, o in offers if seconds is None or at - first < seconds][:count]
+    offers.sort(key=lambda offer: offer.at)
+    first = offers[0].at
+    kept = [replace(o, at=o.at - first) for o in offers if seconds is None or o.at - first < seconds][:count]
     empty = sum(offer.output == 0 for offer in kept)
     kept = [offer if offer.output else replace(offer, output=1) for offer in kept]
     return Trace(path.name, tuple(kept), tuple(skipped), empty)
 
 
-def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> tuple[float, TraceRequest]:
-    """Time and request of one row; the offer's own time is not set yet. Raises TraceError naming the field."""
+def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | None) -> TraceRequest:
+    """The request of one row, at the trace's own time. Raises TraceError naming the field."""
     if isinstance(row, TraceError):
         raise row
     assert layout is not None
@@ -172,7 +172,7 @@ def _offer(where: str, row: Mapping[str, Any] | TraceError, layout: Layout | Non
         wanted = f"{count} whole numbers, one for each {HASH_BLOCK} of {prompt} prompt tokens"
         blocks = field("hash_ids", _ids, wanted, lambda ids: len(ids) == count)
     text = field("prompt", lambda t: t, "text", lambda t: isinstance(t, str)) if "prompt" in row else ""
-    return at, TraceRequest(0.0, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
+    return TraceRequest(at, prompt, output, str(row.get(layout.tier) or ""), tpot, slowdown, blocks, text)
 
 
 def _whole(value: Any) -> int:
