@@ -378,7 +378,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "nowhere.jsonl"], "rubato fit: nowhere.jsonl cannot be opened: no such file"),
         (["bench", "http://127.0.0.1:9", "--header", "x"], "write it as NAME=VALUE"),
         (["simulate", "--set", "lengths=nope"], "known are conditional_mean, gaussian, oracle, running_mean"),
-        (["simulate", "--set", "engine.bloc=5"], "did you mean 'block_size'"),
+        (["simulate", "--set", "engine.block_siz=5"], "did you mean 'block_size'"),
         (["simulate", "--policy", "idle.policy"], "policy 'idle.policy'"),
         (
             ["simulate", "--policy", "faulty.policy"],
