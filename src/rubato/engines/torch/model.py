@@ -11,7 +11,8 @@ from torch import Tensor
 from rubato.core.plan import Batch, Entry
 from rubato.core.request import NOTHING
 from rubato.engines.torch import cpu_ops
-from rubato.engines.torch.batch_tensors import Chunk, Decodes, Packed, Seen, Trees, pack
+from rubato.engines.torch.attention_groups import Chunks, Decodes, Seen
+from rubato.engines.torch.batch_tensors import Packed, pack
 from rubato.engines.torch.model_config import Config
 from rubato.engines.torch.trees import Candidates
 from rubato.engines.torch.weights import Layer, Weights
@@ -59,18 +60,8 @@ class Model:
     ) -> Packed:
         """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it, `candidates` the
         nodes that its entries verify."""
-        kv = self.kv
-        return pack(
-            batch,
-            tokens,
-            self.block,
-            kv.dtype,
-            kv.device,
-            self.windows,
-            self.native is not None,
-            candidates,
-            self.spare,
-        )
+        native, dtype, device = self.native is not None, self.kv.dtype, self.kv.device
+        return pack(batch, tokens, self.block, dtype, device, self.windows, native, candidates, self.spare)
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.sampled), vocab)."""
@@ -135,9 +126,8 @@ class Model:
                 mixed = mixed[paths.collapse]
             if packed.masked:  # their queries are rotated, and their KV is written
                 qkv = qkv if paths is None else qkv[paths.collapse]
-                torch.cat(
-                    [self._tree(qkv, kv, group) for group in packed.seen[window].trees], out=mixed[-packed.masked :]
-                )
+                parts = [self._chunks(qkv, kv, group) for group in packed.seen[window].chunks]
+                torch.cat(parts, out=mixed[-packed.masked :])
             x = layer.out.add(mixed, x)
             gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
             x = layer.down.add(gated, x)
@@ -170,8 +160,7 @@ class Model:
         q, new = qkv.tensor_split((c.heads * c.head_dim,), -1)
         kv.view(-1, new.shape[1]).index_copy_(0, slots, new)
         parts = [self._decode(q, kv, group) for group in seen.decodes]
-        parts += [self._prefill(q, kv, chunk) for chunk in seen.chunks]
-        parts += [self._tree(q, kv, group) for group in seen.trees]
+        parts += [self._chunks(q, kv, group) for group in seen.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, q: Tensor, kv: Tensor, group: Decodes) -> Tensor:
@@ -179,30 +168,21 @@ class Model:
         c = self.config
         n = group.last - group.first
         q = q[group.first : group.last].view(n, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-        held = kv.index_select(0, group.blocks).view(n, group.width * self.block, 2, c.kv_heads, c.head_dim)
+        held = kv.index_select(0, group.blocks).view(n, -1, 2, c.kv_heads, c.head_dim)
         keys, values = held[:, : group.length].permute(2, 0, 3, 1, 4)
         mask = None if group.mask is None else group.mask.expand(n, c.kv_heads, q.shape[2], group.length)
         return F.scaled_dot_product_attention(q, keys, values, mask).reshape(n, -1)
 
-    def _prefill(self, q: Tensor, kv: Tensor, chunk: Chunk) -> Tensor:
-        c = self.config
-        n = chunk.last - chunk.first
-        q = q[chunk.first : chunk.last].view(1, n, c.heads, c.head_dim).transpose(1, 2)
-        held = kv.index_select(0, chunk.blocks).view(1, -1, 2, c.kv_heads, c.head_dim)
-        keys, values = held[:, : chunk.length].permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            q, keys, values, chunk.mask, is_causal=chunk.mask is None, enable_gqa=c.heads != c.kv_heads
-        )
-        return mixed.transpose(1, 2).reshape(n, -1)
-
-    def _tree(self, q: Tensor, kv: Tensor, group: Trees) -> Tensor:
+    def _chunks(self, q: Tensor, kv: Tensor, group: Chunks) -> Tensor:
         """q: (rows, heads * head_dim and whatever follows), rotated; kv: one layer's, in either layout."""
         c = self.config
-        n = group.mask.shape[0]
-        q = q[group.rows, : c.heads * c.head_dim].view(n, group.most, c.heads, c.head_dim).transpose(1, 2)
+        q = q[group.rows, : c.heads * c.head_dim].view(-1, group.most, c.heads, c.head_dim).transpose(1, 2)
         held = kv.index_select(0, group.blocks)
         if self.native is not None:
             held = self.native.tokens(held[None])
-        keys, values = held.view(n, -1, 2, c.kv_heads, c.head_dim)[:, : group.length].permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, keys, values, group.mask, enable_gqa=c.heads != c.kv_heads)
-        return mixed.transpose(1, 2).reshape(n * group.most, -1)[group.own]
+        held = held.view(q.shape[0], -1, 2, c.kv_heads, c.head_dim)
+        keys, values = held[:, : group.length].permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, group.mask, is_causal=group.mask is None, enable_gqa=c.heads != c.kv_heads
+        )
+        return mixed.transpose(1, 2).reshape(-1, c.heads * c.head_dim)[group.own]

@@ -58,6 +58,19 @@ class Candidates:
         """Whether they are no chain: some node does not see all those before it."""
         return any(parent != i - 1 for i, parent in enumerate(self.parents))
 
+    def ways(self) -> list[tuple[int, ...]]:
+        """For each leaf the places of the nodes that lead to it, from a child of the last token."""
+        inner = set(self.parents)
+        found = []
+        for leaf in range(len(self.nodes)):
+            if leaf in inner:
+                continue
+            way = [leaf]
+            while self.parents[way[0]] >= 0:
+                way.insert(0, self.parents[way[0]])
+            found.append(tuple(way))
+        return found
+
 
 def check_draft(wanted: Wanted, draft: Draft, vocab: int) -> None:
     """Raises ValueError unless `draft` is a tree of tokens of the vocabulary whose probabilities never rise along a
