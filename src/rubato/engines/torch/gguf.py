@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,9 @@ EDITION = 1  # of the conversion: folders of another one are not read
 SHARD = 2 << 30  # bytes of tensors in one file, and so what a conversion holds in memory
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What GGUF's name for one means to transformers. permuted: rows of q and k are in GGUF's own order."""
-
-    name: str
-    model_type: str
-    permuted: bool
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", permuted=False),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", permuted=False),
-}
-MISTRAL = Architecture("MistralForCausalLM", "mistral", permuted=True)  # to GGUF a llama with a sliding window
+# GGUF's name for an architecture, and transformers'.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MISTRAL = "MistralForCausalLM"  # to GGUF a llama with a sliding window
 
 # Per layer, Hugging Face's name of what GGUF calls the middle of `blk.N.<part>.weight` (or .bias).
 LAYER_NAMES = {
@@ -134,11 +121,27 @@ def convert(file: Path, into: Path) -> None:
             raise ValueError(f"{file.name} does not say {key}: it holds no model with a tokenizer")
     architecture = _architecture(file, fields)
     made = tokenizer(file.name, fields)
-    factors = {t.name: t.data for t in reader.tensors if t.name == ROPE_FACTORS}.get(ROPE_FACTORS)
+    factors = next((t.data for t in reader.tensors if t.name == ROPE_FACTORS), None)
     config = _config(file, fields, architecture, factors)
     tensors = [t for t in reader.tensors if t.name != ROPE_FACTORS]
     dtype = _dtype({t.tensor_type.name for t in tensors if len(t.shape) > 1})
-    shards = _Shards(into)
+    names = _write_weights(into, ((name, values.to(dtype)) for name, values in _weights(file, tensors, config)))
+    config |= _facts(file, names, architecture)
+    _complete(file, names, config)
+    ends = special_ids(fields)
+    _write(into / "config.json", {**config, **ends, "torch_dtype": str(dtype).removeprefix("torch.")})
+    _write(into / "generation_config.json", ends)
+    made.save(str(into / "tokenizer.json"))
+    _write(into / "tokenizer_config.json", tokenizer_config(fields, config["max_position_embeddings"]))
+
+
+def _weights(file: Path, tensors: Iterable[Any], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face's name of each of a reader's tensors, and what it holds, float32."""
+    import gguf
+
+    # GGUF has the rows of a llama's q and k in an order of its own
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    permuted = heads if config["architectures"][0] in (ARCHITECTURES["llama"], MISTRAL) else {}
     for tensor in tensors:
         name = _hf_name(file, tensor.name)
         try:
@@ -148,18 +151,9 @@ def convert(file: Path, into: Path) -> None:
             raise ValueError(
                 f"{file.name}: tensor {tensor.name!r} is of type {kind}, which is not read here"
             ) from error
-        if architecture.permuted and (".q_proj." in name or ".k_proj." in name):
-            heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-            values = unpermute(values, config[heads])
-        shards.add(name, torch.from_numpy(np.ascontiguousarray(values)).to(dtype))
-    shards.close()
-    config |= _facts(file, shards.where, architecture)
-    _complete(file, shards.where, config)
-    ends = special_ids(fields)
-    _write(into / "config.json", {**config, **ends, "torch_dtype": str(dtype).removeprefix("torch.")})
-    _write(into / "generation_config.json", ends)
-    made.save(str(into / "tokenizer.json"))
-    _write(into / "tokenizer_config.json", tokenizer_config(fields, config["max_position_embeddings"]))
+        if (part := name.split(".")[-2]) in permuted:
+            values = unpermute(values, permuted[part])
+        yield name, torch.from_numpy(np.ascontiguousarray(values))
 
 
 def unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -173,7 +167,8 @@ def _magic(file: Path) -> bytes:
         return opened.read(4)
 
 
-def _architecture(file: Path, fields: dict[str, Any]) -> Architecture:
+def _architecture(file: Path, fields: dict[str, Any]) -> str:
+    """transformers' name for the file's architecture."""
     name = fields["general.architecture"]
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -209,7 +204,7 @@ def _hf_name(file: Path, name: str) -> str:
     return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
 
 
-def _config(file: Path, fields: dict[str, Any], architecture: Architecture, factors: Any) -> dict[str, Any]:
+def _config(file: Path, fields: dict[str, Any], architecture: str, factors: Any) -> dict[str, Any]:
     of = fields["general.architecture"]
 
     def get(key: str, default: Any = None) -> Any:
@@ -229,8 +224,8 @@ def _config(file: Path, fields: dict[str, Any], architecture: Architecture, fact
         )
     theta = get("rope.freq_base", 10000.0)
     config = {
-        "architectures": [architecture.name],
-        "model_type": architecture.model_type,
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
@@ -244,7 +239,7 @@ def _config(file: Path, fields: dict[str, Any], architecture: Architecture, fact
         "rope_scaling": _rope_scaling(file, fields, of, factors) or _llama3(file, factors, theta, dim),
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
     }
-    if architecture is MISTRAL:
+    if architecture == MISTRAL:
         config["sliding_window"] = get("attention.sliding_window")
     return config
 
@@ -290,7 +285,7 @@ def _llama3(file: Path, factors: Any, theta: float, dim: int) -> dict[str, Any] 
     raise ValueError(f"{file.name} has rope factors other than Llama 3's, which the torch engine does not run")
 
 
-def _facts(file: Path, names: Mapping[str, str], architecture: Architecture) -> dict[str, Any]:
+def _facts(file: Path, names: Collection[str], architecture: str) -> dict[str, Any]:
     """What GGUF does not say but shows by the tensors that are there."""
 
     def some(*parts: str) -> bool:
@@ -301,22 +296,19 @@ def _facts(file: Path, names: Mapping[str, str], architecture: Architecture) -> 
 
     qkv, out = some("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), some("self_attn.o_proj")
     mlp = some("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    family = FAMILIES[architecture.name]
+    family = FAMILIES[architecture]
     # a switch in config.json (a string) says either; else the family says it
-    fits = all(isinstance(own, str) or own == has for own, has in (
-        (family.qkv_bias, qkv), (family.out_bias, out), (family.mlp_bias, mlp)))  # fmt: skip
+    fixed = ((family.qkv_bias, qkv), (family.out_bias, out), (family.mlp_bias, mlp))
+    fits = all(isinstance(own, str) or own == has for own, has in fixed)
     if not fits or (family.qkv_bias == family.out_bias and qkv != out):
         raise ValueError(
-            f"{file.name} has biases (attention {qkv}, its output {out}, MLP {mlp}) that {architecture.name} has not"
+            f"{file.name} has biases (attention {qkv}, its output {out}, MLP {mlp}) that {architecture} has not"
         )
-    return {
-        "attention_bias": qkv and out,
-        "mlp_bias": mlp,
-        "tie_word_embeddings": "lm_head.weight" not in names,
-    }
+    tied = "lm_head.weight" not in names
+    return {"attention_bias": qkv and out, "mlp_bias": mlp, "tie_word_embeddings": tied}
 
 
-def _complete(file: Path, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+def _complete(file: Path, names: Collection[str], config: Mapping[str, Any]) -> None:
     """Raise ValueError unless every layer has the tensors that the first has, and the first all it needs."""
     first = {name for name in names if name.startswith("model.layers.0.")}
     family = FAMILIES[config["architectures"][0]]
@@ -332,37 +324,36 @@ def _complete(file: Path, names: Mapping[str, str], config: Mapping[str, Any]) -
             raise ValueError(f"{file.name} {what} {', '.join(found[:3])}{' and others' if len(found) > 3 else ''}")
 
 
-class _Shards:
-    """Writes tensors into safetensors files of at most about `SHARD` bytes; `where` says which holds what."""
+def _write_weights(into: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Write model.safetensors, or several files of at most about `SHARD` bytes with an index. Returns the names."""
+    where: dict[str, str] = {}
+    total = 0
+    for number, held in enumerate(_shards(tensors), 1):
+        file = f"model-{number:05}.safetensors"
+        save_file(held, into / file, metadata={"format": "pt"})
+        (into / file).chmod(0o644)  # as the files beside it, for a cache that users share
+        where |= dict.fromkeys(held, file)
+        total += sum(tensor.nbytes for tensor in held.values())
+    if len(set(where.values())) == 1:
+        (into / file).rename(into / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        _write(into / "model.safetensors.index.json", index)
+    return set(where)
 
-    def __init__(self, into: Path) -> None:
-        self.into = into
-        self.where: dict[str, str] = {}
-        self._held: dict[str, torch.Tensor] = {}
-        self._bytes = self._number = self._total = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._held and self._bytes + tensor.nbytes > SHARD:
-            self._save(f"model-{self._number + 1:05}.safetensors")
-        self._held[name] = tensor
-        self._bytes += tensor.nbytes
-        self._total += tensor.nbytes
-
-    def close(self) -> None:
-        if not self._number:
-            self._save("model.safetensors")
-            return
-        self._save(f"model-{self._number + 1:05}.safetensors")
-        index = {"metadata": {"total_size": self._total}, "weight_map": self.where}
-        _write(self.into / "model.safetensors.index.json", index)
-
-    def _save(self, name: str) -> None:
-        save_file(self._held, self.into / name, metadata={"format": "pt"})
-        (self.into / name).chmod(0o644)  # as the files beside it, for a cache that users share
-        self.where |= dict.fromkeys(self._held, name)
-        self._held = {}
-        self._bytes = 0
-        self._number += 1
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of one file at a time, in one dict that is emptied for the next."""
+    held: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > SHARD:
+            yield held
+            held.clear()
+            size = 0
+        held[name] = tensor
+        size += tensor.nbytes
+    yield held
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
