@@ -7,6 +7,8 @@ dimensions. Both are what the bfloat16 dot product takes; sums, softmax and rota
 
 from __future__ import annotations
 
+from typing import Generic, NamedTuple, TypeVar
+
 from rubato.engines.torch import llvm_jit
 from rubato.engines.torch.llvm_jit import Code, Value, Variable
 from rubato.engines.torch.model_config import Config
@@ -68,61 +70,55 @@ class Scratch:
         self.size = -(-(self.weights + ROWS * SPAN * 4) // 4096) * 4096 + 256
 
 
+T = TypeVar("T")
+
+
+class Arguments(NamedTuple, Generic[T]):
+    """What the attention kernel is given: tensors (to the kernel their addresses) and numbers."""
+
+    qkv: T
+    out: T
+    kv: T
+    rows: T
+    positions: T
+    slots: T
+    ends: T
+    tasks: T
+    decodes: T
+    total: T
+    counters: T
+    scratch: T
+    angles: T
+    units: T
+    window: T
+    norm: T
+
+
 def attention(code: Code, c: Config, layout: Scratch, few: int) -> None:
-    (
-        qkv,
-        out,
-        kv,
-        rows,
-        positions,
-        slots,
-        ends,
-        tasks,
-        decodes,
-        total,
-        counter,
-        scratch,
-        angles,
-        units,
-        window,
-        norm,
-    ) = code.arguments(16)
+    a = Arguments(*code.arguments(len(Arguments._fields)))
     number, _ = code.thread()
-    scratch = scratch + number * layout.size
-    first, last = code.share(rows)
+    scratch = a.scratch + number * layout.size
+    first, last = code.share(a.rows)
     with code.loop(first, last) as row:
-        position, slot, end = (code.load(x + row * 8, llvm_jit.I64) for x in (positions, slots, ends))
-        _rotate_and_write(code, c, qkv, kv, angles, norm, position, slot, end, row)
+        _rotate_and_write(code, c, a, row)
     code.barrier()
-    for i, (begin, end, size) in enumerate(((code.whole(0), decodes, few), (decodes, total, ROWS))):
-        with code.tasks(counter + 8 * i, (end - begin) * c.kv_heads) as task:
-            head = task % c.kv_heads
-            at = tasks + (begin + task // c.kv_heads) * 32
-            row, tokens, start, table = (code.load(at + 8 * j, llvm_jit.I64) for j in range(4))
-            tile = _Tile(code, c, layout, size, scratch, row, tokens, start, units + table * 8, kv, head, window)
-            tile.fill(qkv)
+    for i, (begin, end, size) in enumerate(((code.whole(0), a.decodes, few), (a.decodes, a.total, ROWS))):
+        with code.tasks(a.counters + 8 * i, (end - begin) * c.kv_heads) as task:
+            at = a.tasks + (begin + task // c.kv_heads) * 32
+            tile = _Tile(code, c, layout, size, scratch, a, at, task % c.kv_heads)
+            tile.fill()
             tile.run()
-            tile.write(out)
+            tile.write()
 
 
-def _rotate_and_write(
-    code: Code,
-    c: Config,
-    qkv: Value,
-    kv: Value,
-    angles: Value,
-    norm: Value,
-    position: Value,
-    slot: Value,
-    end: Value,
-    row: Value,
-) -> None:
+def _rotate_and_write(code: Code, c: Config, a: Arguments[Value], row: Value) -> None:
     """Norm (where the model does) and rotate a row's queries in place; the same with its keys, and write them and its
     values to KV. Behind an entry's last token the rest of the unit's values becomes 0: its weights are 0 there, but 0
     times what lay there may not be."""
+    position, slot, end = (code.load(x + row * 8, llvm_jit.I64) for x in (a.positions, a.slots, a.ends))
     dim, half = c.head_dim, c.head_dim // 2
-    base = qkv + row * ((c.heads + 2 * c.kv_heads) * dim * 2)
-    angle = angles + position * (dim * 4)
+    base = a.qkv + row * ((c.heads + 2 * c.kv_heads) * dim * 2)
+    angle = a.angles + position * (dim * 4)
     turns = [
         (code.load(angle + 4 * d, llvm_jit.VF), code.load(angle + 4 * (half + d), llvm_jit.VF))
         for d in range(0, half, llvm_jit.LANES)
@@ -130,7 +126,7 @@ def _rotate_and_write(
 
     def rotated(head: Value) -> list[tuple[int, Value]]:
         found = []
-        parts = _normed(code, c, base, norm, head)
+        parts = _normed(code, c, base, a.norm, head)
         for i, (cos, sin) in enumerate(turns):
             d = i * llvm_jit.LANES
             x, y = parts[i], parts[len(turns) + i]
@@ -144,7 +140,7 @@ def _rotate_and_write(
             code.store(x, at + 2 * d)
     unit, offset = slot // UNIT, slot % UNIT
     with code.loop(0, c.kv_heads) as head:
-        keys = kv + (unit * c.kv_heads + head) * (4 * UNIT * dim)
+        keys = a.kv + (unit * c.kv_heads + head) * (4 * UNIT * dim)
         pairs = llvm_jit.pairs_of
         for d, x in rotated(head + c.heads):
             x = code.cast(x, pairs)
@@ -190,29 +186,27 @@ class _Tile:
         layout: Scratch,
         size: int,
         scratch: Value,
-        row: Value,
-        tokens: Value,
-        start: Value,
-        table: Value,
-        kv: Value,
+        a: Arguments[Value],
+        task: Value,
         head: Value,
-        window: Value,
     ) -> None:
-        self.code, self.c, self.layout, self.size = code, c, layout, size
-        self.scratch, self.row, self.tokens, self.start, self.table = scratch, row, tokens, start, table
-        self.window = window if any(c.windows) else None  # without any the code knows of none
+        """scratch: this thread's. task: the address of the task."""
+        self.code, self.c, self.layout, self.size, self.scratch = code, c, layout, size, scratch
+        self.row, self.tokens, self.start, first = (code.load(task + 8 * i, llvm_jit.I64) for i in range(4))
+        self.table, self.qkv, self.out = a.units + first * 8, a.qkv, a.out
+        self.window = a.window if any(c.windows) else None  # without any the code knows of none
         self.group = c.heads // c.kv_heads
         self.head = head
         self.stride = c.kv_heads * 4 * UNIT * c.head_dim  # bytes of a unit, all heads
-        self.kv = kv + head * (4 * UNIT * c.head_dim)
-        self.queries = tokens * self.group
+        self.kv = a.kv + head * (4 * UNIT * c.head_dim)
+        self.queries = self.tokens * self.group
         self.rounded = (self.queries + (size - 1)) // size * size
 
-    def fill(self, qkv: Value) -> None:
+    def fill(self) -> None:
         """The queries, contiguous; the states of their softmaxes empty."""
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.tokens) as token:
-            at = qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
+            at = self.qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
             to = self.scratch + self.layout.query + token * (self.group * dim * code.factor_bytes)
             for d in range(0, self.group * dim, llvm_jit.LANES):
                 code.store_factors(code.widen(code.load(at + 2 * d, llvm_jit.VH)), to + code.factor_bytes * d)
@@ -348,12 +342,12 @@ class _Tile:
                 for total, d in zip(sums[r], places, strict=True):
                     code.store(total.get(), at + (r * dim + d) * 4)
 
-    def write(self, out: Value) -> None:
+    def write(self) -> None:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.queries) as query:
             total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, llvm_jit.VF), lambda a, b: a + b)
             row, head = self.row + query // self.group, self.head * self.group + query % self.group
             at = self.scratch + self.layout.mixed + query * (dim * 4)
-            to = out + (row * c.heads + head) * (dim * 2)
+            to = self.out + (row * c.heads + head) * (dim * 2)
             for d in range(0, dim, llvm_jit.LANES):
                 code.store(code.narrow(code.load(at + 4 * d, llvm_jit.VF) / total), to + 2 * d)

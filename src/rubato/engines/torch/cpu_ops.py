@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rubato.core.plan import Entry
 from rubato.engines.torch import cpu_kernels, llvm_jit
-from rubato.engines.torch.cpu_kernels import ROWS, STEP, UNIT
+from rubato.engines.torch.cpu_kernels import ROWS, STEP, UNIT, Arguments
 from rubato.engines.torch.model_config import Config
 
 NO_WINDOW = 1 << 40  # tokens: more than any context
@@ -54,27 +54,22 @@ def work(entries: list[Entry], positions: Tensor, slots: Tensor, block: int, tre
     tasks: list[tuple[int, int, int, int]] = []
     tiles: list[tuple[int, int, int, int]] = []
     units: list[int] = []
-    ends: list[int] = []
     row = 0
     for e in entries:
-        last = e.start + e.count
         at = len(units)
+        count = -(-(e.start + e.count) // UNIT)
         if per_block == 1:
-            units += e.blocks[: (last + UNIT - 1) // UNIT]
+            units += e.blocks[:count]
         else:
-            held = (b * per_block + i for b in e.blocks for i in range(per_block))
-            units += [u for u, _ in zip(held, range((last + UNIT - 1) // UNIT), strict=False)]
-        units += units[-1:] * (-(len(units) - at) % (STEP // UNIT))  # a step reads so many, masked
+            held = [b * per_block + i for b in e.blocks[: -(-count // per_block)] for i in range(per_block)]
+            units += held[:count]
+        units += units[-1:] * (-count % (STEP // UNIT))  # a step reads so many, masked
         if e.count == 1:
             tasks.append((row, 1, e.start, at))
         else:
             tiles += [(row + i, min(TILE, e.count - i), e.start + i, at) for i in range(0, e.count, TILE)]
-        ends += [0] * (e.count - 1)
-        ends.append(1)
         row += e.count
-    for e in trees:
-        ends += [0] * (e.count - 1)
-        ends.append(1)
+    ends = [int(i == e.count - 1) for e in (*entries, *trees) for i in range(e.count)]
     tiles.sort(key=lambda tile: -tile[2])  # the longest first
     tasks.sort(key=lambda task: -task[2])
     all_tasks = torch.tensor(tasks + tiles, dtype=torch.int64).view(-1, 4)
@@ -115,34 +110,35 @@ class Native:
         shape = (c.layers, blocks, block // UNIT, c.kv_heads, 2, UNIT * c.head_dim)
         return torch.zeros(shape, dtype=torch.bfloat16)
 
+    def _parts(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """KV of some blocks as views of its keys, (layers, units, kv_heads, head_dim/2, 16, 2), and of its values,
+        (layers, units, kv_heads, 8, head_dim, 2)."""
+        heads, dim = self.config.kv_heads, self.config.head_dim
+        units = kv.view(kv.shape[0], -1, heads, 2, UNIT * dim)
+        one = units.shape[:3]
+        return units[:, :, :, 0].view(*one, dim // 2, UNIT, 2), units[:, :, :, 1].view(*one, UNIT // 2, dim, 2)
+
     def tokens(self, kv: Tensor) -> Tensor:
         """KV of some blocks, (layers, blocks, ...) -> (layers, tokens, 2, kv_heads, head_dim)."""
         c = self.config
-        units = kv.reshape(kv.shape[0], -1, c.kv_heads, 2, UNIT * c.head_dim)
-        one = units.shape[:3]
-        keys = units[:, :, :, 0].view(*one, c.head_dim // 2, UNIT, 2).permute(0, 1, 4, 2, 3, 5)
-        values = units[:, :, :, 1].view(*one, UNIT // 2, c.head_dim, 2).permute(0, 1, 3, 5, 2, 4)
+        keys, values = self._parts(kv)
         flat = (kv.shape[0], -1, c.kv_heads, c.head_dim)
-        return torch.stack((keys.reshape(flat), values.reshape(flat)), 2)
+        return torch.stack(
+            (keys.permute(0, 1, 4, 2, 3, 5).reshape(flat), values.permute(0, 1, 3, 5, 2, 4).reshape(flat)), 2
+        )
 
     def units(self, kv: Tensor) -> Tensor:
         """The inverse of `tokens`, of whole units: (layers, units, kv_heads, 2, 16 * head_dim)."""
-        c = self.config
-        at = (c.layers, -1, UNIT, c.kv_heads, c.head_dim)
-        keys, values = kv[:, :, 0].reshape(at), kv[:, :, 1].reshape(at)
-        one = keys.shape[:2]
-        keys = keys.view(*one, UNIT, c.kv_heads, c.head_dim // 2, 2).permute(0, 1, 3, 4, 2, 5)
-        values = values.view(*one, UNIT // 2, 2, c.kv_heads, c.head_dim).permute(0, 1, 4, 2, 5, 3)
-        flat = (*one, c.kv_heads, UNIT * c.head_dim)
-        return torch.stack((keys.reshape(flat), values.reshape(flat)), 3)
+        layers, heads, dim = kv.shape[0], self.config.kv_heads, self.config.head_dim
+        made = kv.new_empty(layers, kv.shape[1] // UNIT, heads, 2, UNIT * dim)
+        keys, values = self._parts(made)
+        keys.copy_(kv[:, :, 0].reshape(layers, -1, UNIT, heads, dim // 2, 2).permute(0, 1, 3, 4, 2, 5))
+        values.copy_(kv[:, :, 1].reshape(layers, -1, UNIT // 2, 2, heads, dim).permute(0, 1, 4, 2, 5, 3))
+        return made
 
     def move(self, kv: Tensor, slots: Tensor, to: Tensor) -> None:
         """Copy the keys and values of the tokens at `slots`, all layers, to the slots `to`."""
-        c = self.config
-        units = kv.view(c.layers, -1, c.kv_heads, 2, UNIT * c.head_dim)
-        one = units.shape[:3]
-        keys = units[:, :, :, 0].view(*one, c.head_dim // 2, UNIT, 2)
-        values = units[:, :, :, 1].view(*one, UNIT // 2, c.head_dim, 2)
+        keys, values = self._parts(kv)
         at, old, new, place = slots // UNIT, slots % UNIT, to // UNIT, to % UNIT
         keys[:, new, :, :, place] = keys[:, at, :, :, old]
         values[:, new, :, place // 2, :, place % 2] = values[:, at, :, old // 2, :, old % 2]
@@ -158,39 +154,38 @@ class Native:
         c = self.config
         out = torch.empty(qkv.shape[0], c.heads * c.head_dim, dtype=torch.bfloat16)
         self.counters.zero_()
-        self.kernels.launch(
-            "attention",
-            self.threads,
-            qkv.data_ptr(),
-            out.data_ptr(),
-            kv.data_ptr(),
-            qkv.shape[0],
-            work.positions.data_ptr(),
-            work.slots.data_ptr(),
-            work.ends.data_ptr(),
-            work.tasks.data_ptr(),
-            work.decodes,
-            work.tasks.shape[0],
-            self.counters.data_ptr(),
-            self.scratch.data_ptr(),
-            self.angles.data_ptr(),
-            work.units.data_ptr(),
-            NO_WINDOW if window is None else window,
-            0 if qk_norm is None else qk_norm.data_ptr(),
+        arguments = Arguments[Tensor | int](
+            qkv=qkv,
+            out=out,
+            kv=kv,
+            rows=qkv.shape[0],
+            positions=work.positions,
+            slots=work.slots,
+            ends=work.ends,
+            tasks=work.tasks,
+            decodes=work.decodes,
+            total=work.tasks.shape[0],
+            counters=self.counters,
+            scratch=self.scratch,
+            angles=self.angles,
+            units=work.units,
+            window=NO_WINDOW if window is None else window,
+            norm=0 if qk_norm is None else qk_norm,
         )
+        self.kernels.launch("attention", self.threads, *arguments)
         return out
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
         rows = x.shape[0]
-        self.kernels.launch("norm", self._threads(rows, 8), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows)
+        self.kernels.launch("norm", self._threads(rows, 8), x, weight, out, rows)
         return out
 
     def gate(self, x: Tensor) -> Tensor:
         """(rows, gate and up) -> silu(gate) * up"""
         rows = x.shape[0]
         out = torch.empty(rows, x.shape[1] // 2, dtype=torch.bfloat16)
-        self.kernels.launch("gate", self._threads(rows, 4), x.data_ptr(), out.data_ptr(), rows)
+        self.kernels.launch("gate", self._threads(rows, 4), x, out, rows)
         return out
 
     def _threads(self, rows: int, each: int) -> int:

@@ -394,7 +394,8 @@ class Kernels:
         self._engine.finalize_object()
         self._addresses = {name: self._engine.get_function_address(name) for name in writers}
 
-    def launch(self, name: str, threads: int, *arguments: int) -> None:
-        """Run a kernel on so many threads and wait for it."""
-        block = (ctypes.c_int64 * len(arguments))(*arguments)
+    def launch(self, name: str, threads: int, *arguments: torch.Tensor | int) -> None:
+        """Run a kernel on so many threads and wait for it. It is given the addresses of tensors."""
+        numbers = [x if isinstance(x, int) else x.data_ptr() for x in arguments]
+        block = (ctypes.c_int64 * len(numbers))(*numbers)
         self._parallel(self._addresses[name], ctypes.addressof(block), threads, 0)
