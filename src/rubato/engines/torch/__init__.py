@@ -44,15 +44,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Engine:
     """Runs batches of one model (an `interfaces.Engine`).
     model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
-    (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `products` may keep
-    in another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older
+    (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `matmul_backends` may
+    keep in another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older
     GPUs) or float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one),
-    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_num_seqs and max_num_batched_tokens bound one
-    batch; max_model_len one sequence (None: what model and KV memory allow). block_size: tokens per KV block.
-    threads: of the forward pass on a CPU; "auto" is PyTorch's default, less the cores that other programs take at
-    the time (`cores.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for
-    which the compiled path keeps two KV blocks for each of `max_num_seqs`, beside `kv_gib`); None: this engine does
-    not speculate. Raises ValueError or FileNotFoundError for a model or a setting that cannot be served.
+    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one
+    sequence (None: what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU;
+    "auto" is PyTorch's default, less the cores that other programs take at the time (`cpu_usage.FreeCores`). drafter:
+    proposes the candidate trees that batches ask for and later verify (for which the compiled path keeps two KV blocks
+    for each of `max_seqs`, beside `kv_gib`); None: this engine does not speculate. Raises ValueError or
+    FileNotFoundError for a model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -141,8 +141,7 @@ class Engine:
     async def execute(self, batch: Batch) -> StepResult:
         """Raises KeyError for a sequence that was not added, ValueError for tokens or candidates that it does not have
         and for drafts without a drafter, RuntimeError before `start`."""
-        if self._worker is None or self._model is None:
-            raise RuntimeError("the torch engine is not running: call start() first")
+        worker = self._running()
         for entry in batch.entries:
             if entry.seq not in self._seqs:
                 raise KeyError(f"the batch mentions sequence {entry.seq!r}, which was not added to this engine")
@@ -159,7 +158,7 @@ class Engine:
                 )
             if entry.draft is not None and self._drafter is None:
                 raise ValueError(f"the batch drafts for sequence {entry.seq!r}, and this engine was given no drafter")
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._step, batch)
+        return await asyncio.get_running_loop().run_in_executor(worker, self._step, batch)
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
         """Keys and values as raw bytes, (layers, tokens, 2, kv_heads, head_dim), whatever this engine's own layout.
@@ -203,19 +202,23 @@ class Engine:
     def _kv_shape(self) -> tuple[int, ...]:
         return self._config.layers, self._config.kv_heads, self._config.head_dim
 
-    def _checked(self, blocks: Sequence[int], tokens: int) -> ThreadPoolExecutor:
-        """The engine's thread, if it runs and `blocks` can hold so many tokens."""
+    def _running(self) -> ThreadPoolExecutor:
+        """The engine's thread, which has a model."""
         if self._worker is None or self._model is None:
             raise RuntimeError("the torch engine is not running: call start() first")
-        limits = self._limits
-        if not 1 <= tokens <= len(blocks) * limits.block_size:
+        return self._worker
+
+    def _checked(self, blocks: Sequence[int], tokens: int) -> ThreadPoolExecutor:
+        """The engine's thread, if it runs and `blocks` can hold so many tokens."""
+        worker, limits = self._running(), self._limits
+        if not 1 <= tokens <= len(blocks) * limits.block:
             raise ValueError(
                 f"KV of {tokens} tokens does not fit {len(blocks)} blocks of {limits.block_size}: give 1 token or "
                 "more, and blocks for all"
             )
         if not 0 <= min(blocks) <= max(blocks) < limits.kv_blocks:
             raise ValueError(f"KV block ids {min(blocks)} to {max(blocks)}: this engine has 0..{limits.kv_blocks - 1}")
-        return self._worker
+        return worker
 
     # ----------------------------------------------------------------- on the engine's own thread
 

@@ -1,6 +1,6 @@
 """The bfloat16 CPU path's own kernels: attention over paged KV in place, norms, and the gate of the MLP.
 
-They read KV in a layout of their own, which `kernels` tells.
+They read KV in a layout of their own, which `cpu_kernels` tells.
 """
 
 from __future__ import annotations

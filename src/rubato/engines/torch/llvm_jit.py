@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -306,11 +306,6 @@ class Code:
         base = Value(self, self.function.args[0])
         return [self.load(base + 8 * i, I64) for i in range(count)]
 
-    def next(self, counter: Value) -> Value:
-        """The number at this address, which is one more for whoever asks next."""
-        pointer = self.b.inttoptr(counter.ir, I64.as_pointer())
-        return Value(self, self.b.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic"))
-
     def thread(self) -> tuple[Value, Value]:
         """This thread's number, and how many there are."""
         found = [self.call(name, I32) for name in ("omp_get_thread_num", "omp_get_num_threads")]
@@ -326,36 +321,36 @@ class Code:
         return total * number // count, total * (number + 1) // count
 
     @contextmanager
-    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
-        model = self.whole(0)
-        at = Variable(self, self.like(model, start))
+    def _repeat(self, number: Callable[[], Value], stop: Operand) -> Iterator[Value]:
+        """What is written inside runs for each `number()`, until one is not below `stop`."""
         head, body, done = (self.function.append_basic_block() for _ in range(3))
         self.b.branch(head)
         self.b.position_at_end(head)
-        self.b.cbranch((at.get() < stop).ir, body, done)
+        at = number()
+        self.b.cbranch((at < stop).ir, body, done)
         self.b.position_at_end(body)
-        yield at.get()
-        at.set(at.get() + step)
+        yield at
         self.b.branch(head)
         self.b.position_at_end(done)
+
+    @contextmanager
+    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+        at = Variable(self, self.like(self.whole(0), start))
+        with self._repeat(at.get, stop) as i:
+            yield i
+            at.set(i + step)
+
+    def tasks(self, counter: Value, total: Value) -> AbstractContextManager[Value]:
+        """The threads take the numbers 0..total one by one, each the next one when it is free, from `counter`, the
+        address of a 0."""
+        pointer = self.b.inttoptr(counter.ir, I64.as_pointer())
+        one = ir.Constant(I64, 1)
+        return self._repeat(lambda: Value(self, self.b.atomic_rmw("add", pointer, one, "monotonic")), total)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         with self.b.if_then(condition.ir):
             yield
-
-    @contextmanager
-    def tasks(self, counter: Value, total: Value) -> Iterator[Value]:
-        """The threads take the numbers 0..total one by one, each the next one when it is free."""
-        head, body, done = (self.function.append_basic_block() for _ in range(3))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        task = self.next(counter)
-        self.b.cbranch((task < total).ir, body, done)
-        self.b.position_at_end(body)
-        yield task
-        self.b.branch(head)
-        self.b.position_at_end(done)
 
 
 class Kernels:

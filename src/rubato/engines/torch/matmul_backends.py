@@ -109,13 +109,9 @@ def choose(weight: Tensor) -> Choice:
     if len(able) == 1:
         (name,) = able
         return Choice(able[name], f"{name}: the only fast one on this CPU")
-    seconds = _trial(weight, list(able.values()))
-    ranked = sorted(zip(seconds, able, strict=True))
-    (best, name), (next_best, other) = ranked[:2]
-    return Choice(
-        able[name],
-        f"{name}: {1e3 * best:.2f} ms for {TRIAL_ROWS} rows on one thread, {other} {1e3 * next_best:.2f} ms",
-    )
+    (best, name), (next_best, other) = sorted(zip(_trial(weight, list(able.values())), able, strict=True))
+    why = f"{name}: {1e3 * best:.2f} ms for {TRIAL_ROWS} rows on one thread, {other} {1e3 * next_best:.2f} ms"
+    return Choice(able[name], why)
 
 
 def _trial(weight: Tensor, forms: Sequence[Form]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The packed forward pass over paged KV, of every family in `config`."""
+"""The packed forward pass over paged KV, of every family in `model_config`."""
 
 from __future__ import annotations
 

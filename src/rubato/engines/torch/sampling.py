@@ -116,21 +116,15 @@ def logprobs(logits: Tensor, chosen: Sequence[int], settings: Sequence[Sampling]
     all_of = logits[rows].float().log_softmax(-1)
     ids = torch.tensor([chosen[row] for row in rows], device=logits.device)
     own: list[float] = all_of.gather(-1, ids[:, None])[:, 0].tolist()
-    # always as many, whatever the rows of this batch want: equal logits must not change places for a batch mate
-    values, tokens = all_of.topk(min(MOST_LOGPROBS, all_of.shape[-1]), -1) if _some_top(settings) else (None, None)
-    top_values = [] if values is None else values.tolist()
-    top_ids = [] if tokens is None else tokens.tolist()
-    for at, row in enumerate(rows):
-        n = settings[row].logprobs or 0
-        top = (
-            [(i, max(v, LEAST_LOGPROB)) for i, v in zip(top_ids[at][:n], top_values[at][:n], strict=True)] if n else ()
-        )
-        found[row] = (Logprob(chosen[row], max(own[at], LEAST_LOGPROB), tuple(top)),)
+    top: list[list[tuple[int, float]]] = [[]] * len(rows)
+    if any(s.logprobs for s in settings):
+        # always as many, whatever the rows of this batch want: equal logits must not change places for a batch mate
+        values, tokens = all_of.topk(min(MOST_LOGPROBS, all_of.shape[-1]), -1)
+        top = [list(zip(*each, strict=True)) for each in zip(tokens.tolist(), values.tolist(), strict=True)]
+    for row, value, likely in zip(rows, own, top, strict=True):
+        best = tuple((id, max(v, LEAST_LOGPROB)) for id, v in likely[: settings[row].logprobs])
+        found[row] = (Logprob(chosen[row], max(value, LEAST_LOGPROB), best),)
     return found
-
-
-def _some_top(settings: Sequence[Sampling]) -> bool:
-    return any(s.logprobs for s in settings)
 
 
 def _greedy(sampling: Sampling) -> bool:

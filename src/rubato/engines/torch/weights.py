@@ -1,6 +1,6 @@
 """From a Hugging Face folder to the tensors the forward pass reads: fused, in one dtype, on one device.
 
-The matrices are kept in whichever form `products` finds the fastest on this machine, and in no other.
+The matrices are kept in whichever form `matmul_backends` finds the fastest on this machine, and in no other.
 """
 
 from __future__ import annotations
