@@ -13,8 +13,9 @@ pytest.importorskip("llvmlite")
 
 from rubato.core.plan import Batch, Entry  # noqa: E402
 from rubato.core.request import Sampling  # noqa: E402
-from rubato.engines.torch import Engine, cpu_ops, llvm_jit  # noqa: E402
+from rubato.engines.torch import Engine  # noqa: E402
 from rubato.engines.torch.batch_tensors import pack  # noqa: E402
+from rubato.engines.torch.cpu import llvm_jit, native  # noqa: E402
 from rubato.engines.torch.model import Model  # noqa: E402
 from rubato.engines.torch.model_config import Config, load_config  # noqa: E402
 from rubato.engines.torch.weights import _rotation, load_weights  # noqa: E402
@@ -45,7 +46,7 @@ class Attention:
     threads: int
     block: int = 16
     norm: Any = None
-    kernels: cpu_ops.Native = field(init=False)
+    kernels: native.Native = field(init=False)
     kv: Any = field(init=False)
     free: list[int] = field(default_factory=lambda: random.Random(4).sample(range(BLOCKS), BLOCKS))
     blocks: dict[str, list[int]] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         self.cos, self.sin = _rotation(self.config, torch.bfloat16, CPU)
-        self.kernels = cpu_ops.Native(self.config, self.cos, self.sin, self.threads)
+        self.kernels = native.Native(self.config, self.cos, self.sin, self.threads)
         self.kv = self.kernels.kv(BLOCKS, self.block).fill_(float("nan"))
 
     def run(self, counts: Mapping[str, int], scale: float = 1.5) -> tuple[Any, Any]:
@@ -209,7 +210,7 @@ def test_fewer_threads_give_the_same(bundled_config: Config) -> None:
 
 @pytest.mark.parametrize("rows", [1, 100, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 7))])
 def test_norm_and_gate(bundled_config: Config, rows: int) -> None:
-    kernels = cpu_ops.Native(bundled_config, *_rotation(bundled_config, torch.bfloat16, CPU), 2)
+    kernels = native.Native(bundled_config, *_rotation(bundled_config, torch.bfloat16, CPU), 2)
     x, weight = torch.randn(rows, 576).bfloat16(), torch.rand(576).bfloat16()
     normed = torch.nn.functional.rms_norm(x.float(), (576,), weight.float(), bundled_config.norm_eps)
     torch.testing.assert_close(kernels.norm(x, weight).float(), normed, rtol=0.008, atol=1e-6)
@@ -231,11 +232,11 @@ def engine(bundled_folder: Path) -> Iterator[Driver]:
 def test_the_engine_chooses_them_for_bfloat16_in_units(bundled_folder: Path, engine: Driver) -> None:
     assert engine.engine._model.native is not None  # type: ignore[attr-defined]
     config = load_config(bundled_folder)
-    assert cpu_ops.suits(config, torch.bfloat16, CPU, 32)
-    assert not cpu_ops.suits(config, torch.float32, CPU, 16)
-    assert not cpu_ops.suits(config, torch.bfloat16, CPU, 8)
-    assert not cpu_ops.suits(config, torch.bfloat16, torch.device("cuda"), 16)
-    assert not cpu_ops.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
+    assert native.suits(config, torch.bfloat16, CPU, 32)
+    assert not native.suits(config, torch.float32, CPU, 16)
+    assert not native.suits(config, torch.bfloat16, CPU, 8)
+    assert not native.suits(config, torch.bfloat16, torch.device("cuda"), 16)
+    assert not native.suits(replace(config, head_dim=80), torch.bfloat16, CPU, 16)
 
 
 @pytest.mark.parametrize("name", ["bundled", "qwen3-mixed"])

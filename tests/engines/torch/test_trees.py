@@ -19,7 +19,8 @@ pytest.importorskip("transformers")
 from rubato.core.interfaces import KV  # noqa: E402
 from rubato.core.plan import Batch, Entry, Tree  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine, llvm_jit  # noqa: E402
+from rubato.engines.torch import Engine  # noqa: E402
+from rubato.engines.torch.cpu import llvm_jit  # noqa: E402
 from rubato.engines.torch.drafters import Draft, Wanted  # noqa: E402
 from rubato.engines.torch.model import Model, bytes_per_token  # noqa: E402
 from rubato.engines.torch.model_config import load_config  # noqa: E402

@@ -21,8 +21,9 @@ from rubato.core.cpu_usage import FreeCores, TakenCores, usable
 from rubato.core.interfaces import KV
 from rubato.core.plan import Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
-from rubato.engines.torch import gguf, llvm_jit, matmul_backends
+from rubato.engines.torch import gguf
 from rubato.engines.torch.batch_tensors import slot
+from rubato.engines.torch.cpu import llvm_jit, matmul_backends
 from rubato.engines.torch.drafters import Drafter, Wanted
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
 from rubato.core.request import NOTHING
-from rubato.engines.torch import cpu_ops
 from rubato.engines.torch.attention_groups import Grouping, Seen
+from rubato.engines.torch.cpu import native
 from rubato.engines.torch.trees import Candidates
 
 
@@ -45,7 +45,7 @@ class Packed:
     seen: Mapping[int | None, Seen]
     sampled: Tensor
     seqs: tuple[str, ...]
-    work: cpu_ops.Work | None
+    work: native.Work | None
     paths: Paths | None
     masked: int
     kept: Mapping[str, Sequence[int]]
@@ -87,7 +87,7 @@ def pack(
         if found:
             plain = sum(e.count for e in (*single, *many))
             paths, at, to = _lay_out(found, rows, plain, first, block, device)
-        work = cpu_ops.work([*single, *many, *(path.entry for path in found)], at, to, block, masked)
+        work = native.work([*single, *many, *(path.entry for path in found)], at, to, block, masked)
     seen: dict[int | None, Seen] = {}
     for window in windows:
         grouping = Grouping(block, window, dtype, device)

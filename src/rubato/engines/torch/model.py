@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
 from rubato.core.request import NOTHING
-from rubato.engines.torch import cpu_ops
 from rubato.engines.torch.attention_groups import Chunks, Decodes, Seen
 from rubato.engines.torch.batch_tensors import Packed, pack
+from rubato.engines.torch.cpu import native
 from rubato.engines.torch.model_config import Config
 from rubato.engines.torch.trees import Candidates
 from rubato.engines.torch.weights import Layer, Weights
@@ -34,9 +34,9 @@ class Model:
         self.config = config
         self.weights = weights
         dtype, device = weights.embed.dtype, weights.embed.device
-        self.native: cpu_ops.Native | None = None
-        if cpu_ops.suits(config, dtype, device, block):
-            self.native = cpu_ops.Native(config, weights.cos, weights.sin, torch.get_num_threads())
+        self.native: native.Native | None = None
+        if native.suits(config, dtype, device, block):
+            self.native = native.Native(config, weights.cos, weights.sin, torch.get_num_threads())
             self.kv = self.native.kv(blocks + spare, block)
         else:
             shape = (config.layers, blocks, block, 2, config.kv_heads, config.head_dim)
@@ -60,8 +60,8 @@ class Model:
     ) -> Packed:
         """Lay a batch out for `forward`; `tokens` holds every token id so far of each sequence in it, `candidates` the
         nodes that its entries verify."""
-        native, dtype, device = self.native is not None, self.kv.dtype, self.kv.device
-        return pack(batch, tokens, self.block, dtype, device, self.windows, native, candidates, self.spare)
+        compiled, dtype, device = self.native is not None, self.kv.dtype, self.kv.device
+        return pack(batch, tokens, self.block, dtype, device, self.windows, compiled, candidates, self.spare)
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.sampled), vocab)."""
@@ -112,7 +112,7 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
 
-    def _native_layers(self, kernels: cpu_ops.Native, x: Tensor, packed: Packed) -> Tensor:
+    def _native_layers(self, kernels: native.Native, x: Tensor, packed: Packed) -> Tensor:
         assert packed.work is not None
         paths = packed.paths
         if paths is not None and len(paths.blocks):

@@ -1,6 +1,6 @@
 """The bfloat16 CPU path's own kernels: attention over paged KV in place, norms, and the gate of the MLP.
 
-They read KV in a layout of their own, which `cpu_kernels` tells.
+They read KV in a layout of their own, which `kernels` tells.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rubato.core.plan import Entry
-from rubato.engines.torch import cpu_kernels, llvm_jit
-from rubato.engines.torch.cpu_kernels import ROWS, STEP, UNIT, Arguments
+from rubato.engines.torch.cpu import kernels, llvm_jit
+from rubato.engines.torch.cpu.kernels import ROWS, STEP, UNIT, Arguments
 from rubato.engines.torch.model_config import Config
 
 NO_WINDOW = 1 << 40  # tokens: more than any context
@@ -88,14 +88,14 @@ class Native:
         group = c.heads // c.kv_heads
         self.few = max(rows for rows in range(1, ROWS + 1) if group % rows == 0)
         most = -(-TILE * group // ROWS) * ROWS
-        self.layout = cpu_kernels.Scratch(c.head_dim, most)
+        self.layout = kernels.Scratch(c.head_dim, most)
         self.scratch = torch.zeros(threads, self.layout.size, dtype=torch.uint8)
         self.counters = torch.zeros(2, dtype=torch.int64)
         self.kernels = llvm_jit.Kernels(
             {
-                "attention": lambda code: cpu_kernels.attention(code, c, self.layout, self.few),
-                "norm": lambda code: cpu_kernels.norm(code, c.hidden, c.norm_eps),
-                "gate": lambda code: cpu_kernels.gate(code, c.intermediate),
+                "attention": lambda code: kernels.attention(code, c, self.layout, self.few),
+                "norm": lambda code: kernels.norm(code, c.hidden, c.norm_eps),
+                "gate": lambda code: kernels.gate(code, c.intermediate),
             }
         )
 

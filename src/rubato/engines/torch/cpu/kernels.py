@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from rubato.engines.torch import llvm_jit
-from rubato.engines.torch.llvm_jit import Code, Value, Variable
+from rubato.engines.torch.cpu import llvm_jit
+from rubato.engines.torch.cpu.llvm_jit import Code, Value, Variable
 from rubato.engines.torch.model_config import Config
 
 UNIT = 16  # tokens
