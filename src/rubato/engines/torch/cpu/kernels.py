@@ -7,6 +7,7 @@ dimensions. Both are what the bfloat16 dot product takes; sums, softmax and rota
 
 from __future__ import annotations
 
+from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
 from rubato.engines.torch.cpu import llvm_jit
@@ -34,7 +35,7 @@ def norm(code: Code, hidden: int, eps: float) -> None:
         for i, d in enumerate(parts):
             value = code.widen(code.load(x + at + 2 * d, llvm_jit.VH))
             sums[i % 4] = code.fma(value, value, sums[i % 4])
-        total = code.reduce(sums[0] + sums[1] + (sums[2] + sums[3]), lambda a, b: a + b)
+        total = code.reduce(sums[0] + sums[1] + (sums[2] + sums[3]), add)
         scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", llvm_jit.VF, total / float(hidden) + eps)
         for d in parts:
             value = code.widen(code.load(x + at + 2 * d, llvm_jit.VH)) * scale
@@ -169,7 +170,7 @@ def _normed(code: Code, c: Config, row: Value, norm: Value, head: Value) -> list
     squares = parts[0] * parts[0]
     for x in parts[1:]:
         squares = code.fma(x, x, squares)
-    total = code.reduce(squares, lambda a, b: a + b)
+    total = code.reduce(squares, add)
     scale = code.floats(1.0) / code.call("llvm.sqrt.v16f32", llvm_jit.VF, total / float(c.head_dim) + c.norm_eps)
     weights = [code.widen(code.load(weight + 2 * d, llvm_jit.VH)) for d in places]
     return [x * scale * w for x, w in zip(parts, weights, strict=True)]
@@ -345,7 +346,7 @@ class _Tile:
     def write(self) -> None:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.queries) as query:
-            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, llvm_jit.VF), lambda a, b: a + b)
+            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, llvm_jit.VF), add)
             row, head = self.row + query // self.group, self.head * self.group + query % self.group
             at = self.scratch + self.layout.mixed + query * (dim * 4)
             to = self.out + (row * c.heads + head) * (dim * 2)

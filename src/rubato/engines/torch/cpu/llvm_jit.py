@@ -83,63 +83,49 @@ if ir is not None:
     _VB2 = ir.VectorType(_BFloat(), 2 * LANES)
 
 
+def _operator(ints: str, floats: str) -> Callable[[Value, Operand], Value]:
+    """An operator of `Value`, by the instruction for integers and the one for floats."""
+
+    def operator(self: Value, other: Operand) -> Value:
+        other = self.code.like(self, other)
+        name = floats if self.code.is_float(self.ir.type) else ints
+        return Value(self.code, getattr(self.code.b, name)(self.ir, other.ir, **self.code.flags(name)))
+
+    return operator
+
+
+def _comparison(sign: str) -> Callable[[Value, Operand], Value]:
+    def comparison(self: Value, other: Operand) -> Value:
+        other = self.code.like(self, other)
+        how = self.code.b.fcmp_ordered if self.code.is_float(self.ir.type) else self.code.b.icmp_signed
+        return Value(self.code, how(sign, self.ir, other.ir))
+
+    return comparison
+
+
 class Value:
-    """A 64-bit integer, a float, or a vector, with the operators that its type has. Python numbers mix in."""
+    """A 64-bit integer, a float, or a vector, with the operators that its type has. Python numbers mix in.
+
+    Integers are divided (`//`, `/` and `%`) as if they had no sign, and compared as signed.
+    """
 
     __slots__ = ("code", "ir")
 
     def __init__(self, code: Code, value: Any) -> None:
         self.code, self.ir = code, value
 
-    def _two(self, other: Operand, ints: str, floats: str) -> Value:
-        other = self.code.like(self, other)
-        name = floats if self.code.is_float(self.ir.type) else ints
-        return Value(self.code, getattr(self.code.b, name)(self.ir, other.ir, **self.code.flags(name)))
-
-    def __add__(self, other: Operand) -> Value:
-        return self._two(other, "add", "fadd")
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._two(other, "sub", "fsub")
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._two(other, "mul", "fmul")
-
-    def __floordiv__(self, other: Operand) -> Value:
-        """Of integers that are not negative."""
-        return self._two(other, "udiv", "fdiv")
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._two(other, "udiv", "fdiv")
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._two(other, "urem", "frem")
-
-    def __lshift__(self, other: int) -> Value:
-        return self._two(other, "shl", "shl")
-
-    def __rshift__(self, other: int) -> Value:
-        return self._two(other, "lshr", "lshr")
-
-    def __and__(self, other: Operand) -> Value:
-        return self._two(other, "and_", "and_")
-
-    def __or__(self, other: Operand) -> Value:
-        return self._two(other, "or_", "or_")
-
-    def _compare(self, sign: str, other: Operand) -> Value:
-        other = self.code.like(self, other)
-        how = self.code.b.fcmp_ordered if self.code.is_float(self.ir.type) else self.code.b.icmp_signed
-        return Value(self.code, how(sign, self.ir, other.ir))
-
-    def __lt__(self, other: Operand) -> Value:
-        return self._compare("<", other)
-
-    def __gt__(self, other: Operand) -> Value:
-        return self._compare(">", other)
-
-    def equals(self, other: Operand) -> Value:
-        return self._compare("==", other)
+    __add__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __floordiv__ = __truediv__ = _operator("udiv", "fdiv")
+    __mod__ = _operator("urem", "frem")
+    __lshift__ = _operator("shl", "shl")
+    __rshift__ = _operator("lshr", "lshr")
+    __and__ = _operator("and_", "and_")
+    __or__ = _operator("or_", "or_")
+    __lt__ = _comparison("<")
+    __gt__ = _comparison(">")
+    equals = _comparison("==")
 
 
 Operand = Value | int | float
