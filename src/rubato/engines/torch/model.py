@@ -15,7 +15,7 @@ from rubato.engines.torch.batch_tensors import Packed, pack
 from rubato.engines.torch.cpu import native
 from rubato.engines.torch.model_config import Config
 from rubato.engines.torch.trees import Candidates
-from rubato.engines.torch.weights import Layer, Weights
+from rubato.engines.torch.weights import Weights
 
 
 def bytes_per_token(config: Config, dtype: torch.dtype) -> int:
@@ -65,13 +65,22 @@ class Model:
 
     def forward(self, packed: Packed) -> Tensor:
         """Write the batch's KV and return the logits of its sampled rows, (len(packed.sampled), vocab)."""
-        x = F.embedding(packed.ids, self.weights.embed)
-        x = self._layers(x, packed) if self.native is None else self._native_layers(self.native, x, packed)
+        w = self.weights
+        x = F.embedding(packed.ids, w.embed)
+        if (paths := packed.paths) is not None and len(paths.blocks):
+            self.kv[:, paths.copies] = self.kv[:, paths.blocks]
+        turns = (w.cos[packed.positions], w.sin[packed.positions]) if self.native is None else None
+        for layer, kv, window in zip(w.layers, self.kv, self.config.windows, strict=True):
+            qkv = layer.qkv(self._norm(x, layer.attention_norm))
+            if turns is not None:
+                mixed = self._attention(qkv, kv, packed.slots, packed.seen[window], layer.qk_norm, *turns)
+            else:
+                mixed = self._native_attention(qkv, kv, packed, window, layer.qk_norm)
+            x = layer.out.add(mixed, x)
+            x = layer.down.add(self._gate(layer.gate_up(self._norm(x, layer.mlp_norm))), x)
         if len(packed.sampled) != x.shape[0]:
             x = x[packed.sampled]
-        if self.native is not None:
-            return self.weights.head(self.native.norm(x, self.weights.norm))
-        return self.weights.head(F.rms_norm(x, (self.config.hidden,), self.weights.norm, self.config.norm_eps))
+        return w.head(self._norm(x, w.norm))
 
     def warm_up(self) -> None:
         """Run one step of a decode and a chunk in block 0, so that kernels and buffers are there before the first."""
@@ -112,49 +121,47 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
 
-    def _native_layers(self, kernels: native.Native, x: Tensor, packed: Packed) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.native is not None:
+            return self.native.norm(x, weight)
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """(rows, gate and up) -> silu(gate) * up"""
+        if self.native is not None:
+            return self.native.gate(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def _native_attention(
+        self, qkv: Tensor, kv: Tensor, packed: Packed, window: int | None, qk_norm: Tensor | None
+    ) -> Tensor:
+        """As `_attention`, by the kernels."""
+        assert self.native is not None
         assert packed.work is not None
         paths = packed.paths
-        if paths is not None and len(paths.blocks):
-            self.kv[:, paths.copies] = self.kv[:, paths.blocks]
-        for layer, kv, window in zip(self.weights.layers, self.kv, self.config.windows, strict=True):
-            qkv = layer.qkv(kernels.norm(x, layer.attention_norm))
-            if paths is not None:
-                qkv = qkv[paths.expand]
-            mixed = kernels.attention(qkv, kv, packed.work, window, layer.qk_norm)
-            if paths is not None:
-                mixed = mixed[paths.collapse]
-            if packed.masked:  # their queries are rotated, and their KV is written
-                qkv = qkv if paths is None else qkv[paths.collapse]
-                parts = [self._chunks(qkv, kv, group) for group in packed.seen[window].chunks]
-                torch.cat(parts, out=mixed[-packed.masked :])
-            x = layer.out.add(mixed, x)
-            gated = kernels.gate(layer.gate_up(kernels.norm(x, layer.mlp_norm)))
-            x = layer.down.add(gated, x)
-        return x
-
-    def _layers(self, x: Tensor, packed: Packed) -> Tensor:
-        w, eps = self.weights, self.config.norm_eps
-        hidden = (self.config.hidden,)
-        cos, sin = w.cos[packed.positions], w.sin[packed.positions]
-        for layer, kv, window in zip(w.layers, self.kv, self.config.windows, strict=True):
-            y = F.rms_norm(x, hidden, layer.attention_norm, eps)
-            x = layer.out.add(self._attention(layer, kv, y, cos, sin, packed.slots, packed.seen[window]), x)
-            y = F.rms_norm(x, hidden, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(y).chunk(2, -1)
-            x = layer.down.add(F.silu(gate).mul_(up), x)
-        return x
+        if paths is not None:
+            qkv = qkv[paths.expand]
+        mixed = self.native.attention(qkv, kv, packed.work, window, qk_norm)
+        if paths is not None:
+            mixed = mixed[paths.collapse]
+        if packed.masked:  # their queries are rotated, and their KV is written
+            qkv = qkv if paths is None else qkv[paths.collapse]
+            parts = [self._chunks(qkv, kv, group) for group in packed.seen[window].chunks]
+            torch.cat(parts, out=mixed[-packed.masked :])
+        return mixed
 
     def _attention(
-        self, layer: Layer, kv: Tensor, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, seen: Seen
+        self, qkv: Tensor, kv: Tensor, slots: Tensor, seen: Seen, qk_norm: Tensor | None, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """(rows, hidden) normed -> (rows, heads * head_dim), the rows' keys and values written to `kv`."""
+        """(rows, (heads + 2 * kv_heads) * head_dim) -> (rows, heads * head_dim), the rows' keys and values written to
+        `kv`; qkv is normed and rotated in place."""
         c = self.config
-        qkv = layer.qkv(x)
-        heads = qkv[:, : (c.heads + c.kv_heads) * c.head_dim].view(x.shape[0], -1, c.head_dim)
-        if layer.qk_norm is not None:
-            heads.copy_(F.rms_norm(heads, (c.head_dim,), None, c.norm_eps).mul_(layer.qk_norm))
-        rotated = heads.view(x.shape[0], -1, 2, c.head_dim // 2)
+        rows = qkv.shape[0]
+        heads = qkv[:, : (c.heads + c.kv_heads) * c.head_dim].view(rows, -1, c.head_dim)
+        if qk_norm is not None:
+            heads.copy_(F.rms_norm(heads, (c.head_dim,), None, c.norm_eps).mul_(qk_norm))
+        rotated = heads.view(rows, -1, 2, c.head_dim // 2)
         swapped = rotated.flip(2)
         rotated.mul_(cos).addcmul_(swapped, sin)
         q, new = qkv.tensor_split((c.heads * c.head_dim,), -1)
