@@ -192,7 +192,10 @@ class _Tile:
         head: Value,
     ) -> None:
         """scratch: this thread's. task: the address of the task."""
-        self.code, self.c, self.layout, self.size, self.scratch = code, c, layout, size, scratch
+        self.code, self.c, self.size = code, c, size
+        self.queries_at, self.mixed_at = scratch + layout.query, scratch + layout.mixed
+        self.tops_at, self.sums_at = scratch + layout.top, scratch + layout.sum
+        self.scores_at, self.weights_at = scratch + layout.scores, scratch + layout.weights
         self.row, self.tokens, self.start, first = (code.load(task + 8 * i, llvm_jit.I64) for i in range(4))
         self.table, self.qkv, self.out = a.units + first * 8, a.qkv, a.out
         self.window = a.window if any(c.windows) else None  # without any the code knows of none
@@ -208,14 +211,14 @@ class _Tile:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.tokens) as token:
             at = self.qkv + ((self.row + token) * (c.heads + 2 * c.kv_heads) + self.head * self.group) * (dim * 2)
-            to = self.scratch + self.layout.query + token * (self.group * dim * code.factor_bytes)
+            to = self.queries_at + token * (self.group * dim * code.factor_bytes)
             for d in range(0, self.group * dim, llvm_jit.LANES):
                 code.store_factors(code.widen(code.load(at + 2 * d, llvm_jit.VH)), to + code.factor_bytes * d)
         with code.loop(0, self.rounded) as query:
-            code.store(code.floats(LOWEST), self.scratch + self.layout.top + query * 64)
-            code.store(code.floats(0.0), self.scratch + self.layout.sum + query * 64)
+            code.store(code.floats(LOWEST), self.tops_at + query * 64)
+            code.store(code.floats(0.0), self.sums_at + query * 64)
             for d in range(0, dim, llvm_jit.LANES):
-                code.store(code.floats(0.0), self.scratch + self.layout.mixed + query * (4 * dim) + 4 * d)
+                code.store(code.floats(0.0), self.mixed_at + query * (4 * dim) + 4 * d)
 
     def run(self) -> None:
         code = self.code
@@ -256,7 +259,7 @@ class _Tile:
         """Scores of `size` queries and STEP keys, in units of the softmax to base 2."""
         code, dim = self.code, self.c.head_dim
         row = dim * code.factor_bytes
-        at = self.scratch + self.layout.query + query * row
+        at = self.queries_at + query * row
         scale = LOG2E / dim**0.5
         for unit in range(0, STEP // UNIT, code.wide):
             keys = [self.unit(key + (unit + i) * UNIT) for i in range(code.wide)]
@@ -269,7 +272,7 @@ class _Tile:
                         total.set(code.dots(total.get(), q, column))
             for r in range(self.size):
                 for i, total in enumerate(sums[r]):
-                    place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + (unit + i) * UNIT) * 4
+                    place = self.scores_at + to * 4 + (r * SPAN + (unit + i) * UNIT) * 4
                     code.store(total.get() * scale, place)
 
     def mask(self, query: Value, key: Value, to: Value) -> None:
@@ -281,7 +284,7 @@ class _Tile:
                 below = self.position(query + r) + 1 - self.window - key
                 behind = code.splat(code.largest(below, code.whole(-1)))
             for i in range(STEP // UNIT):
-                place = self.scratch + self.layout.scores + to * 4 + (r * SPAN + i * UNIT) * 4
+                place = self.scores_at + to * 4 + (r * SPAN + i * UNIT) * 4
                 lane = code.lanes() + i * UNIT
                 hidden = lane > seen
                 if self.window is not None:
@@ -293,10 +296,10 @@ class _Tile:
         code = self.code
         found = []
         for r in range(self.size):
-            scores = self.scratch + self.layout.scores + r * SPAN * 4
-            weights = self.scratch + self.layout.weights + r * SPAN * code.factor_bytes
-            top_at = self.scratch + self.layout.top + (query + r) * 64
-            sum_at = self.scratch + self.layout.sum + (query + r) * 64
+            scores = self.scores_at + r * SPAN * 4
+            weights = self.weights_at + r * SPAN * code.factor_bytes
+            top_at = self.tops_at + (query + r) * 64
+            sum_at = self.sums_at + (query + r) * 64
             before = code.load(top_at, llvm_jit.VF)
             tops = [Variable(code, before) for _ in range(4)]
             with code.loop(0, count, STEP) as key:
@@ -325,14 +328,14 @@ class _Tile:
         lanes = code.wide * llvm_jit.LANES
         for part in range(0, dim, lanes):
             places = range(part, min(part + lanes, dim), llvm_jit.LANES)
-            at = self.scratch + self.layout.mixed + query * (dim * 4)
+            at = self.mixed_at + query * (dim * 4)
             sums = [
                 [Variable(code, code.load(at + (r * dim + d) * 4, llvm_jit.VF) * shrink[r]) for d in places]
                 for r in range(self.size)
             ]
             with code.loop(0, count, UNIT) as key:
                 values = self.unit(first + key) + 2 * UNIT * dim
-                weights = self.scratch + self.layout.weights + key * code.factor_bytes
+                weights = self.weights_at + key * code.factor_bytes
                 with code.loop(0, UNIT // 2) as pair:
                     rows = [code.load(values + pair * (4 * dim) + 4 * d, llvm_jit.VI) for d in places]
                     for r in range(self.size):
@@ -346,9 +349,9 @@ class _Tile:
     def write(self) -> None:
         code, c, dim = self.code, self.c, self.c.head_dim
         with code.loop(0, self.queries) as query:
-            total = code.reduce(code.load(self.scratch + self.layout.sum + query * 64, llvm_jit.VF), add)
+            total = code.reduce(code.load(self.sums_at + query * 64, llvm_jit.VF), add)
             row, head = self.row + query // self.group, self.head * self.group + query % self.group
-            at = self.scratch + self.layout.mixed + query * (dim * 4)
+            at = self.mixed_at + query * (dim * 4)
             to = self.out + (row * c.heads + head) * (dim * 2)
             for d in range(0, dim, llvm_jit.LANES):
                 code.store(code.narrow(code.load(at + 4 * d, llvm_jit.VF) / total), to + 2 * d)
