@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from rubato.core.interfaces import KV
 from rubato.core.plan import Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
 from rubato.engines.torch import gguf
-from rubato.engines.torch.batch_tensors import slot
+from rubato.engines.torch.batch_tensors import Packed
 from rubato.engines.torch.cpu import llvm_jit, matmul_backends
 from rubato.engines.torch.drafters import Drafter, Wanted
 from rubato.engines.torch.model import Model, bytes_per_token
@@ -280,31 +280,26 @@ class Engine:
                 walks = accept(logits, [seqs[id] for id in packed.seqs], candidates)
                 emitted = {walk.seq.request.id: walk.emitted for walk in walks}
                 if candidates:
-                    self._compact(batch, walks, packed.kept)
+                    self._compact(walks, packed)
             elif self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step is over when its KV is written
         if self._drafter is not None:
             self._draft(batch, emitted, self._drafter)
         return StepResult(emitted, self._clock.now() - began)
 
-    def _compact(self, batch: Batch, walks: Sequence[Walk], kept: Mapping[str, Sequence[int]]) -> None:
+    def _compact(self, walks: Sequence[Walk], packed: Packed) -> None:
         """Bring the KV of accepted candidates to the front, behind the pending tokens', and tell the drafter. What lies
         behind them is nobody's."""
         assert self._model is not None
         assert self._drafter is not None, "candidates came from it"
-        entries = {entry.seq: entry for entry in batch.entries if entry.verify}
-        block = self._limits.block_size
         slots: list[int] = []
         to: list[int] = []
         for walk in walks:
             if walk.candidates is None:
                 continue
             id = walk.seq.request.id
-            entry = entries[id]
-            first = entry.start + entry.count - len(entry.verify)
-            for place, at in enumerate(walk.accepted):
-                old, new = kept[id][at], slot(entry, first + place, block)
-                if old != new:
+            for at, new in zip(walk.accepted, packed.front[id], strict=False):
+                if (old := packed.kept[id][at]) != new:
                     slots.append(old)
                     to.append(new)
             self._drafter.verified(id, walk.candidates.draft, walk.judged, walk.right)

@@ -36,8 +36,8 @@ class Packed:
     """ids, positions, slots: (rows,) int64; slot = block id * block size + offset. sampled: the rows whose logits
     are wanted, for `seqs` in this order: of each the last pending token, then its candidates. Attention reads `work`
     with the native kernels, else `seen`, by window. Trees are `paths` to the kernels as far as there are spare blocks;
-    the attention of the others, the last `masked` rows, they leave to PyTorch. kept: where the KV of each candidate of
-    a sequence lies after the step."""
+    the attention of the others, the last `masked` rows, they leave to PyTorch. kept: the slot of each candidate
+    of a sequence after the step; front: the slots behind its pending tokens, for those accepted."""
 
     ids: Tensor
     positions: Tensor
@@ -49,6 +49,7 @@ class Packed:
     paths: Paths | None
     masked: int
     kept: Mapping[str, Sequence[int]]
+    front: Mapping[str, Sequence[int]]
 
 
 def pack(
@@ -97,7 +98,7 @@ def pack(
             seen[window] = grouping.seen([], [], masked, first, candidates)
     sampled = torch.tensor(rows.sampled, dtype=torch.int64, device=device)
     seqs = tuple(e.seq for e in ordered if e.sample)
-    return Packed(ids, positions, slots, seen, sampled, seqs, work, paths, len(rows.ids) - first, rows.kept)
+    return Packed(ids, positions, slots, seen, sampled, seqs, work, paths, len(rows.ids) - first, rows.kept, rows.front)
 
 
 @dataclass(slots=True)
@@ -110,17 +111,20 @@ class _Rows:
     sampled: list[int] = field(default_factory=list)
     firsts: dict[str, int] = field(default_factory=dict)
     kept: dict[str, list[int]] = field(default_factory=dict)
+    front: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, e: Entry, tokens: Sequence[int], candidates: Candidates | None, block: int) -> None:
         self.firsts[e.seq] = len(self.ids)
         end = e.start + e.count - len(e.verify)
         self.ids += tokens[e.start : end]
         self.positions += range(e.start, end)
-        self.slots += _slots(e, block)
+        slots = _slots(e, block)
+        self.slots += slots
         if candidates is not None:
             self.ids += candidates.tokens
             self.positions += [end - 1 + depth for depth in candidates.depths]
-            self.kept[e.seq] = self.slots[-len(e.verify) :]
+            self.front[e.seq] = slots[-len(e.verify) :]
+            self.kept[e.seq] = slots[-len(e.verify) :]
         if e.sample:
             self.sampled += range(len(self.ids) - 1 - len(e.verify), len(self.ids))
 
@@ -180,10 +184,6 @@ def _lay_out(
     return Paths(to_chunks, to_rows, pairs[:, 0], pairs[:, 1]), positions, slots_of
 
 
-def slot(e: Entry, place: int, block: int) -> int:
-    """Where the KV of the sequence's token number `place` lies."""
-    return e.blocks[place // block] * block + place % block
-
-
 def _slots(e: Entry, block: int) -> list[int]:
-    return [slot(e, i, block) for i in range(e.start, e.start + e.count)]
+    """Where the KV of the entry's tokens lies."""
+    return [e.blocks[place // block] * block + place % block for place in range(e.start, e.start + e.count)]
