@@ -46,7 +46,7 @@ def paper_v100() -> Profile:
         gpus=2,
         kv_tokens=int(room // dims.kv_bytes),
         kv_bytes_per_token=dims.kv_bytes,
-        max_length=CONTEXT,
+        max_model_len=CONTEXT,
         data=bilinear.Model().to_dict(),
         host_term=None,
         factors={},

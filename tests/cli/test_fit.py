@@ -17,8 +17,6 @@ from rubato.latency import affine
 from rubato.latency.fit import Fitted, fit, fit_file
 from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_kinds import MODELS
-from rubato.serving.build import latency_of
-from rubato.serving.config import load
 
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
 

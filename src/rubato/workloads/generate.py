@@ -67,8 +67,8 @@ def make(
     which = _which(mixes, at, seed)
     rounds = _rounds(every, which, seed)
     stages = _lengths(every, which, rounds, seed)
-    if max_length is not None:
-        stages = [_cut(every, stages, max_length, notes)]
+    if max_model_len is not None:
+        stages = [_cut(every, stages, max_model_len, notes)]
     rows = _arrivals(name, every, at, which, rounds, stages, SLOAssignment(prefill), seed)
     if unmet := sum(a.tier == BEST_EFFORT for a in rows):
         notes["best_effort"] = f"{unmet} requests: no idle replica could meet any of their TTFTs"

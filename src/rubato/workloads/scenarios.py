@@ -79,7 +79,7 @@ def _slos_serve() -> dict[str, Scenario]:
     }
     return {
         **{
-            f"slos-serve-{name}": Scenario(f"SLOs-Serve {about}", kinds, arrivals, opt, max_length=context)
+            f"slos-serve-{name}": Scenario(f"SLOs-Serve {about}", kinds, arrivals, opt, max_model_len=context)
             for name, (about, kinds, arrivals) in of_opt.items()
         },
         "slos-serve-toolllm": Scenario(
@@ -223,7 +223,7 @@ def _ascendra() -> dict[str, Scenario]:
                 kind = within(replace(kind, prompt=replace(lengths[0], most=context - SHORTEST_ANSWER)), context)
             about = f"Ascendra: {data} (lengths assumed), TTFT {ttft:g} s, TBT 150 ms"
             name = f"ascendra-{data.lower()}-{profile.partition('-')[0]}"
-            made[name] = Scenario(about, (kind,), Poisson(), profile, max_length=context)
+            made[name] = Scenario(about, (kind,), Poisson(), profile, max_model_len=context)
     return made
 
 
@@ -234,7 +234,7 @@ def _sa() -> dict[str, Scenario]:
     chat = Kind("chat", SLO(ttft=10.0, tpot=0.05), prompts, TABLE["sharegpt"][1])
     code = Kind("code", SLO(e2e=30.0), log_normal(150, 120, 800), log_normal(180, 120, 700))
     about = "SA: chat (TTFT 10 s, TPOT 50 ms) and code (e2e 30 s), half each, all at once (lengths assumed)"
-    return {"sa-mixed": Scenario(about, (chat, code), AtOnce(), "qwen2.5-7b-2xv100", max_length=2048)}
+    return {"sa-mixed": Scenario(about, (chat, code), AtOnce(), "qwen2.5-7b-2xv100", max_model_len=2048)}
 
 
 # --------------------------------------------------------------------------- by name

@@ -44,16 +44,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class Engine:
     """Runs batches of one model (an `interfaces.Engine`).
+
     model: a local Hugging Face folder, a GGUF file (converted once, into the cache), or "bundled"
     (SmolLM2-135M-Instruct, fetched on first use). dtype: of activations, KV and weights (which `matmul_backends` may
     keep in another form of 16 bits); "auto" is bfloat16 where the device has a fast way with it, else float16 (older
     GPUs) or float32 (CPUs without AVX2 whose oneDNN takes no bfloat16). device: "auto" (CUDA where there is one),
-    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_seqs and max_tokens bound one batch; max_length one
-    sequence (None: what model and KV memory allow). block: tokens per KV block. threads: of the forward pass on a CPU;
-    "auto" is PyTorch's default, less the cores that other programs take at the time (`cpu_usage.FreeCores`). drafter:
-    proposes the candidate trees that batches ask for and later verify (for which the compiled path keeps two KV blocks
-    for each of `max_seqs`, beside `kv_gib`); None: this engine does not speculate. Raises ValueError or
-    FileNotFoundError for a model or a setting that cannot be served.
+    "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_num_seqs and max_num_batched_tokens bound one batch;
+    max_model_len one sequence (None: what model and KV memory allow). block_size: tokens per KV block. threads: of the
+    forward pass on a CPU; "auto" is PyTorch's default, less the cores that other programs take at the time
+    (`cpu_usage.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for which the
+    compiled path keeps two KV blocks for each of `max_num_seqs`, beside `kv_gib`); None: this engine does not
+    speculate. Raises ValueError or FileNotFoundError for a model or a setting that cannot be served.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -212,7 +213,7 @@ class Engine:
     def _checked(self, blocks: Sequence[int], tokens: int) -> ThreadPoolExecutor:
         """The engine's thread, if it runs and `blocks` can hold so many tokens."""
         worker, limits = self._running(), self._limits
-        if not 1 <= tokens <= len(blocks) * limits.block:
+        if not 1 <= tokens <= len(blocks) * limits.block_size:
             raise ValueError(
                 f"KV of {tokens} tokens does not fit {len(blocks)} blocks of {limits.block_size}: give 1 token or "
                 "more, and blocks for all"
