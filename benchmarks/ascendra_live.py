@@ -5,12 +5,12 @@
 One LP and one HP under `ascendra`; `vllm`, `sarathi` and `prefill_first` round robin on two equal replicas, `edf` on
 the least loaded. Prompts and outputs have the lengths of `ascendra-sharegpt4-mistral` times `SCALE`; the TTFT and the
 TPOT are as many times what this machine takes unloaded as the paper's are of an A100's (7.6 times the prefill of a
-median prompt, 10 times a decode step). The latency model is `opcount`, fitted in a warm-up and learning on.
+median prompt, 10 times a decode step). The latency model is `operation_count`, fitted in a warm-up and learning on.
 
 The rate at which `vllm` attains 90 % is tried on the real server; `OVERLOAD` times it is offered: the same requests at
 the same times to each policy, in an order that turns with every seed. At last `ascendra` serves `LONG` seconds at 0.8
-of that rate, and `opcount` learns its steps anew from a cold start, replica by replica: its error, beside by how much
-two steps differ that should take the same time. Keep the machine quiet.
+of that rate, and `operation_count` learns its steps anew from a cold start, replica by replica: its error, beside by
+how much two steps differ that should take the same time. Keep the machine quiet.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Stage(demo.Stage):
             "replicas": 2,
             "policy": {"name": choice.policy, **choice.settings},
             "router": {"name": choice.router, **choice.router_settings},
-            "latency": {"kind": "opcount", **coefficients(model)},
+            "latency": {"kind": "operation_count", **coefficients(model)},
             "lengths": {"name": "running_mean"},
             "max_in_flight": 2048,
             "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
-            "judge": "mean",
+            "slo_rule": "mean",
             "tiers": demo.tier_settings(load.tiers),
         }
         if log is not None:
@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=40.0, help="of load for each system")
     parser.add_argument("--rate", type=float, help="requests/s that vllm holds (default: found)")
-    parser.add_argument("--long", type=float, default=LONG, help="seconds of the run for opcount's error; 0 = none")
+    parser.add_argument(
+        "--long", type=float, default=LONG, help="seconds of the run for operation_count's error; 0 = none"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     choices = {name: PolicyChoice.parse(choice) for name, choice in SYSTEMS.items()}
@@ -224,8 +226,8 @@ def main() -> None:
         if args.long:
             log = Path(folder) / "long.events.jsonl"
             run("ascendra", 0.8 * rate, args.long, 9, log)
-            kept["opcount"] = errors(event_log.read(log), cpu_core(Path(stage.model)))
-            print(json.dumps(kept["opcount"], indent=2))
+            kept["operation_count"] = errors(event_log.read(log), cpu_core(Path(stage.model)))
+            print(json.dumps(kept["operation_count"], indent=2))
     if args.json:
         args.json.write_text(json.dumps(kept, indent=2) + "\n")
 

@@ -79,7 +79,7 @@ def serve(
         cluster = local_cluster(
             engines, [dataclasses.replace(model) for _ in engines], clock, policy=choice.policy,
             settings=choice.settings, router=choice.router, router_settings=choice.router_settings,
-            lengths=RunningMean(), rule="mean",
+            lengths=RunningMean(), slo_rule="mean",
         )  # fmt: skip
         cluster.listen(events.append)
         warm = asyncio.Event()

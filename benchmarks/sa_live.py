@@ -113,7 +113,7 @@ async def serve(
     router = "sa" if system in (SA, MEAN, EXACT) else "round_robin"
     cluster = local_cluster(
         [engine], [copy.deepcopy(model)], clock, policy="edf" if system == EDF else "vllm", router=router,
-        router_settings={"dispatch": dispatch} if router == "sa" else {}, lengths=lengths, rule="mean",
+        router_settings={"dispatch": dispatch} if router == "sa" else {}, lengths=lengths, slo_rule="mean",
     )  # fmt: skip
     events: list[Event] = []
     cluster.listen(events.append)

@@ -123,7 +123,7 @@ async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:
     choice = PolicyChoice.parse(policy)
     cluster = local_cluster(
         [engine(choice.policy, store, seqs)], [affine.Model()], WallClock(), policy=choice.policy,
-        settings=choice.settings, rule="mean",
+        settings=choice.settings, slo_rule="mean",
     )  # fmt: skip
     await cluster.start()
     return cluster

@@ -156,7 +156,7 @@ async def measured(args: argparse.Namespace) -> None:
     model.times = times
     time_selection(times)
     cluster = local_cluster(
-        [engine_with(TimedDrafter(times))], [model], CLOCK, policy="adaserve", settings={}, rule="mean"
+        [engine_with(TimedDrafter(times))], [model], CLOCK, policy="adaserve", settings={}, slo_rule="mean"
     )
     await cluster.start()
     text = engine("vllm", 0).text

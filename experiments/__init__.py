@@ -74,7 +74,7 @@ class Found:
     estimates: Mapping[str, Estimate]
     data: Any
     seeds: Sequence[int]
-    judge: str
+    slo_rule: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -147,7 +147,7 @@ def run(name: str, *, small: bool = False, trace: str | Path | None = None, **ho
         **recorded,
         "claims": [_judged(claim, found.estimates[name]) for name, claim in known.items()],
         "seeds": list(found.seeds),
-        "judge": found.judge,
+        "slo_rule": found.slo_rule,
         "settings": dict(found.settings),
         "interval": "95 %, over seeds; low = ours = high where no seed can change the value",
         "wall": done.wall,

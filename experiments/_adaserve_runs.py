@@ -133,7 +133,7 @@ class Served:
 def served(model: str, policy: str, load: Workload, acceptance: str, seed: int) -> Served:
     chosen, machine = PolicyChoice.parse(policy), hardware(model)
     setup = SimulationSetup(
-        lambda: machine.model, machine.limits, chosen.policy, chosen.settings, rule="mean", seed=seed, learns=False,
+        lambda: machine.model, machine.limits, chosen.policy, chosen.settings, slo_rule="mean", seed=seed, learns=False,
         lengths=running_mean({}), drafter=drafting(model, acceptance, seed),
     )  # fmt: skip
     scheduler = load_policy(chosen.policy, chosen.settings)

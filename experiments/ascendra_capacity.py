@@ -93,7 +93,7 @@ def offered(case: str, seed: int, duration: float) -> Workload:
 
 
 def served(case: str, choice: str, load: Workload, seed: int, replicas: int = REPLICAS) -> Run:
-    spec = RunSpec(hardware(case), PolicyChoice.parse(choice), replicas, rule="mean", lengths=running_mean)
+    spec = RunSpec(hardware(case), PolicyChoice.parse(choice), replicas, slo_rule="mean", lengths=running_mean)
     return spec.run(load, seed, times=False, causes=False)
 
 

@@ -1,4 +1,4 @@
-"""Ascendra's performance model: the error of `opcount` over time, from a cold start.
+"""Ascendra's performance model: the error of `operation_count` over time, from a cold start.
 
 One replica under Sarathi (budget 512: hybrid batches), `ascendra-sharegpt4-*`, Poisson, ten minutes; step times are the
 profile's, made of kernel tables, with 5 % of noise. The model knows the network's dimensions and the A100's two rates,
@@ -41,7 +41,7 @@ def jobs(small: bool) -> list[Job]:
 def learnt(model: str, duration: float, seed: int) -> dict[str, Any]:
     """Median and P90 of errors by time, and of all steps in the second half."""
     scenario = scenarios.get(f"ascendra-sharegpt4-{model}")
-    machine, believed = packaged_hardware(scenario.profile), blank("opcount", profiles.load(scenario.profile))
+    machine, believed = packaged_hardware(scenario.profile), blank("operation_count", profiles.load(scenario.profile))
     load = scenarios.make(f"ascendra-sharegpt4-{model}", MODELS[model], duration=duration, seed=seed)
     setup = SimulationSetup(
         lambda: machine.model, machine.limits, "sarathi", {"budget": 512}, learns=False, noise=NOISE, seed=seed,

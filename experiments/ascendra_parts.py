@@ -120,7 +120,7 @@ def waits(choice: str, load: Workload, seed: int) -> dict[str, float]:
     machine = hardware(CASE)
     setup = SimulationSetup(
         lambda: machine.model, machine.limits, chosen.policy, chosen.settings, chosen.router, chosen.router_settings,
-        replicas=3, learns=False, rule="mean", seed=seed, lengths=running_mean({}),
+        replicas=3, learns=False, slo_rule="mean", seed=seed, lengths=running_mean({}),
     )  # fmt: skip
     came: dict[str, tuple[float, str]] = {}
     waited: dict[str, list[float]] = {"lp": [], "hp": []}

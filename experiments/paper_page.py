@@ -50,7 +50,7 @@ class _Run(BaseModel):
     about: str
     source: str
     small: bool
-    judge: str
+    slo_rule: str
     cpu: float
     seeds: list[int]
     claims: list[_Claim]
@@ -180,7 +180,7 @@ def _figure(run: Mapping[str, Any], rows: Sequence[_Row]) -> str:
     figure = experiments.load(name)
     tables = getattr(figure, "tables", None)
     more = "" if tables is None else f"\n{tables(run['data'])}\n"
-    how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['judge']} rule, {run['cpu']:.3g} CPU seconds."
+    how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['slo_rule']} rule, {run['cpu']:.3g} CPU seconds."
     about = f"{experiments.about(name)} Source: {figure.SOURCE}. {how}"
     short = too_short(run["data"]) if isinstance(run["data"], list) else ""
     warning = f"**Short runs.** {short}.\n\n" if short else ""

@@ -125,7 +125,7 @@ def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     setup = SimulationSetup(
         lambda: machine.model, replace(machine.limits, max_num_seqs=b, max_running=b), how.policy, router=how.router,
         router_settings=dict(how.settings), replicas=how.replicas, believed=lambda: believed(how.off),
-        lengths=lengths(how.lengths, load, seed), learns=False, rule="mean", seed=seed,
+        lengths=lengths(how.lengths, load, seed), learns=False, slo_rule="mean", seed=seed,
     )  # fmt: skip
     found = measured(simulate(longer(load), load.truth(), setup))
     return {"name": name, "n": n, "b": b, "seed": seed, **found}

@@ -233,14 +233,14 @@ class RateTrials:
             self.known[rate] = {judge_: sum(own) / len(own) for judge_, own in met.items()}
             self._lasted[rate] = run.workload.duration, capacity.e2e_p99(run)
             self.unfinished += sum(r.outcome != "completed" or r.output != r.asked for r in run.records)
-            self.differ += sum(a != r.verdict.met for a, r in zip(met[run.rule], run.records, strict=True))
+            self.differ += sum(a != r.verdict.met for a, r in zip(met[run.slo_rule], run.records, strict=True))
         return self.known[rate]
 
 
-def verdicts(run: Run, rule: str) -> list[bool]:
+def verdicts(run: Run, slo_rule: str) -> list[bool]:
     """Whether each request of a run is attained by this rule."""
     offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
-    return [judge(request, stages(a, r.times, r.tokens), r.outcome, rule).met for request, a, r in offered]
+    return [judge(request, stages(a, r.times, r.tokens), r.outcome, slo_rule).met for request, a, r in offered]
 
 
 def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> list[StageTimes]:

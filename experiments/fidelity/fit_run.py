@@ -122,7 +122,9 @@ def delivered(run: Run, what: LearnedModel) -> Run:
     records = []
     for r in run.records:
         times = tuple(t + (what.first if i == 0 else what.last) for i, t in enumerate(r.times))
-        records.append(replace(r, times=times, verdict=verdict(requests[r.id], times, r.tokens, r.outcome, run.rule)))
+        records.append(
+            replace(r, times=times, verdict=verdict(requests[r.id], times, r.tokens, r.outcome, run.slo_rule))
+        )
     return replace(run, records=tuple(records))
 
 

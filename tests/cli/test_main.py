@@ -175,14 +175,16 @@ def test_a_higher_rate_attains_no_more(mix: Path, capsysbinary: pytest.CaptureFi
     assert rates[0] >= rates[1] > rates[2]
 
 
-@pytest.mark.parametrize("words", [["--set", "latency=roofline"], ["--set", "lengths=oracle"], ["--set", "judge=mean"]])
+@pytest.mark.parametrize(
+    "words", [["--set", "latency=roofline"], ["--set", "lengths=oracle"], ["--set", "slo_rule=mean"]]
+)
 def test_simulation_obeys_the_configuration(
     mix: Path, words: list[str], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     capsysbinary.readouterr()
     assert main(["simulate", "--workload", str(mix), "--json", "-", *words]) == 0
     (run,) = json.loads(capsysbinary.readouterr().out)["runs"]
-    assert run["judge"] == ("mean" if "judge=mean" in words else "deadline")
+    assert run["slo_rule"] == ("mean" if "slo_rule=mean" in words else "deadline")
 
 
 def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

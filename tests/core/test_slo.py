@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.request import LEAST, LEAST_MS, MOST, MOST_MS, SLO, Request, Sampling, Stage
-from rubato.core.slo import RULES, StageTimes, judge
+from rubato.core.slo import SLO_RULES, StageTimes, judge
 from tests.doubles import request
 
 CASES = [
@@ -25,12 +25,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "slo", "times", "met", "margin"), CASES)
-def test_rules(rule: str, slo: SLO, times: list[float], met: bool, margin: float) -> None:
-    verdict = judge(Request("a", (Stage(5, slo),), 0.0), [StageTimes(0.0, times)], rule=rule)
+@pytest.mark.parametrize(("slo_rule", "slo", "times", "met", "margin"), CASES)
+def test_rules(slo_rule: str, slo: SLO, times: list[float], met: bool, margin: float) -> None:
+    verdict = judge(Request("a", (Stage(5, slo),), 0.0), [StageTimes(0.0, times)], slo_rule=slo_rule)
     assert verdict.met is met
     assert verdict.margin == pytest.approx(margin, abs=1e-9)
-    assert verdict.rule == rule
+    assert verdict.slo_rule == slo_rule
 
 
 def test_a_decode_only_stage_continues_from_the_last_deadline() -> None:
@@ -67,7 +67,7 @@ def test_cause_is_the_largest_loss() -> None:
 
 def test_unknown_rule_names_the_known() -> None:
     with pytest.raises(ValueError, match="deadline, mean, windowed"):
-        judge(request(), [], rule="median")
+        judge(request(), [], slo_rule="median")
 
 
 @given(
@@ -78,11 +78,11 @@ def test_unknown_rule_names_the_known() -> None:
 )
 def test_looser_slos_never_turn_met_into_missed(gaps: list[float], ttft: float, tpot: float, slack: float) -> None:
     times = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    for rule in RULES:
+    for slo_rule in SLO_RULES:
         tight = Request("a", (Stage(1, SLO(ttft, tpot)),), 0.0, sampling=Sampling())
         loose = Request("a", (Stage(1, SLO(ttft + slack, tpot + slack)),), 0.0)
-        if judge(tight, [StageTimes(0.0, times)], rule=rule).met:
-            assert judge(loose, [StageTimes(0.0, times)], rule=rule).met
+        if judge(tight, [StageTimes(0.0, times)], slo_rule=slo_rule).met:
+            assert judge(loose, [StageTimes(0.0, times)], slo_rule=slo_rule).met
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), 1e-303, 0.99e-6, 1.01e6, 1.7e305])

@@ -35,7 +35,7 @@ def test_a_figure_gives_its_claims_and_its_checks_hold(name: str) -> None:
     data = experiments.run(name, small=True, workers=1)
     assert [claim["name"] for claim in data["claims"]] == list(claims()[name])
     assert failed(data) == []
-    assert {"seeds", "versions", "judge", "settings", "wall", "cpu", "source", "data"} <= data.keys()
+    assert {"seeds", "versions", "slo_rule", "settings", "wall", "cpu", "source", "data"} <= data.keys()
     json.dumps(data["data"])
     for claim in data["claims"]:
         assert {"name", "kind", "paper", "ours", "low", "high", "unit", "relation", "verdict"} <= claim.keys()

@@ -16,7 +16,7 @@ def test_the_crossing_is_a_line_in_the_last_bracket() -> None:
     assert scaling.crossed([(2.0, 0.9), (4.0, 0.5)], 8.0**0.5) == pytest.approx(2.0)
 
 
-def test_small_runs_have_short_outputs_and_nobody_hopeless() -> None:
+def test_small_runs_have_short_outputs_and_nobody_infeasible() -> None:
     source, setting = scaling._asked("toolllm", scaling.OURS, 2, scaling.SMALL)
     load = source.make(1)
     assert setting.replicas == 2

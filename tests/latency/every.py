@@ -35,7 +35,7 @@ affines = st.builds(
     lambda k, b, a, d, e, host, per: affine.Model(k=k, b=b, a=a, d=d, e=e, host=host, host_per_seq=per),
     _pair(1e-3), _pair(0.1), seconds(1e-6), seconds(1e-7), seconds(1e-7), positive, seconds(1e-3),
 )  # fmt: skip
-opcounts = st.builds(
+operation_counts = st.builds(
     lambda dims, gpus, c2, c3, c4, c5: operation_count.Model(dims=dims, gpus=gpus, c2=c2, c3=c3, c4=c4, c5=c5),
     st.sampled_from([operation_count.LLAMA_8B, TINY]), st.sampled_from([1, 2]), seconds(3.0), seconds(3.0),
     seconds(3.0), positive,
@@ -62,7 +62,7 @@ COMPONENTS = [
     for options in ({"host_scale": 0.0}, {"host_scale": 0.0, "context_attention": 1.0, "prefill_gemm": 1.3}, {})
     if isinstance(model := profiles.load(name, **options).model(), components.Model)  # type: ignore[arg-type]
 ]
-fitted: st.SearchStrategy[LatencyModel] = st.one_of(rooflines, affines, opcounts, bilinears, _tables())
+fitted: st.SearchStrategy[LatencyModel] = st.one_of(rooflines, affines, operation_counts, bilinears, _tables())
 models: st.SearchStrategy[LatencyModel] = st.one_of(fitted, st.sampled_from(COMPONENTS))
 DEFAULTS: list[LatencyModel] = [*(cls() for cls in MODELS.values()), COMPONENTS[0]]
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a batch of .* is outside the mea
 BOUNDS = {
     "affine": (0.13, 0.10),
     "roofline": (0.5, 0.7),
-    "opcount": (0.15, 0.10),
+    "operation_count": (0.15, 0.10),
     "bilinear": (0.10, 0.14),
     "table": (0.2, 0.3),
 }
@@ -59,7 +59,7 @@ def test_the_packaged_profile_agrees_with_steps_composed_elsewhere() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_model_within_its_known_error(kind: str) -> None:
-    found = fit_file(TABLE, kind, train=["uniform"], of="llama-3.1-8b-a100" if kind == "opcount" else None)
+    found = fit_file(TABLE, kind, train=["uniform"], of="llama-3.1-8b-a100" if kind == "operation_count" else None)
     inside, outside = BOUNDS[kind]
     assert (found.inside.n, found.held_out.n) == (160, 40)
     assert set(found.outside) == {"a100|azconv|512|1.1", "a100|azcode|2048|0.6", "all of these"}
@@ -94,8 +94,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_is_asked_wrongly_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(TABLE), "--train", "mooncake"]) == 2
     assert "no tag contains mooncake" in capsys.readouterr().err
-    assert main(["fit", str(TABLE), "--model", "opcount", "--of", "qwen2.5-7b-2xv100"]) == 2
-    assert "does not say what `opcount` counts from" in capsys.readouterr().err
+    assert main(["fit", str(TABLE), "--model", "operation_count", "--of", "qwen2.5-7b-2xv100"]) == 2
+    assert "does not say what `operation_count` counts from" in capsys.readouterr().err
     bad = tmp_path / "bad.csv"
     head = "# a remark counts as a line\ntokens,seqs,kv,chunk_context,chunk_sq,chunks,chunk_kv,seconds\n"
     good = "1,1,50,0,0,0,0,0.01\n"

@@ -101,7 +101,7 @@ def test_what_is_not_a_model_is_refused_in_words() -> None:
         affine.Model(window=3)
 
 
-# --------------------------------------------------------------------------- opcount
+# --------------------------------------------------------------------------- operation_count
 
 
 def test_operations_and_bytes_counted_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_operations_and_bytes_counted_by_hand() -> None:
     assert halved.times(shape) == pytest.approx(tuple(t / 2 for t in model.times(shape)))
 
 
-def test_an_opcount_is_the_larger_time_and_parts_of_both() -> None:
+def test_an_operation_count_is_the_larger_time_and_parts_of_both() -> None:
     model = operation_count.Model(c2=1.0, c3=0.5, c4=0.25, c5=0.125)
     shape = batch([(1, 500), (300, 20)])
     memory, compute = model.times(shape)

@@ -103,7 +103,7 @@ def test_the_json_is_json(tmp_path):
 def test_what_cannot_be_compared_is_refused(tmp_path):
     one = written(tmp_path, "a", steady("a", 10))
     with pytest.raises(ValueError, match="different rules \\(deadline, mean\\)"):
-        compare.compare(one, written(tmp_path, "b", dataclasses.replace(steady("b", 2), rule="mean")))
+        compare.compare(one, written(tmp_path, "b", dataclasses.replace(steady("b", 2), slo_rule="mean")))
     both = tmp_path / "both.json"
     results.write_json(both, [steady("a", 10), steady("b", 2)])
     with pytest.raises(ValueError, match=r"holds a, b: say which, as .*both.json:a"):

@@ -66,7 +66,7 @@ def test_rounds_are_pooled():
     assert (row.offered, row.met) == (16, 8)
     assert row.attained_rps == pytest.approx(0.5)
     with pytest.raises(ValueError, match="one rule"):
-        summarise([run("p", FATES), replace(run("p", FATES), rule="mean")])
+        summarise([run("p", FATES), replace(run("p", FATES), slo_rule="mean")])
 
 
 def test_a_burst_has_no_rate():
@@ -90,7 +90,7 @@ def test_a_run_can_be_judged_by_another_rule():
     stalled = replace(stalled, records=(first, *stalled.records[1:]))
     assert results.rejudged(stalled, "deadline").records[0].verdict.met
     assert not results.rejudged(stalled, "mean").records[0].verdict.met
-    assert results.rejudged(stalled, "mean").rule == "mean"
+    assert results.rejudged(stalled, "mean").slo_rule == "mean"
 
 
 # --------------------------------------------------------------------------- comparison
@@ -141,7 +141,7 @@ def test_what_does_not_pair_up_is_refused():
     with pytest.raises(ValueError, match="different workloads"):
         compare([a], [replace(b, workload=b.workload.with_slos({"fast": SLO()}))])
     with pytest.raises(ValueError, match="judged by deadline and mean"):
-        compare([a], [replace(b, rule="mean")])
+        compare([a], [replace(b, slo_rule="mean")])
     with pytest.raises(ValueError, match="different requests"):
         compare([a], [replace(b, records=b.records[1:])])
 
@@ -161,10 +161,10 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.TierSummary)}
     first, second = data["runs"]
     assert set(first) == {
-        "policy", "judge", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
+        "policy", "slo_rule", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
         "settings", "versions",
     }  # fmt: skip
-    assert (first["judge"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
+    assert (first["slo_rule"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
     assert (second["valid"], len(second["problems"])) == (False, 1)
     assert first["workload"]["seed"] == 3
     assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None}

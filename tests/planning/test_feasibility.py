@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.request import SLO
-from rubato.core.slo import RULES
+from rubato.core.slo import SLO_RULES
 from rubato.planning import feasibility
 from rubato.planning.spec import PolicyChoice, RunSpec
 from rubato.workloads import Arrival, OfferedStage, Workload
@@ -24,14 +24,14 @@ def one(prompt: int, output: int, slo: SLO) -> Workload:
     ttft=st.sampled_from([None, 0.0105, 0.02, 0.1, 0.5]),
     tpot=st.sampled_from([None, 0.01, 0.0101, 0.0103, 0.0106, 0.02]),
     e2e=st.sampled_from([None, 0.1, 1.0]),
-    rule=st.sampled_from(RULES),
+    slo_rule=st.sampled_from(SLO_RULES),
 )
 def test_as_the_simulator_judges_a_request_alone(
-    prompt: int, output: int, ttft: float | None, tpot: float | None, e2e: float | None, rule: str
+    prompt: int, output: int, ttft: float | None, tpot: float | None, e2e: float | None, slo_rule: str
 ) -> None:
     load = one(prompt, output, SLO(ttft, tpot, e2e))
-    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), rule=rule).run(load).records
-    assert feasibility.assess(load, MACHINE, rule).count == (not record.verdict.met)
+    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule).run(load).records
+    assert feasibility.assess(load, MACHINE, slo_rule).count == (not record.verdict.met)
 
 
 SLOS = st.builds(
@@ -44,13 +44,13 @@ FIRST = st.builds(OfferedStage, st.sampled_from([1, 100, 513]), st.sampled_from(
 LATER = st.builds(OfferedStage, st.sampled_from([0, 0, 1, 100, 600]), st.sampled_from([1, 2, 12, 25]), SLOS)
 
 
-@given(parts=st.tuples(FIRST, LATER), rule=st.sampled_from(RULES))
-def test_as_the_simulator_judges_each_stage(parts: tuple[OfferedStage, ...], rule: str) -> None:
+@given(parts=st.tuples(FIRST, LATER), slo_rule=st.sampled_from(SLO_RULES))
+def test_as_the_simulator_judges_each_stage(parts: tuple[OfferedStage, ...], slo_rule: str) -> None:
     lengths = (sum(p.prompt for p in parts), sum(p.output for p in parts))
     staged = Workload("one", 0, 1.0, 1.0, {"only": SLO()}, (Arrival("a", 0.0, "only", "", *lengths, parts=parts),))
-    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), rule=rule).run(staged).records
+    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule).run(staged).records
     assert record.outcome == "completed"
-    assert feasibility.assess(staged, MACHINE, rule).count == (not record.verdict.met)
+    assert feasibility.assess(staged, MACHINE, slo_rule).count == (not record.verdict.met)
 
 
 def test_a_requests_own_slo_goes_before_its_tiers() -> None:
@@ -65,7 +65,7 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
     arrivals = tuple(Arrival(f"q{i}", float(i), tier, "", prompt, 2) for i, (tier, prompt) in enumerate(rows))
     load = Workload("some", 0, 1.0, 4.0, tiers, arrivals)
     found = feasibility.assess(load, MACHINE)
-    assert found.hopeless == {"tight": 2, "loose": 1}
+    assert found.infeasible == {"tight": 2, "loose": 1}
     assert "3 of 5 requests (2 of tight, 1 of loose)" in found.text
     assert "q0 (tier tight) needs 0.4" in found.text
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: 3 of 5 requests"):
@@ -78,5 +78,5 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
         feasibility.feasible_only(one(2000, 1, SLO(ttft=0.01)), MACHINE)
 
 
-def test_what_does_not_fit_is_hopeless_without_any_slo() -> None:
+def test_what_does_not_fit_is_infeasible_without_any_slo() -> None:
     assert "is 4100 tokens long and 4096 fit" in feasibility.assess(one(4000, 100, SLO()), MACHINE).text

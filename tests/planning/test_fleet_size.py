@@ -156,7 +156,7 @@ def test_text_and_json_say_it(plan: FleetPlan) -> None:
     assert "What binds:" in text
     assert "Cost at 3.6 a GPU-hour" in text
     data = plan.to_json()
-    assert (data["format"], data["replicas"], data["judge"]) == ("rubato-plan/1", plan.replicas, "deadline")
+    assert (data["format"], data["replicas"], data["slo_rule"]) == ("rubato-plan/1", plan.replicas, "deadline")
     assert data["seeds"] == list(range(plan.seeds))
     assert data["attainment"][str(plan.replicas)] == plan.with_n
 
@@ -175,10 +175,10 @@ def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> 
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: \d+ of 60 requests \(\d+ of code\)"):
         fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2)), workers=1)
     found = fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2), exclude=True), workers=1)
-    hopeless = found.hopeless.count
-    assert 0 < hopeless < 60
-    assert found.whole["offered"] == 60 - hopeless
-    assert any(f"{hopeless} of 60 requests" in note and "left out" in note for note in found.notes)
+    infeasible = found.infeasible.count
+    assert 0 < infeasible < 60
+    assert found.whole["offered"] == 60 - infeasible
+    assert any(f"{infeasible} of 60 requests" in note and "left out" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("met", [850, 901])

@@ -37,7 +37,7 @@ def test_each_job_stands_once_and_all_see_the_same_requests(serial: sweep.SweepR
             prints = {v["workload"]["fingerprint"] for v in values if (v["seed"], v["rate"]) == (seed, rate)}
             assert len(prints) == 1
     assert {v["workload"]["requests"] for v in values} == {60}
-    assert all("requests" not in v and v["judge"] == "deadline" for v in values)
+    assert all("requests" not in v and v["slo_rule"] == "deadline" for v in values)
 
 
 def test_points_say_what_the_jobs_say(serial: sweep.SweepResult) -> None:
@@ -55,7 +55,7 @@ def test_points_say_what_the_jobs_say(serial: sweep.SweepResult) -> None:
 def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult, tmp_path: Path) -> None:
     data = serial.to_json()
     assert data["format"] == "rubato-sweep/2"
-    assert (data["seeds"], data["judge"]) == ((0, 1), "deadline")
+    assert (data["seeds"], data["slo_rule"]) == ((0, 1), "deadline")
     assert {"rubato-llm", "python", "numpy"} <= data["versions"].keys()
     assert all(job["wall"] > 0.0 and job["cpu"] >= 0.0 for job in data["jobs"])
     assert [s["policy"] for s in data["settings"]] == ["sarathi", "vllm@random:seed=3"]

@@ -28,17 +28,17 @@ MODES = st.sampled_from(["co", "pd"])
 class Watched(Router):
     """Looks at each decision before it is made, and at what is held after."""
 
-    def _take(self, replica: Any, want: Any, turn: Any, rule: str, when: float, passed: Sequence[str]) -> None:
+    def _take(self, replica: Any, want: Any, turn: Any, slo_rule: str, when: float, passed: Sequence[str]) -> None:
         assert not replica.draining
         assert want.seq.id not in turn.place, "placed twice"
         if replica.group < len(self.tiers):
             assert replica.group <= want.tier, "a looser tier's replica"
-        if rule.startswith("promoted") or rule in ("scaled up", "claimed"):
-            for group in range(want.tier, -1, -1) if rule in ("scaled up", "claimed") else [want.tier]:
+        if slo_rule.startswith("promoted") or slo_rule in ("scaled up", "claimed"):
+            for group in range(want.tier, -1, -1) if slo_rule in ("scaled up", "claimed") else [want.tier]:
                 for other in self._groups[group]:
                     if other is not replica and not other.draining and replica.group < len(self.tiers):
                         assert self._fits(other, group, want, turn.now) is None, "its own tier had room"
-        super()._take(replica, want, turn, rule, when, passed)
+        super()._take(replica, want, turn, slo_rule, when, passed)
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         before, eased = set(self._pending), set(self._eased)

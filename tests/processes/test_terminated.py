@@ -37,7 +37,8 @@ LONG = (
 @pytest.mark.parametrize(("words", "starts"), [(FIGURE, 1), (LONG.split(), 2)], ids=["server", "jobs"])
 def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], starts: int) -> None:
     """Its server; jobs that would take minutes yet."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # where `experiments` is
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}  # where `experiments` is
     command = [sys.executable, "-m", *words, "--no-progress"]
     with subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True) as process:
         until = time.monotonic() + SECONDS

@@ -82,7 +82,7 @@ def test_defaults_and_short_forms() -> None:
         ({"tiers": {"über fast": {}}}, ["tiers", "über fast", "letters"]),
         ({"tiers": {"auto": {}}}, ["tiers", "auto", "default_tier"]),
         ({"tiers": {"gold": {}}, "default_tier": "glod"}, ["default_tier", "'gold'"]),
-        ({"judge": "dedline"}, ["judge", "'deadline'"]),
+        ({"slo_rule": "dedline"}, ["slo_rule", "'deadline'"]),
         ({"policy": {"safety_margin": 1}}, ["policy", "name"]),
         ({"policy": 7}, ["policy"]),
         ({"engine": {"kind": 7}}, ["engine", "7"]),

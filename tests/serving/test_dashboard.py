@@ -77,11 +77,11 @@ def test_every_metric_and_label_of_the_alerts_is_exported(edge: Callable[..., No
         (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
         page = (DOCS / "operations.md").read_text().split("## Alerts\n")[1].split("\n## ")[0]
         said = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE))
-        assert {rule["alert"]: rule["labels"]["severity"] for rule in group["rules"]} == said
-        for rule in group["rules"]:
-            names_in(rule["alert"], rule["expr"], there)
-            told = " ".join(rule["annotations"].values())
-            assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels_in(rule["expr"])
+        assert {slo_rule["alert"]: slo_rule["labels"]["severity"] for slo_rule in group["rules"]} == said
+        for slo_rule in group["rules"]:
+            names_in(slo_rule["alert"], slo_rule["expr"], there)
+            told = " ".join(slo_rule["annotations"].values())
+            assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels_in(slo_rule["expr"])
             assert set(re.findall(r"rubato_\w+", told)) <= set(there)
 
     edge(scenario, tiers=TIERS)

@@ -65,7 +65,7 @@ def test_a_whole_chat(edge: Runs) -> None:
             "met": True,
             "cause": None,
             "margin_ms": pytest.approx(150.0),
-            "rule": "deadline",
+            "slo_rule": "deadline",
         }
 
     edge(scenario, tiers=GOLD)

@@ -330,13 +330,13 @@ def test_it_is_asked() -> None:
 
 
 def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
-    """One that turns out to be hopeless is dropped; in that step nobody runs."""
-    hopeless = Request("h", (Stage(16, SLO(ttft=0.05)),), 0.0, sampling=Sampling(1), on_decline="refuse")
+    """One that turns out to be infeasible is dropped; in that step nobody runs."""
+    infeasible = Request("h", (Stage(16, SLO(ttft=0.05)),), 0.0, sampling=Sampling(1), on_decline="refuse")
     other = Request("o", (Stage(1),), 0.0, sampling=Sampling(4))
     limits = Limits(
         max_num_seqs=1, max_num_batched_tokens=8, max_model_len=200, kv_blocks=17, block_size=1, max_running=1
     )
-    same([other, hopeless], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
+    same([other, infeasible], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
 
 
 def test_what_is_due_at_once_of_one_that_was_preempted() -> None:

@@ -18,7 +18,7 @@ def test_defaults() -> None:
 
 
 def test_everything() -> None:
-    given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "rule": "mean"}
+    given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "slo_rule": "mean"}
     control = Control(settings_of({"rubato": given, "other": 1}), LIMITS)
     assert control.policy.budget == 64  # type: ignore[attr-defined]
     assert control.latency.b == (0.02, 0.0)
@@ -29,10 +29,10 @@ def test_everything() -> None:
     [
         ({"polcy": "edf"}, "has no 'polcy': did you mean 'policy'?"),
         ("edf", "give an object"),
-        ({"rule": "strict"}, "choose one of deadline"),
+        ({"slo_rule": "strict"}, "choose one of deadline"),
         ({"lengths": "oracle"}, "rubato.lengths is 'oracle': give running_mean"),
         ({"lengths": ["running_mean"]}, "give running_mean"),
-        ({"rule": {}}, "choose one of deadline"),
+        ({"slo_rule": {}}, "choose one of deadline"),
         ({"policy": 5}, "rubato.policy is 5: give a policy's name"),
         ({"settings": "x"}, "rubato.settings is 'x': give an object"),
         ({"settings": None}, "rubato.settings is None: give an object"),

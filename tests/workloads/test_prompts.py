@@ -42,13 +42,13 @@ def test_requests_of_several_stages_get_none():
         with_texts(scenarios.make("slos-serve-reasoning", 2.0, count=3, prefill=lambda tokens: 0.1))
 
 
-@pytest.mark.parametrize("rule", ["deadline", "mean", "windowed"])
-def test_stages_are_judged_one_by_one_also_afterwards(rule):
+@pytest.mark.parametrize("slo_rule", ["deadline", "mean", "windowed"])
+def test_stages_are_judged_one_by_one_also_afterwards(slo_rule):
     """Records hold the whole request's tokens; judging them again gives what the simulation said."""
     load = scenarios.make("slos-serve-toolllm", 2.0, count=40, seed=2, prefill=lambda tokens: 0.011 + 1e-4 * tokens)
-    run = simulated_run(load, setup(rule=rule))
+    run = simulated_run(load, setup(slo_rule=slo_rule))
     assert [r.output for r in run.records] == [a.output_tokens for a in load.arrivals]
-    again = rejudged(run, rule)
+    again = rejudged(run, slo_rule)
     assert [r.verdict.met for r in again.records] == [r.verdict.met for r in run.records]
     assert [r.verdict.margin for r in again.records] == pytest.approx([r.verdict.margin for r in run.records])
     assert 0 < sum(r.verdict.met for r in run.records) < 40

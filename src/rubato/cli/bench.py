@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 args.model or listed.first(args.url),
                 label=args.label,
                 tier_field=slo_as,
-                rule=args.judge or "deadline",
+                slo_rule=args.slo_rule or "deadline",
                 timeout=args.timeout,
                 max_delay=args.max_delay,
                 progress=not args.no_progress,

@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "log", help="event log (JSON lines) of `serve --event-log`, stopped after a bench; or a CSV table"
     )
     parser.add_argument("--model", choices=MODELS, default="affine")
-    parser.add_argument("--of", metavar="PROFILE", help="opcount: the profile that names the model and the GPU")
+    parser.add_argument("--of", metavar="PROFILE", help="operation_count: the profile that names the model and the GPU")
     parser.add_argument("--train", action="append", default=[], metavar="PART", help="fit on tags that contain this")
     parser.add_argument("--test", action="append", default=[], metavar="PART", help="test on others that contain this")
     parser.add_argument("--json", metavar="FILE", help="write coefficients and errors as JSON; - for standard output")

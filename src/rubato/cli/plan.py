@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--least-seeds", type=int, default=4)
     parser.add_argument("--most-seeds", type=int, default=16, help="seeds are added up to so many, until they tell")
     parser.add_argument(
-        "--exclude-hopeless", action="store_true", help="leave out, and count, what no idle replica can attain"
+        "--exclude-infeasible", action="store_true", help="leave out, and count, what no idle replica can attain"
     )
     parser.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
     parser.add_argument(
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         args.target,
         args.window,
         (args.least_seeds, args.most_seeds),
-        args.exclude_hopeless,
+        args.exclude_infeasible,
         args.price,
     )
     plan = fleet_size.plan(question, **simulation_options.how(args))

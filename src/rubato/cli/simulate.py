@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed + number,
             max_in_flight=most_in_flight(config, machine.limits),
             lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
-            rule=args.judge or config.judge,
+            slo_rule=args.slo_rule or config.slo_rule,
             prefix_cache=config.prefix_cache,
             link=link_of(config),
             drafter=drafter_of(config),

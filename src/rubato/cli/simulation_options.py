@@ -10,7 +10,7 @@ from rubato.cli import common_options
 from rubato.config.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.config.schema import Config, load
 from rubato.core.plan import Limits
-from rubato.core.slo import RULES
+from rubato.core.slo import SLO_RULES
 from rubato.planning.spec import (
     FileSource,
     Hardware,
@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser, seeds: bool = True) -> None:
         "the configuration's, or edf)",
     )  # fmt: skip
     policies.add_argument("--router", help="router of policies that name none (default: their own, or least_loaded)")
-    policies.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
+    policies.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
     requests = parser.add_argument_group("requests")
     requests.add_argument("--scenario", help="packaged scenario")
     requests.add_argument("--workload", metavar="FILE", help="workload file")
@@ -142,9 +142,10 @@ def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None =
     else:  # the configuration's, its router unless another is given
         router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
         chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router).checked()]
-    rule = args.judge or config.judge
+    slo_rule = args.slo_rule or config.slo_rule
     return tuple(
-        RunSpec(machine, choice, replicas, rule, args.noise, lengths, link=link, drafter=drafter) for choice in chosen
+        RunSpec(machine, choice, replicas, slo_rule, args.noise, lengths, link=link, drafter=drafter)
+        for choice in chosen
     )
 
 

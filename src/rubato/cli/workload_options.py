@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from rubato.cli import common_options
-from rubato.core.slo import RULES
+from rubato.core.slo import SLO_RULES
 from rubato.workloads import scenarios, traces, workload_file
 from rubato.workloads.arrivals import Process, parse
 from rubato.workloads.generate import Prefill, make
@@ -166,7 +166,7 @@ def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
     common_options.tiers(parser)
     _source(parser)
     if file:
-        parser.add_argument("--judge", choices=RULES, help="judging rule (default deadline)")
+        parser.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
         parser.add_argument(
             "--goodput",
             nargs="+",

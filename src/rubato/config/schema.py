@@ -35,7 +35,7 @@ from pydantic import (
 from rubato.config.tiers import StrictSettings, TierSettings
 from rubato.core.did_you_mean import nearest
 from rubato.core.request import MOST
-from rubato.core.slo import RULES
+from rubato.core.slo import SLO_RULES
 
 
 class ConfigError(ValueError):
@@ -199,7 +199,7 @@ class Config(StrictSettings):
     event_log: str | None = None
     event_log_content: bool = False
     step_log: str | None = None
-    judge: Literal["deadline", "mean", "windowed"] = "deadline"
+    slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
 
     @field_validator("tiers")
     @classmethod
@@ -315,8 +315,8 @@ def _sentence(tree: Mapping[str, Any], details: Any) -> str:
         return f"{where}: unknown setting{nearest(str(details['loc'][-1]), group.model_fields)}"
     if not where:
         return message
-    if details["type"] == "literal_error" and where == "judge":
-        return f"judge: unknown rule {details['input']!r}{nearest(str(details['input']), RULES)}"
+    if details["type"] == "literal_error" and where == "slo_rule":
+        return f"slo_rule: unknown rule {details['input']!r}{nearest(str(details['input']), SLO_RULES)}"
     if details["type"] == "tuple_type":
         message = "give a list"
     secret = details["loc"][0] == "tls" or "keys" in details["loc"]

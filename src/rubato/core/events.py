@@ -32,7 +32,7 @@ class Verdict:
     """
 
     met: bool
-    rule: str
+    slo_rule: str
     cause: Cause | None = None
     ttft: float | None = None
     tpot: float | None = None

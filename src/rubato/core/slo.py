@@ -25,7 +25,7 @@ from rubato.core.events import Verdict
 from rubato.core.request import SLO, Cause, Outcome, Request
 
 Rule = Literal["deadline", "mean", "windowed"]
-RULES: tuple[Rule, ...] = get_args(Rule)
+SLO_RULES: tuple[Rule, ...] = get_args(Rule)
 MANY = 24  # tokens from which on numpy is faster
 WINDOW = 10  # tokens, SLOs-Serve's windowed TPOT
 TOLERANCE = 1e-9  # seconds: float rounding in sums of deadlines is not a miss
@@ -84,7 +84,7 @@ def judge(
     request: Request,
     stages: Sequence[StageTimes],
     outcome: Outcome = "completed",
-    rule: str = "deadline",
+    slo_rule: str = "deadline",
     delays: Mapping[Cause, float] | None = None,
 ) -> Verdict:
     """Was this request attained? `stages` may be fewer than the request has, when it ended early.
@@ -92,9 +92,9 @@ def judge(
     delays: seconds lost to each cause until the first miss (the replica's account); the largest is the cause of a miss.
     Raises ValueError for an unknown rule.
     """
-    if rule not in RULES:
-        raise ValueError(f"unknown judging rule {rule!r}: choose one of {', '.join(RULES)}")
-    margin = _margin(request, stages, rule)
+    if slo_rule not in SLO_RULES:
+        raise ValueError(f"unknown judging rule {slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
+    margin = _margin(request, stages, slo_rule)
     completed = outcome == "completed"
     some = [stage.tokens for stage in stages if len(stage.tokens)]
     met = completed and (margin is None or margin >= -TOLERANCE) and (bool(some) or request.best_effort)
@@ -106,10 +106,10 @@ def judge(
     elif not met and delays:
         cause = max(delays.items(), key=lambda item: item[1])[0]
     if not some:
-        return Verdict(met, rule, cause, margin=margin)
+        return Verdict(met, slo_rule, cause, margin=margin)
     first, last = float(some[0][0]), float(some[-1][-1])
     e2e = last - request.arrival - away(stages) if completed else None
-    return Verdict(met, rule, cause, first - request.arrival, _mean_tpot(request, stages), e2e, margin)
+    return Verdict(met, slo_rule, cause, first - request.arrival, _mean_tpot(request, stages), e2e, margin)
 
 
 def away(stages: Sequence[StageTimes]) -> float:
@@ -132,7 +132,7 @@ def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
     return seconds / tokens if tokens else None
 
 
-def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float | None:
+def _margin(request: Request, stages: Sequence[StageTimes], slo_rule: str) -> float | None:
     """Seconds to spare at the tightest point of all SLOs; None when there is no SLO or nothing came out."""
     spare: float = inf
     continues: float | None = None
@@ -145,13 +145,13 @@ def _margin(request: Request, stages: Sequence[StageTimes], rule: str) -> float 
         arrival = request.arrival if at == 0 else request.arrival + away(stages[: at + 1])
         due = deadlines(stage.slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
         spare = min(spare, due.end - ended)
-        if rule == "deadline":
+        if slo_rule == "deadline":
             spare = min(spare, _deadline_margin(tokens, begun, due))
         else:
             if stage.slo.ttft is not None:
                 spare = min(spare, due.first - begun)
             if stage.slo.tpot is not None:
-                spare = min(spare, _tpot_margin(tokens, stage.slo.tpot, rule))
+                spare = min(spare, _tpot_margin(tokens, stage.slo.tpot, slo_rule))
         if len(request.stages) > 1:
             last_due = due.token(n - 1)
             continues = last_due if last_due < inf else ended
@@ -175,11 +175,11 @@ def _after(tpot: float, n: int) -> NDArray[np.float64]:
     return np.arange(0.0, n) * tpot
 
 
-def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, rule: str) -> float:
+def _tpot_margin(tokens: Sequence[float] | NDArray[np.float64], tpot: float, slo_rule: str) -> float:
     n = len(tokens)
     if n < 2:
         return inf
-    if rule == "mean":
+    if slo_rule == "mean":
         return (n - 1) * tpot - float(tokens[-1] - tokens[0])
     spare = inf
     for begin in range(0, n - 1, WINDOW):

@@ -25,7 +25,7 @@ def cluster_of(
     router_settings: Mapping[str, object] | None = None,
     lengths: LengthPredictor | None = None,
     max_in_flight: int | None = None,
-    rule: str = "deadline",
+    slo_rule: str = "deadline",
     prefix_cache: bool = False,
     fair: FairShare | None = None,
     autoscaler: Autoscaler | None = None,
@@ -39,7 +39,7 @@ def cluster_of(
     Raises PolicyError for an unknown policy, router or setting.
     """
     load(policy, settings)  # an error here, also where hosts load their own in another process
-    options: dict[str, Any] = {"lengths": lengths, "rule": rule, "prefix_cache": prefix_cache}
+    options: dict[str, Any] = {"lengths": lengths, "slo_rule": slo_rule, "prefix_cache": prefix_cache}
     if step_timeout is not None:
         options["step_timeout"] = step_timeout
 
@@ -51,7 +51,7 @@ def cluster_of(
 
     placing = router_for(policy, router, router_settings, settings)
     return Cluster(
-        hosts, placing, clock, max_in_flight=max_in_flight, rule=rule, fair=fair, lengths=lengths,
+        hosts, placing, clock, max_in_flight=max_in_flight, slo_rule=slo_rule, fair=fair, lengths=lengths,
         autoscaler=autoscaler, spare=None if spare is None else partial(made, spare),
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ class Cluster:
         clock: Clock,
         *,
         max_in_flight: int | None = None,
-        rule: str = "deadline",
+        slo_rule: str = "deadline",
         fair: FairShare | None = None,
         lengths: LengthPredictor | None = None,
         autoscaler: Autoscaler | None = None,
@@ -112,7 +112,7 @@ class Cluster:
         self._why_dead = ""
         self._router = router
         self._max_in_flight = max_in_flight
-        self._rule = rule
+        self._slo_rule = slo_rule
         self._lengths = lengths
         self._steps = "step" in wants  # asked when a step has ended, and once an instant
         self._soon: Handle | None = None  # to ask the router at the end of this instant
@@ -560,7 +560,7 @@ class Cluster:
         """End a request that no host has."""
         had = seq.request.progress
         stages = [] if had is None else [StageTimes(*stage) for stage in zip(had.starts, had.times, strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._rule, None if had is None else had.delays)
+        verdict = judge(seq.request, stages, outcome, self._slo_rule, None if had is None else had.delays)
         output = sum(len(stage.tokens) for stage in stages)
         self._emit(Finished(self.clock.now(), seq.id, outcome, reason, verdict, output, seq.best_effort))
 

@@ -51,7 +51,7 @@ class LocalHost:
         lost: Callable[[str, BaseException, Sequence[Request]], None],
         policy: str,
         lengths: LengthPredictor | None = None,
-        rule: str = "deadline",
+        slo_rule: str = "deadline",
         prefix_cache: bool = False,
         handoff: bool = False,
         step_timeout: float | None = None,
@@ -74,7 +74,7 @@ class LocalHost:
         self.replica: Replica | None = None
         self.error: BaseException | None = None
         self._lengths = lengths
-        self._rule = rule
+        self._slo_rule = slo_rule
         self._prefix_cache = prefix_cache
         self._step_timeout = step_timeout
         self._emit = emit
@@ -97,7 +97,7 @@ class LocalHost:
             self.latency,
             supports=self.supports,
             lengths=self._lengths,
-            rule=self._rule,
+            slo_rule=self._slo_rule,
             prefix_cache=self._prefix_cache,
         )
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")

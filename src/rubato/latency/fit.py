@@ -59,8 +59,8 @@ class Fitted:
 
 
 def fit(samples: Sequence[Sample], kind: str = "affine", of: profiles.Profile | None = None) -> Fitted:
-    """Held out: the last fifth. of: the profile whose model and GPU `opcount` counts for. Raises ValueError when the
-    steps cannot determine the model, saying what is lacking."""
+    """Held out: the last fifth. of: the profile whose model and GPU `operation_count` counts for. Raises ValueError
+    when the steps cannot determine the model, saying what is lacking."""
     cut = round(len(samples) * (1 - HELD_OUT))
     trial, model = blank(kind, of), blank(kind, of)
     model.fit(samples)
@@ -114,12 +114,12 @@ def fit_file(
 
 
 def blank(kind: str, of: profiles.Profile | None = None) -> FittedModel:
-    """A model to fit. `opcount` counts for the model and the GPU of a profile."""
-    if kind != "opcount" or of is None:
+    """A model to fit. `operation_count` counts for the model and the GPU of a profile."""
+    if kind != "operation_count" or of is None:
         return MODELS[kind]()
     if of.dims is None or of.gpu not in GPUS:
         raise ValueError(
-            f"profile {of.name!r} does not say what `opcount` counts from: the model's dimensions and its GPU"
+            f"profile {of.name!r} does not say what `operation_count` counts from: the model's dimensions and its GPU"
         )
     card = GPUS[of.gpu]
     return operation_count.Model(dims=of.dims, gpus=of.gpus, compute=card.compute, memory=card.bandwidth)

@@ -36,8 +36,8 @@ class Model(FittedModel):
     cannot be.
     """
 
-    KIND: ClassVar = "opcount"
-    TITLE: ClassVar = "an opcount model"
+    KIND: ClassVar = "operation_count"
+    TITLE: ClassVar = "an operation_count model"
     SETTINGS: ClassVar = ("dims", "gpus", "compute", "memory", "block", "c2", "c3", "c4", "c5")
     GUESSED: ClassVar = ("dims", "compute", "memory", "c5")  # of some model on some GPU
     MIN_SAMPLES: ClassVar = 8
@@ -58,10 +58,12 @@ class Model(FittedModel):
             self.dims = Dims(**self.dims)
         for name in ("gpus", "compute", "memory", "block"):
             if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"opcount {name} is {getattr(self, name)!r}: give a positive, finite number")
+                raise ValueError(f"operation_count {name} is {getattr(self, name)!r}: give a positive, finite number")
         self._check_numbers(("c2", "c3", "c4", "c5"), unit="")
         if max(self.c2, self.c3, self.c4, self.c5) <= 0.0:
-            raise ValueError("opcount c2 to c5 are all 0, so every step would take no time: give one a positive value")
+            raise ValueError(
+                "operation_count c2 to c5 are all 0, so every step would take no time: give one a positive value"
+            )
         self._traffic, self._work = self._counted()
 
     def times(self, shape: Shape) -> tuple[float, float]:
@@ -90,7 +92,7 @@ class Model(FittedModel):
         samples."""
         if len(np.unique(rows[:, :-1], axis=0)) < 3:
             raise ValueError(
-                "the samples hold fewer than 3 different batches: an opcount cannot be told from a constant"
+                "the samples hold fewer than 3 different batches: an operation_count cannot be told from a constant"
             )
         self._take(fit_planes(rows[:, :1], rows[:, 1:-1], rows[:, -1]))
 

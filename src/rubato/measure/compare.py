@@ -30,7 +30,7 @@ class SavedRun:
     """One run as a result file keeps it; requests: column -> values, in order of arrival."""
 
     label: str
-    rule: str
+    slo_rule: str
     fingerprint: str
     duration: float
     valid: bool
@@ -52,7 +52,7 @@ class TierContrast:
 class ComparisonReport:
     a: str
     b: str
-    rule: str
+    slo_rule: str
     paired: bool
     tiers: Mapping[str, TierContrast]
     notes: tuple[str, ...]
@@ -63,7 +63,7 @@ class ComparisonReport:
         return f"{how}; 95 % intervals by moving-block bootstrap over arrival time"
 
     def text(self) -> str:
-        lines = [f"{self.a} against {self.b} ({self.rule} rule): {self.method}."]
+        lines = [f"{self.a} against {self.b} ({self.slo_rule} rule): {self.method}."]
         for tier, contrast in self.tiers.items():
             lines.append(f"  {tier}: attainment {_difference(contrast.attained)}")
             if contrast.good is not None:
@@ -87,7 +87,7 @@ class ComparisonReport:
             }
             for tier, contrast in self.tiers.items()
         }
-        head = {"a": self.a, "b": self.b, "rule": self.rule, "paired": self.paired, "method": self.method}
+        head = {"a": self.a, "b": self.b, "slo_rule": self.slo_rule, "paired": self.paired, "method": self.method}
         return {**head, "tiers": tiers, "notes": list(self.notes)}
 
 
@@ -131,7 +131,7 @@ def _kept(path: str, number: int, run: Any) -> SavedRun:
         if len(sizes) != 1:
             raise ValueError(f"{path}, run {number}: its requests' columns are of {sizes} rows: the file is damaged")
         return SavedRun(
-            run["policy"], run["judge"], load["fingerprint"], load["duration"], run["valid"], run["goodput"], columns
+            run["policy"], run["slo_rule"], load["fingerprint"], load["duration"], run["valid"], run["goodput"], columns
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}, run {number}: a part is not there ({error}): the file is damaged") from error
@@ -139,7 +139,7 @@ def _kept(path: str, number: int, run: Any) -> SavedRun:
 
 def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
     """Raises ValueError for runs judged by different rules, or that share no tier."""
-    rules = {run.rule for run in (*a, *b)}
+    rules = {run.slo_rule for run in (*a, *b)}
     if len(rules) != 1:
         raise ValueError(f"the runs are judged by different rules ({', '.join(sorted(rules))}): compare under one")
     alike = Counter(run.fingerprint for run in a) == Counter(run.fingerprint for run in b)

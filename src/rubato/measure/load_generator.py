@@ -60,7 +60,7 @@ async def run(
     *,
     label: str = "server",
     tier_field: TierField = "slo",
-    rule: str = "deadline",
+    slo_rule: str = "deadline",
     timeout: float = 600.0,  # noqa: ASYNC109 - per request, from its scheduled arrival; not of this call
     warmup: int = 4,
     progress: bool = True,
@@ -94,7 +94,7 @@ async def run(
         wall, cpu = loop.time() - start, process_cpu_time() - before
     requests = {request.id: request for request in workload.requests()}
     records = tuple(
-        _record(arrival, answer, requests[arrival.id], rule)
+        _record(arrival, answer, requests[arrival.id], slo_rule)
         for arrival, answer in zip(workload.arrivals, answers, strict=True)
     )
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
@@ -104,7 +104,7 @@ async def run(
         label,
         workload,
         records,
-        rule,
+        slo_rule,
         client,
         problems,
         notes,
@@ -205,14 +205,14 @@ async def _lags() -> AsyncIterator[list[float]]:
 # --------------------------------------------------------------------------- afterwards
 
 
-def _record(arrival: Arrival, answer: ResponseStream, request: Request, rule: str) -> Record:
+def _record(arrival: Arrival, answer: ResponseStream, request: Request, slo_rule: str) -> Record:
     return Record(
         id=arrival.id,
         tier=arrival.tier,
         app=arrival.app,
         at=arrival.at,
         outcome=answer.outcome,
-        verdict=verdict(request, answer.times, answer.tokens, answer.outcome, rule),
+        verdict=verdict(request, answer.times, answer.tokens, answer.outcome, slo_rule),
         asked=arrival.output_tokens,
         output=max(answer.total, answer.tokens[-1] if answer.tokens else 0),
         times=tuple(answer.times),

@@ -96,7 +96,7 @@ def _save(figure: Any, path: str | Path) -> None:
 
 def _grouped(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], list[str], dict[str, SLO]]:
     """Runs by label, the tiers that were offered, and every tier's SLO. Raises ValueError."""
-    if not runs or len({run.rule for run in runs}) != 1:
+    if not runs or len({run.slo_rule for run in runs}) != 1:
         raise ValueError("give one or more runs, all judged by one rule")
     policies: dict[str, list[Run]] = {}
     for run in runs:
@@ -111,7 +111,9 @@ def _title(runs: Sequence[Run]) -> str:
     load = runs[0].workload
     invalid = sum(not run.valid for run in runs)
     warning = f"  -  {invalid} INVALID run(s)" if invalid else ""
-    return f"{load.name}: {len(load.arrivals)} requests at {load.rate:g}/s, judged by the {runs[0].rule} rule{warning}"
+    return (
+        f"{load.name}: {len(load.arrivals)} requests at {load.rate:g}/s, judged by the {runs[0].slo_rule} rule{warning}"
+    )
 
 
 def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str], ink: Ink) -> None:

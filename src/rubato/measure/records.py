@@ -75,7 +75,7 @@ class Run:
     label: str
     workload: Workload
     records: tuple[Record, ...]
-    rule: str
+    slo_rule: str
     client: ClientLoad | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def verdict(
     times: Sequence[float],
     tokens: Sequence[int],
     outcome: Outcome,
-    rule: str = "deadline",
+    slo_rule: str = "deadline",
     outputs: Sequence[int] = (),
     pauses: Sequence[float] = (),
 ) -> Verdict:
@@ -119,21 +119,21 @@ def verdict(
         start = each[done - 1] + (pauses[number] if pauses else 0.0)
         stages.append(StageTimes(start, each[done : done + output]))
         done += output
-    return judge(request, stages, outcome, rule)
+    return judge(request, stages, outcome, slo_rule)
 
 
-def rejudged(run: Run, rule: str) -> Run:
+def rejudged(run: Run, slo_rule: str) -> Run:
     """The same run by another judging rule (`slo.RULES`)."""
     requests = {request.id: request for request in run.workload.requests()}
     truth, pauses = run.workload.truth(), run.workload.pauses()
     records = tuple(
         replace(
             r,
-            verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, rule, truth[r.id], pauses.get(r.id, ())),
+            verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, slo_rule, truth[r.id], pauses.get(r.id, ())),
         )
         for r in run.records
     )
-    return replace(run, records=records, rule=rule)
+    return replace(run, records=records, slo_rule=slo_rule)
 
 
 # --------------------------------------------------------------------------- summaries
@@ -174,7 +174,7 @@ def summarise(runs: Run | Sequence[Run]) -> tuple[TierSummary, ...]:
     """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
     which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
     pooled = [runs] if isinstance(runs, Run) else list(runs)
-    if len({run.rule for run in pooled}) != 1:
+    if len({run.slo_rule for run in pooled}) != 1:
         raise ValueError("runs to pool must exist and be judged by one rule: use rejudged()")
     if len({run.goodput for run in pooled}) != 1:
         raise ValueError("runs to pool must have the same goodput bounds")

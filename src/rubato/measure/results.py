@@ -37,7 +37,7 @@ class Comparison:
 
     a: str
     b: str
-    rule: str
+    slo_rule: str
     rounds: int
     block: float
     blocks: int
@@ -65,8 +65,8 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
     pairs: list[PairedOutcome] = []
     durations: dict[str, float] = {}
     for number, (one, other) in enumerate(zip(a, b, strict=True), start=1):
-        if one.rule != other.rule or one.rule != a[0].rule:
-            raise ValueError(f"round {number}: judged by {one.rule} and {other.rule}; compare under one rule")
+        if one.slo_rule != other.slo_rule or one.slo_rule != a[0].slo_rule:
+            raise ValueError(f"round {number}: judged by {one.slo_rule} and {other.slo_rule}; compare under one rule")
         key = fingerprint(one.workload)
         if key != fingerprint(other.workload):
             raise ValueError(f"round {number}: {one.label} and {other.label} ran different workloads")
@@ -83,7 +83,7 @@ def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, r
     if all(pair.met_a == pair.met_b for pair in pairs):
         notes += ("no request fared differently: intervals without width do not mean certainty",)
     differences = paired(pairs, durations, block=block, resamples=resamples)
-    return Comparison(a[0].label, b[0].label, a[0].rule, len(a), block, blocks, differences, notes)
+    return Comparison(a[0].label, b[0].label, a[0].slo_rule, len(a), block, blocks, differences, notes)
 
 
 # --------------------------------------------------------------------------- files
@@ -111,7 +111,7 @@ def run_json(run: Run, requests: bool = True) -> dict[str, Any]:
     load = run.workload
     data = {
         "policy": run.label,
-        "judge": run.rule,
+        "slo_rule": run.slo_rule,
         "valid": run.valid,
         "problems": list(run.problems),
         "notes": list(run.notes),
@@ -203,7 +203,7 @@ def table(runs: Sequence[Run]) -> str:
         for line in lines
     ]
     text.insert(1, "  ".join("-" * w for w in widths))
-    foot = [f"Judged by the {runs[0].rule} rule from scheduled arrivals. Times in ms. Interval: {INTERVAL_SHORT}."]
+    foot = [f"Judged by the {runs[0].slo_rule} rule from scheduled arrivals. Times in ms. Interval: {INTERVAL_SHORT}."]
     for label, own in by_label.items():
         total = summarise(own)[-1]
         if total.attained_rps is not None and total.goodput_tokens_per_s is not None:
@@ -256,7 +256,7 @@ def _promise(slo: SLO) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """The comparison in words and numbers, for the terminal."""
-    lines = [f"{comparison.a} against {comparison.b} ({comparison.rule} rule, {comparison.rounds} round(s)):"]
+    lines = [f"{comparison.a} against {comparison.b} ({comparison.slo_rule} rule, {comparison.rounds} round(s)):"]
     for tier, d in comparison.differences.items():
         if d.ratio is None:
             ratio = "neither met any"

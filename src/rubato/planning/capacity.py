@@ -89,7 +89,7 @@ def search(
     load = source.make(seed)
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
-    feasibility.assess(load, setting.hardware, setting.rule).check(max(targets))
+    feasibility.assess(load, setting.hardware, setting.slo_rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 
@@ -229,7 +229,7 @@ class CapacityResult:
             "format": FORMAT,
             **self.question.describe(),
             "seeds": self.question.seeds,
-            "judge": self.question.settings[0].rule,
+            "slo_rule": self.question.settings[0].slo_rule,
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
             "capacities": [asdict(capacity) for capacity in self.capacities()],
             "searches": self.done.costed(),

@@ -16,16 +16,16 @@ from rubato.workloads import Arrival, OfferedStage, Workload
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Infeasible requests of a workload. hopeless: number by tier; example: one of them, with what it lacks; of those
+    """Infeasible requests of a workload. infeasible: number by tier; example: one of them, with what it lacks; of those
     that are too long, the longest."""
 
     offered: int
-    hopeless: Mapping[str, int]
+    infeasible: Mapping[str, int]
     example: str = ""
 
     @property
     def count(self) -> int:
-        return sum(self.hopeless.values())
+        return sum(self.infeasible.values())
 
     @property
     def share(self) -> float:
@@ -33,7 +33,7 @@ class Feasibility:
 
     @property
     def text(self) -> str:
-        tiers = ", ".join(f"{count} of {tier}" for tier, count in self.hopeless.items())
+        tiers = ", ".join(f"{count} of {tier}" for tier, count in self.infeasible.items())
         return f"{self.count} of {self.offered} requests ({tiers}) cannot be attained even alone: {self.example}"
 
     def check(self, target: float) -> None:
@@ -41,37 +41,37 @@ class Feasibility:
         if 1.0 - self.share < target:
             raise ValueError(
                 f"no number of replicas attains {100 * target:g} %: {self.text}. Loosen these SLOs, take faster "
-                "hardware, or leave such requests out (`rubato plan --exclude-hopeless`)"
+                "hardware, or leave such requests out (`rubato plan --exclude-infeasible`)"
             )
 
 
-def assess(load: Workload, hardware: Hardware, rule: str = "deadline") -> Feasibility:
+def assess(load: Workload, hardware: Hardware, slo_rule: str = "deadline") -> Feasibility:
     """Judge each request of a workload as if it had an idle replica to itself."""
-    hopeless: Counter[str] = Counter()
+    infeasible: Counter[str] = Counter()
     example, excess = "", 0  # tokens by which the example is too long
-    for one, why in _judged(load, hardware, rule):
-        hopeless[one.tier] += bool(why)
+    for one, why in _judged(load, hardware, slo_rule):
+        infeasible[one.tier] += bool(why)
         beyond = max(0, sum(part.prompt + part.output for part in load.parts(one)) - fitting(hardware))
         if why and (not example or 0 < excess < beyond):
             example, excess = f"{one.id} (tier {one.tier}) {why}", beyond
-    return Feasibility(len(load.arrivals), {tier: count for tier, count in hopeless.items() if count}, example)
+    return Feasibility(len(load.arrivals), {tier: count for tier, count in infeasible.items() if count}, example)
 
 
-def feasible_only(load: Workload, hardware: Hardware, rule: str = "deadline") -> Workload:
+def feasible_only(load: Workload, hardware: Hardware, slo_rule: str = "deadline") -> Workload:
     """The workload without its infeasible requests, at a rate lowered alike. Raises ValueError when none is left."""
-    kept = tuple(one for one, why in _judged(load, hardware, rule) if not why)
+    kept = tuple(one for one, why in _judged(load, hardware, slo_rule) if not why)
     if not kept:
-        raise ValueError(f"workload {load.name!r}: {assess(load, hardware, rule).text}")
+        raise ValueError(f"workload {load.name!r}: {assess(load, hardware, slo_rule).text}")
     return replace(load, arrivals=kept, rate=load.rate * len(kept) / len(load.arrivals))
 
 
-def _judged(load: Workload, hardware: Hardware, rule: str) -> Iterator[tuple[Arrival, str]]:
+def _judged(load: Workload, hardware: Hardware, slo_rule: str) -> Iterator[tuple[Arrival, str]]:
     """Each request with what it lacks, "" if nothing; requests of equal lengths and SLO are judged once."""
     known: dict[tuple[object, ...], str] = {}
     for one in load.arrivals:
         like = one.parts or (one.prompt_tokens, one.output_tokens, one.tier, one.slo)
         if like not in known:
-            known[like] = unmet_slo(load.parts(one), hardware, rule)
+            known[like] = unmet_slo(load.parts(one), hardware, slo_rule)
         yield one, known[like]
 
 
@@ -81,7 +81,7 @@ def fitting(hardware: Hardware) -> int:
     return min(limits.max_model_len, limits.kv_blocks * limits.block_size)
 
 
-def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> str:
+def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, slo_rule: str) -> str:
     """What a request of these stages lacks to meet its SLO on an idle replica, in words; "" if it lacks nothing.
 
     Each prompt runs in the largest batches the engine takes, then one step a token. Step times are taken as linear in
@@ -118,8 +118,8 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
         if slo.tpot is not None:
             pace = decode / steps if steps else first
             late = came > due.token(0) + TOLERANCE or last > due.token(steps) + TOLERANCE
-            if rule != "deadline":
-                pace, late = _paced(steps, begin, end, slo.tpot, rule)
+            if slo_rule != "deadline":
+                pace, late = _paced(steps, begin, end, slo.tpot, slo_rule)
             if late:
                 return f"takes {1e3 * pace:.4g} ms a token alone and has a TPOT of {1e3 * slo.tpot:g} ms"
         continues = due.token(steps) if due.token(steps) < inf else last
@@ -127,13 +127,13 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, rule: str) -> s
     return ""
 
 
-def _paced(steps: int, begin: float, end: float, tpot: float, rule: str) -> tuple[float, bool]:
+def _paced(steps: int, begin: float, end: float, tpot: float, slo_rule: str) -> tuple[float, bool]:
     """Seconds per token after the first, as the rule counts them, and whether they exceed the TPOT."""
     if not steps:
         return 0.0, False
     counted = steps
     pace = (begin + end) / 2
-    if rule == "windowed":  # the last window's steps are the longest
+    if slo_rule == "windowed":  # the last window's steps are the longest
         counted = (steps - 1) % WINDOW + 1
         pace = end - (end - begin) * (counted - 1) / 2 / max(1, steps - 1)
     return pace, counted * pace > counted * tpot + TOLERANCE

@@ -82,9 +82,9 @@ class _Search:
         question = self.question
         about, began = Job("survey", survey, (question,)), Job("guess", guess, (question,))
         yield JobBatch([about], "search", lambda: [began])
-        hopeless = feasibility.Feasibility(**self.values["survey"]["hopeless"])
+        infeasible = feasibility.Feasibility(**self.values["survey"]["infeasible"])
         if not question.exclude:
-            hopeless.check(question.target)
+            infeasible.check(question.target)
         yield JobBatch([began], "search")
         replicas, seeds, decided = yield from self.settle((yield from self.first()))
         things = yield from self.verify(replicas, seeds)
@@ -101,7 +101,7 @@ class _Search:
             relaxed={thing: self.relaxed(replicas, seeds, thing, count) for thing, count in things.items()},
             relaxed_by=_by(replicas),
             relaxed_seeds=things,
-            hopeless=hopeless,
+            infeasible=infeasible,
         )
 
     # ----------------------------------------------------------------- jobs, and what they say together

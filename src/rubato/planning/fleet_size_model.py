@@ -57,7 +57,7 @@ class FleetQuestion:
     def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
         """The whole workload under a seed, or a stretch of it."""
         made = self.source.make(seed, stretch)
-        return feasibility.feasible_only(made, self.setting.hardware, self.setting.rule) if self.exclude else made
+        return feasibility.feasible_only(made, self.setting.hardware, self.setting.slo_rule) if self.exclude else made
 
 
 # --------------------------------------------------------------------------- jobs
@@ -72,7 +72,7 @@ def survey(question: FleetQuestion) -> dict[str, Any]:
     return {
         "stretch": question.stretch(0),
         "promised": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
-        "hopeless": asdict(feasibility.assess(load, question.setting.hardware, question.setting.rule)),
+        "infeasible": asdict(feasibility.assess(load, question.setting.hardware, question.setting.slo_rule)),
     }
 
 
@@ -163,7 +163,7 @@ def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequ
 class FleetPlan:
     """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
     seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one thing
-    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. hopeless: what no idle replica attains."""
+    relaxed by `relaxed_by`, as `effect` has it, of so many seeds. infeasible: what no idle replica attains."""
 
     question: FleetQuestion
     stretch: tuple[float, float]
@@ -176,7 +176,7 @@ class FleetPlan:
     relaxed: Mapping[str, float]
     relaxed_by: float
     relaxed_seeds: Mapping[str, int]
-    hopeless: feasibility.Feasibility
+    infeasible: feasibility.Feasibility
     done: JobResults = field(default_factory=lambda: JobResults(()))
 
     @property
@@ -206,9 +206,9 @@ class FleetPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         notes = list(self.done.notes)
-        if self.hopeless.count:
+        if self.infeasible.count:
             how = "left out" if self.question.exclude else "they count as misses"
-            notes.append(f"{self.hopeless.text}; {how}")
+            notes.append(f"{self.infeasible.text}; {how}")
         if not self.decided:
             notes.append(
                 f"{counted(self.replicas - 1, 'replica')} attain {percent(self.with_one_fewer)}: too close to "
@@ -228,7 +228,7 @@ class FleetPlan:
         return {
             "format": FORMAT,
             **self.question.describe(),
-            "judge": self.question.setting.rule,
+            "slo_rule": self.question.setting.slo_rule,
             "replicas": self.replicas,
             "gpus": self.gpus,
             "decided": self.decided,
@@ -245,7 +245,7 @@ class FleetPlan:
                 "of": "one fewer's misses over all seeds, times how many are left of those under the seeds relaxed",
             },
             "binds": self.binds,
-            "hopeless": asdict(self.hopeless),
+            "infeasible": asdict(self.infeasible),
             "price": self.question.price,
             "cost": self.cost,
             "wall": self.done.wall,
@@ -277,7 +277,7 @@ class FleetPlan:
         rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
         return "\n\n".join(
             [
-                f"{fleet}, attain {target} of requests ({self.question.setting.rule} rule).",
+                f"{fleet}, attain {target} of requests ({self.question.setting.slo_rule} rule).",
                 markdown(rows),
                 *self._rest(),
             ]

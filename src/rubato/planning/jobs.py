@@ -309,7 +309,7 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _differing(one: Any, other: Any, name: str = "") -> Iterator[str]:
-    """Where two JSON values differ, as `sweep.settings.0.rule`."""
+    """Where two JSON values differ, as `sweep.settings.0.slo_rule`."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     if isinstance(one, dict) and isinstance(other, dict):

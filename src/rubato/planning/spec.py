@@ -161,7 +161,7 @@ class RunSpec:
     hardware: Hardware
     choice: PolicyChoice
     replicas: int = 1
-    rule: str = "deadline"
+    slo_rule: str = "deadline"
     noise: float = 0.0
     lengths: Lengths = unknown_lengths
     learns: bool = False
@@ -185,7 +185,7 @@ class RunSpec:
             noise=self.noise,
             seed=seed,
             lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
-            rule=self.rule,
+            slo_rule=self.slo_rule,
             learns=self.learns,
             link=self.link,
             drafter=self.drafter,
@@ -202,7 +202,7 @@ class RunSpec:
             "hardware": self.hardware.describe(),
             "policy": self.choice.label,
             "replicas": self.replicas,
-            "judge": self.rule,
+            "slo_rule": self.slo_rule,
             "noise": self.noise,
             "lengths": _name(self.lengths),
             "learns": self.learns,

@@ -100,7 +100,7 @@ class SweepResult:
             **self.sweep.describe(),
             "rates": self.sweep.rates,
             "seeds": self.sweep.seeds,
-            "judge": self.sweep.settings[0].rule,
+            "slo_rule": self.sweep.settings[0].slo_rule,
             "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
             "points": [asdict(point) for point in self.points()],
             "jobs": self.done.costed(),

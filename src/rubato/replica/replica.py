@@ -76,7 +76,7 @@ class Replica(ReplicaState):
         *,
         supports: frozenset[str] = frozenset(),
         lengths: LengthPredictor | None = None,
-        rule: str = "deadline",
+        slo_rule: str = "deadline",
         prefix_cache: bool = False,
         counts: bool = False,
         tokens: bool = True,
@@ -101,7 +101,7 @@ class Replica(ReplicaState):
         self._started = 0
         self._most_kept = KEPT
         self._lengths = lengths
-        self._rule = rule
+        self._slo_rule = slo_rule
         self._prefix_cache = prefix_cache
         self._tell_tokens = tokens
         self._decodes = decodes
@@ -749,7 +749,7 @@ class Replica(ReplicaState):
 
     def _finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times_of_all(), strict=True)]
-        verdict = judge(seq.request, stages, outcome, self._rule)
+        verdict = judge(seq.request, stages, outcome, self._slo_rule)
         if outcome == "completed" and not verdict.met and (delays := self.delays(seq)):
             verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])
         event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)

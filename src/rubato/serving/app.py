@@ -47,8 +47,8 @@ class Text(Protocol):
 @dataclass(frozen=True, slots=True)
 class Service:
     """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
-    answer may have. tenants: None = keys are not asked for. rule: by which the cluster judges. fair: whether it shares
-    itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
+    answer may have. tenants: None = keys are not asked for. slo_rule: by which the cluster judges. fair: whether it
+    shares itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
 
     cluster: Cluster
     text: Text
@@ -58,7 +58,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     tiers: Tiers = field(default_factory=Tiers)
     tenants: Tenants | None = None
-    rule: str = "deadline"
+    slo_rule: str = "deadline"
     fair: bool = False
     max_body_bytes: int = 2 << 20
     created_offset: float = 0.0
@@ -78,7 +78,7 @@ class _Edge:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.tenants = service.tenants or Tenants((), service.tiers)
-        self.books = OfferedEvents(service.cluster, service.rule)
+        self.books = OfferedEvents(service.cluster, service.slo_rule)
         self.meters = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
         self.metrics = Metrics(
             service.names[0],

@@ -105,12 +105,12 @@ class TenantUsage:
 class OfferedEvents:
     """One stream of events: the cluster's, and those of requests that were refused before they came to it.
 
-    rule: by which a refused request is judged, as the cluster's.
+    slo_rule: by which a refused request is judged, as the cluster's.
     """
 
-    def __init__(self, cluster: Cluster, rule: str = "deadline") -> None:
+    def __init__(self, cluster: Cluster, slo_rule: str = "deadline") -> None:
         self.cluster = cluster
-        self._rule = rule
+        self._slo_rule = slo_rule
         self._listeners = EventBus()
         cluster.listen(self._listeners.tell)
 
@@ -126,7 +126,7 @@ class OfferedEvents:
     def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
         """Offered, and ended at once: its end."""
         now = self.cluster.clock.now()
-        end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._rule))
+        end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._slo_rule))
         for event in (Offered(now, request.id, request), end):
             if listener is not None:
                 listener(event)

@@ -334,7 +334,7 @@ def verdict(end: Finished) -> dict[str, Any]:
         "tpot_ms": _ms(judged.tpot),
         "e2e_ms": _ms(judged.e2e),
         "margin_ms": _ms(judged.margin),
-        "rule": judged.rule,
+        "slo_rule": judged.slo_rule,
     }
 
 

@@ -54,7 +54,7 @@ def _report(request: Request, end: Finished) -> dict[str, Any]:
         "met": verdict.met,
         "cause": verdict.cause,
         "margin_ms": _ms(verdict.margin),
-        "rule": verdict.rule,
+        "slo_rule": verdict.slo_rule,
     }
 
 

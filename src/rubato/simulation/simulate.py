@@ -51,7 +51,7 @@ class SimulationSetup:
     noise: float = 0.0
     seed: int = 0
     max_in_flight: int | None = None
-    rule: str = "deadline"
+    slo_rule: str = "deadline"
     prefix_cache: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
@@ -66,7 +66,7 @@ class SimulationSetup:
         return {
             "policy": self.policy, "settings": self.settings, "router": self.router,
             "router_settings": self.router_settings, "lengths": self.lengths, "max_in_flight": self.max_in_flight,
-            "rule": self.rule, "prefix_cache": self.prefix_cache, "fair": self.fair() if self.fair else None,
+            "slo_rule": self.slo_rule, "prefix_cache": self.prefix_cache, "fair": self.fair() if self.fair else None,
             "autoscaler": self.autoscaler() if self.autoscaler else None,
         }  # fmt: skip
 
@@ -179,7 +179,7 @@ def simulated_run(
     workload: Workload, setup: SimulationSetup, label: str | None = None, *, times: bool = True, causes: bool = True,
     plain: bool = False, listen: Callable[[Event], None] | None = None,
 ) -> Run:  # fmt: skip
-    """A workload simulated, as the results of a bench are: records, judged by `setup.rule`.
+    """A workload simulated, as the results of a bench are: records, judged by `setup.slo_rule`.
 
     times: keep when each token came out; without, a run of many long requests takes less memory. causes: say of each
     miss why; without, it is faster where many miss. plain: on the virtual event loop, token by token. listen: gets
@@ -208,7 +208,7 @@ def simulated_run(
         "noise": setup.noise,
         "seed": setup.seed,
     }
-    return Run(label or setup.policy, workload, records, setup.rule, settings=settings)
+    return Run(label or setup.policy, workload, records, setup.slo_rule, settings=settings)
 
 
 def simulate_fast(

@@ -79,7 +79,7 @@ class SimulatedHost:
         targets: Mapping[str, Sequence[int]],
         every_step: Callable[[], bool],
         lengths: LengthPredictor | None = None,
-        rule: str = "deadline",
+        slo_rule: str = "deadline",
         prefix_cache: bool = False,
         noise: float = 0.0,
         seed: int = 0,
@@ -103,8 +103,8 @@ class SimulatedHost:
         self.scheduler = scheduler
         self.clock = clock
         self.replica = Replica(
-            id, engine.limits, latency, supports=supports, lengths=lengths, rule=rule, prefix_cache=prefix_cache,
-            counts=counts, tokens=tokens, causes=causes, clock=clock, decodes=self._aim,
+            id, engine.limits, latency, supports=supports, lengths=lengths, slo_rule=slo_rule,
+            prefix_cache=prefix_cache, counts=counts, tokens=tokens, causes=causes, clock=clock, decodes=self._aim,
             ended=ended, output_ids=None if tokens else _output_ids,
         )  # fmt: skip
         self._steps = self.replica.steps

@@ -82,9 +82,9 @@ def test_a_burst_counts_what_it_has_just_placed() -> None:
 def test_whom_the_backup_placed_takes_no_promise_away() -> None:
     """It waits where it was placed, not demoted yet; as soon as it has ended its id is forgotten."""
     router = Router()
-    hopeless = request("late", 95, ttft=0.05)
+    infeasible = request("late", 95, ttft=0.05)
     views = fleet([], [])
-    assert asked(router, [hopeless], views).place == {"late": "r0"}
+    assert asked(router, [infeasible], views).place == {"late": "r0"}
     views = fleet([prompt("late", 95, ttft=0.05)], [])
     assert asked(router, [request("b", 40, ttft=0.1)], views).place == {"b": "r1"}  # r1's turn
     assert asked(router, [request("c", 40, ttft=0.1)], views).place == {"c": "r0"}

@@ -150,10 +150,10 @@ def test_one_token_has_no_pace() -> None:
 def test_who_is_declined_does_not_shorten_batches() -> None:
     """5 ms a token, and a first token in 15 ms, are more than any batch can do: those of best effort stay as long."""
     patient = prompt("patient", 200)
-    for hopeless in (prompt("a", 30, ttft=0.1, tpot=0.005), prompt("a", 30, ttft=0.015)):
+    for infeasible in (prompt("a", 30, ttft=0.1, tpot=0.005), prompt("a", 30, ttft=0.015)):
         scheduler = Scheduler()
         assert work(scheduler.plan(seen([patient], [])))["patient"] == 100
-        made = scheduler.plan(seen([hopeless, patient], []))
+        made = scheduler.plan(seen([infeasible, patient], []))
         assert made.demote == ("a",)
         assert sum(work(made).values()) == 100
 

@@ -19,7 +19,7 @@ from rubato.core.interfaces import LengthPredictor, Scheduler, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
-from rubato.core.slo import RULES, StageTimes, judge
+from rubato.core.slo import SLO_RULES, StageTimes, judge
 from rubato.engines.vllm.sequence import Seq, request_of
 from rubato.latency import affine
 from rubato.policies import PolicyError, load
@@ -35,13 +35,13 @@ QUIET = 60.0  # seconds in which a policy that fails again is not reported again
 class Settings:
     """`--additional-config '{"rubato": {...}}'`. settings: the policy's own. latency: coefficients of `affine` to begin
     with (it learns from the first step on). lengths: what a policy may know of output lengths, one of
-    `PREDICTORS` or nothing. rule: how finished requests are judged, for policies that learn from it."""
+    `PREDICTORS` or nothing. slo_rule: how finished requests are judged, for policies that learn from it."""
 
     policy: str = "edf"
     settings: Mapping[str, Any] = field(default_factory=dict)
     latency: Mapping[str, Any] = field(default_factory=dict)
     lengths: str = ""
-    rule: str = "deadline"
+    slo_rule: str = "deadline"
 
     def __post_init__(self) -> None:
         for name, kind, words in (
@@ -58,8 +58,8 @@ class Settings:
         window = self.latency.get("window", 1)
         if type(window) is not int:
             raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
-        if self.rule not in tuple(RULES):
-            raise ValueError(f"rubato.rule is {self.rule!r}: choose one of {', '.join(RULES)}")
+        if self.slo_rule not in tuple(SLO_RULES):
+            raise ValueError(f"rubato.slo_rule is {self.slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
         if self.lengths and self.lengths not in tuple(PREDICTORS):
             raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out")
 
@@ -104,7 +104,7 @@ class Control:
         self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_num_batched_tokens})
         self._reported = {"policy": -inf, "plan": -inf}  # when a failure, and a deviation, was last logged
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
-        self._rule = settings.rule
+        self._slo_rule = settings.slo_rule
         self._order = 0
         self._events: list[Event] = []
         self._flights: deque[Flight] = deque()
@@ -138,7 +138,7 @@ class Control:
         seq = self.seqs.pop(id, None)
         if seq is None:
             return
-        verdict = judge(seq.request, [StageTimes(seq.request.arrival, seq.times)], outcome, self._rule)
+        verdict = judge(seq.request, [StageTimes(seq.request.arrival, seq.times)], outcome, self._slo_rule)
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(seq.times))
         self._events.append(Finished(self.clock(), id, outcome, reason, verdict, len(seq.times), seq.best_effort))
