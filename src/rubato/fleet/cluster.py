@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, SCALE, Clock, Handle
 from rubato.core.events import (
     Assigned,
@@ -175,7 +176,7 @@ class Cluster:
         if missing := self._router.needs - (supports := host.view().supports):
             raise ValueError(
                 f"router {self._policy!r} needs {', '.join(sorted(missing))}, which replica {host.id!r} lacks (it "
-                f"supports {', '.join(sorted(supports)) or 'nothing extra'}): choose another of the two"
+                f"supports {', '.join(sorted(supports)) or 'nothing extra'}): {cure(missing)}"
             )
 
     def _give_role(self, replica: str, role: Role) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Stepped
 from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
@@ -22,6 +23,7 @@ T = TypeVar("T")
 FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`: predictions may be guesses
 TICK = 1.0  # seconds
+DRAFTER = "--set engine.drafter=suffix; of a simulated engine, --set engine.drafter.alpha=0.7"
 CLOSE_SECONDS = 3.0  # for a step to notice that it is cancelled, and then for the engine to let go of what it holds
 
 
@@ -59,11 +61,9 @@ class LocalHost:
         self.supports = engine.supports | ({"handoff", "recall"} if handoff else {"recall"})
         missing = scheduler.needs - self.supports
         if missing:
-            drafter = "give it a drafter (engine.drafter), or " if "draft" in missing else ""
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which engine {type(engine).__module__} lacks "
-                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): {drafter}choose another of "
-                "the two"
+                f"here (it supports {', '.join(sorted(self.supports)) or 'nothing extra'}): {cure(missing, DRAFTER)}"
             )
         self.id = id
         self.engine = engine

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import repeat
 from typing import Protocol
 
+from rubato.core.capabilities import cure
 from rubato.core.clock import COMPLETION, PLAN, HandClock
 from rubato.core.events import Event, Finished, Stepped
 from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
@@ -31,6 +32,7 @@ from rubato.simulation.step_times import StepTimes
 
 LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 NEVER = 1 << 60
+DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
 ONE = Emitted(1)
 STAGE_DONE = Emitted(1, stage_done=True)
 STOP = Emitted(1, finish="stop")
@@ -94,7 +96,7 @@ class SimulatedHost:
         if missing := scheduler.needs - supports:
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which a simulated engine lacks here (it "
-                f"supports {', '.join(sorted(supports))}): give it a drafter, or choose another policy"
+                f"supports {', '.join(sorted(supports))}): {cure(missing, DRAFTER)}"
             )
         # Each step is the engine's then, and each token told: what a drafter has in KV goes with what the engine has,
         # and policies learn from the events how much of it was right.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from rubato.core.capabilities import cure
 from rubato.core.clock import WallClock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Promoted, Started, Stepped, Tokens
@@ -94,7 +95,8 @@ class Control:
         self.policy = load(settings.policy, settings.settings)
         missing = self.policy.needs - SUPPORTS
         if missing:
-            raise PolicyError(f"policy {self.name!r} needs {', '.join(sorted(missing))}, which vLLM lacks for us")
+            words = ", ".join(sorted(missing))
+            raise PolicyError(f"policy {self.name!r} needs {words}, which vLLM lacks for us: {cure(missing)}")
         self.limits = limits
         self.latency = affine.Model(**settings.latency)
         self.clock: Callable[[], float] = WallClock().now

@@ -1,0 +1,26 @@
+"""The words in which policies say what they need and engines and hosts what they support, and the answer to a need that
+is not met."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from rubato.core.did_you_mean import nearest
+
+# Of engines: `Engine.supports`. A host adds handoff where its plans can pass requests on, and recall where its router
+# can take them back. An engine of one's own may have words of its own.
+CAPABILITIES = frozenset({"chunked", "mixed", "preempt", "draft", "tree", "kv_transfer", "handoff", "recall"})
+
+
+def cure(missing: Set[str], drafter: str = "") -> str:
+    """What to do where `missing` is not supported: of a word that nothing knows, which was meant, and the known ones.
+    drafter: how one is given here, empty where it cannot be."""
+    unknown = sorted(missing - CAPABILITIES)
+    if unknown:
+        known = f"known are {', '.join(sorted(CAPABILITIES))}"
+        guess = nearest(unknown[0], CAPABILITIES)
+        more = "" if known in guess else f" ({known})"
+        return f"no engine knows the need {unknown[0]!r}{guess}{more}"
+    if "draft" in missing and drafter:
+        return f"give it a drafter ({drafter}), or choose another policy"
+    return "choose another policy"
