@@ -197,12 +197,30 @@ def test_simulation_says_what_is_a_guess(mix: Path, tmp_path: Path, capsys: pyte
     assert "a guess, not your machine's: step times (affine without k, b: give --profile NAME" in said
     assert "KV capacity (65536 tokens: give --kv-tokens N)" in said
     assert "is made for" not in said
+    assert "To see" not in said  # of requests of one's own
     assert "step times" not in noted(mix, *FAST)
     assert noted(mix, *FAST, "--set", "engine.kv_blocks=999") == ""
     meant = tmp_path / "meant.jsonl"
     write(replace(read(mix), profile="opt-13b-a100"), meant)
     assert "the workload is made for --profile opt-13b-a100" in noted(meant)
     assert noted(mix, "--profile", "llama-3.1-8b-h200") == ""
+
+
+def test_a_simulation_on_a_guess_names_one_in_which_policies_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["simulate", "--duration", "2"]) == 0
+    _, command = capsys.readouterr().err.split("To see policies differ: rubato ")
+    words = command.split(",")[0].split()
+    attained = []
+    for policy in ("edf", "vllm"):
+        assert main([*words, "--policy", policy, "--json", str(out)]) == 0
+        assert "a guess" not in capsys.readouterr().err
+        (run,) = json.loads(out.read_text())["runs"]
+        attained.append(next(row["attainment"] for row in run["tiers"] if row["tier"] == "all"))
+    assert attained[0] > attained[1] + 0.1
+    assert attained[0] < 0.9
 
 
 def test_a_profile_is_a_replica_that_the_engine_settings_change(
