@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,6 @@ def test_a_drafter_and_a_link_from_the_configuration(
     for setting in json.loads(Path(out).read_text())["settings"]:
         assert setting["drafter"]["acceptance"]["alpha"] == 0.9
         assert setting["link"]["kv_bytes"] == 1000
-    assert main(words) == 2
-    assert "needs draft" in capsys.readouterr().err
     for wrong, says in (
         ("drafter=opt", "no profile 'opt'"),
         ("drafter.seed=1", "give the name of a profile"),
@@ -76,6 +75,59 @@ def test_a_drafter_and_a_link_from_the_configuration(
         assert says in capsys.readouterr().err
     assert main([*words, *DRAFTER, "--set", "engine.drafter.alfa=1"]) == 2
     assert "has no setting 'alfa': did you mean 'alpha'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["sweep", "capacity"])
+def test_a_policy_that_cannot_run_is_left_out_and_said(
+    verb: str, tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too few replicas, no drafter, no such policy, a router that does not go with it, a need that nothing knows, and a
+    fault in the first step."""
+    typo, faulty, out = tmp_path / "typo.py", tmp_path / "faulty.py", tmp_path / "out.json"
+    typo.write_text(FAULTY.replace("frozenset()", "frozenset({'preemption'})"))
+    faulty.write_text(FAULTY)
+    reasons = {
+        "ascendra": "ascendra needs at least 2 replicas",
+        "vllm_spec:n=2": "give it a drafter (--set engine.drafter.alpha=0.7",
+        "vlm": "did you mean 'vllm'",
+        "distserve@minimal": "replica 'r0' has no phase",
+        str(typo): "'preemption': did you mean 'preempt'? (known are chunked, draft,",
+        str(faulty): "replica 'r0', t=",
+    }
+    given = {"sweep": ["--rates", "2"], "capacity": ["--targets", "0.9", "--tolerance", "0.5"]}
+    words = [verb, *given[verb], "--trace", trace, "--seeds", "0", *REPLICA, *QUIET, "--json", str(out)]
+    able = ["--policy", "sarathi", "--policy", "vllm"]
+    assert main([*words, *(word for policy in reasons for word in ("--policy", policy)), *able]) == 0
+    data = json.loads(out.read_text())
+    assert list(data["skipped"]) == list(reasons)
+    printed = capsys.readouterr().out
+    for policy, why in reasons.items():
+        assert why in data["skipped"][policy]
+        assert f"Note: {policy} is left out, as it cannot run: {data['skipped'][policy]}." in printed
+    assert {one["policy"] for one in data["points" if verb == "sweep" else "capacities"]} == {"sarathi", "vllm"}
+    assert "(one seed)" in printed
+    assert "inf" not in printed.split("Note:")[0]
+    assert "give several (--seeds 0,1,2)" in printed
+    assert main([*words, "--policy", "vlm", "--policy", "ascendra"]) == 2
+    assert "no policy can run: vlm: unknown policy 'vlm'" in capsys.readouterr().err
+
+
+def test_a_sweep_goes_on_when_the_policy_left_out_can_run(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, out = tmp_path / "mine.py", tmp_path / "out.json"
+    mine.write_text(FAULTY)
+    words = ["sweep", "--trace", trace, "--rates", "2", "--seeds", "0", *REPLICA, *QUIET, "--json", str(out)]
+    words += ["--policy", str(mine), "--policy", "vllm", "--resume", str(tmp_path / "jobs.jsonl")]
+    assert main(words) == 0
+    assert list(json.loads(out.read_text())["skipped"]) == [str(mine)]
+    mine.write_text("from rubato.policies.sarathi import Scheduler")
+    sys.modules.pop(f"rubato policy {mine}")  # as in a process of its own
+    assert main(words) == 0
+    data = json.loads(out.read_text())
+    assert data["skipped"] == {}
+    assert [point["policy"] for point in data["points"]] == [str(mine), "vllm"]
+    assert data["notes"][0] == "1 of 2 jobs were in the file already"
 
 
 def test_capacity_per_replica(trace: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -183,6 +235,7 @@ class Scheduler:
         (["sweep", *REPLICA, "--rates", "1", "--workload", "STILL"], "still.jsonl, line 1: rate is 0 requests/s"),
         (["plan", *REPLICA, "--policy", "vllm", "--policy", "edf"], "a plan is for one --policy"),
         (["plan", *REPLICA, "--policy", "vlm"], "did you mean 'vllm'"),
+        (["sweep", "--profile", "qwen2.5-7b-2xv100", "--scenario", "sa-mixed", "--rates", "1"], "offers all at once"),
         (["plan", *REPLICA, "--trace", "t", "--workload", "w"], "requests come from one of them"),
         (["sweep", *REPLICA, "--rates", "1", "--count", "0"], "--count 0: give 1 or more"),
         (["sweep", *REPLICA, "--rates", "1", "--duration", "-1"], "--duration -1.0: give a positive"),

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     settings = simulation_options.settings(args, machine, replicas=1)
     if len(settings) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
+    settings[0].choice.checked()
     question = FleetQuestion(
         simulation_options.source(args, machine, args.rate, drawn=False),
         settings[0],

@@ -128,7 +128,7 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
 
 
 def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
-    """One for each --policy. replicas: as many as the configuration says where it is None."""
+    """One for each --policy, which is not looked for yet (`spec.able`). replicas: None = the configuration's."""
     config = load(args.config or {}, args.set)
     replicas = config.replicas if replicas is None else replicas
     lengths = unknown_lengths if config.lengths is None else partial(lengths_of, config)
@@ -138,11 +138,11 @@ def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None =
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give 1 or more")
     if args.policy:
-        chosen = [PolicyChoice.parse(text, args.router or "auto") for text in args.policy]
+        chosen = [PolicyChoice.read(text, args.router or "auto") for text in args.policy]
     else:  # the configuration's, its router unless another is given
         router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
-        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router).checked()]
-    slo_rule = args.slo_rule or config.slo_rule
+        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router)]
+    rule = args.judge or config.judge
     return tuple(
         RunSpec(machine, choice, replicas, slo_rule, args.noise, lengths, link=link, drafter=drafter)
         for choice in chosen

@@ -27,10 +27,11 @@ def run(args: argparse.Namespace) -> int:
         tuple(args.seeds),
     )
     outcome = sweep.run(asked, **simulation_options.how(args))
-    text = "\n".join([outcome.text(), "", *outcome.notes])
-    running.write(args.json, text, results.as_json(outcome.to_json()))
+    notes = "\n".join(f"Note: {note}." for note in outcome.notes)
+    text = f"{outcome.text()}\n\n{notes}"
+    common_options.write(args.json, text, results.as_json(outcome.to_json()))
     if args.report:
-        sweep.write(args.report, "Attainment by rate", outcome.text(), "\n".join(outcome.notes))
+        sweep.write(args.report, "Attainment by rate", outcome.text(), notes)
     if args.plot:
         from rubato.planning.plot import plot
 

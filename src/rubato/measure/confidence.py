@@ -7,9 +7,9 @@ resamples blocks of arrival time with all the requests in them, in every run at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf, isinf, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -86,6 +86,10 @@ class Estimate:
         """Of what has no spread: a count, a value in virtual time that no seed changes."""
         return cls(value, value, value)
 
+    def interval(self, shown: Callable[[float], str]) -> str:
+        """For a table: its ends, or that one seed gives none."""
+        return "(one seed)" if isinf(self.high) else f"[{shown(self.low)}, {shown(self.high)}]"
+
     def exp(self) -> Estimate:
         """Of the number whose logarithm this is."""
         with np.errstate(over="ignore"):
@@ -113,6 +117,7 @@ def attainment_over_seeds(met: Sequence[int], offered: Sequence[int], level: flo
 
 
 ALL = "all"
+ONE_SEED = "one seed has no interval: give several (--seeds 0,1,2)"
 BLOCKS = 12  # by default a twelfth of the time is resampled together,
 SHORTEST = 5.0  # but at least so many seconds
 

@@ -9,18 +9,18 @@ seed. Attainment need not fall everywhere as the rate rises: of several crossing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from rubato.core.plan import Shape
-from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
 from rubato.measure.records import Run, versions
 from rubato.planning import feasibility, jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.spec import RequestSource, RunSpec
+from rubato.planning.spec import RequestSource, RunSpec, able, left_out
 from rubato.planning.sweep import markdown
 from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
@@ -76,10 +76,12 @@ class CapacityQuestion:
 
 
 def run(question: CapacityQuestion, **how: Any) -> CapacityResult:
-    """`how`: as `jobs.run` takes it. Raises ValueError when an idle replica cannot attain the targets."""
-    return CapacityResult(
-        question, jobs.run(question.jobs(), head={"capacity": question.describe()}, about="capacity", **how)
-    )
+    """`how`: as `jobs.run` takes it. A policy that cannot run is left out. Raises ValueError when none can, and when an
+    idle replica cannot attain the targets."""
+    settings, reasons = able(question.settings)
+    head = {"capacity": question.describe()}
+    ran = replace(question, settings=settings)
+    return CapacityResult(ran, jobs.run(ran.jobs(), head=head, about="capacity", **how), reasons)
 
 
 def search(
@@ -87,9 +89,7 @@ def search(
 ) -> dict[str, Any]:
     """One policy under one seed: the capacity at each target (requests/s), and every rate tried with its attainment."""
     load = source.make(seed)
-    if not load.duration > 0.0:
-        raise ValueError(f"workload {load.name!r} offers all at once: it has no rate to scale")
-    feasibility.assess(load, setting.hardware, setting.slo_rule).check(max(targets))
+    feasibility.assess(load, setting.hardware, setting.rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 
@@ -193,8 +193,11 @@ class Capacity:
 
 @dataclass(frozen=True)
 class CapacityResult:
+    """question: with the policies that ran; skipped: of the others, by label, why they cannot run."""
+
     question: CapacityQuestion
     done: JobResults
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def capacities(self) -> list[Capacity]:
         found = {
@@ -217,11 +220,11 @@ class CapacityResult:
     @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to doubt the numbers, and how they came about."""
-        notes = list(self.done.notes)
+        notes = [*self.done.notes, *left_out(self.skipped)]
         if short := too_short(self.done.values):
             notes.append(f"{short}; offer more requests (--count)")
         if len(self.question.seeds) < 2:
-            notes.append("one seed has no interval: give several (--seeds 0,1,2)")
+            notes.append(ONE_SEED)
         return tuple(notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -231,6 +234,7 @@ class CapacityResult:
             "seeds": self.question.seeds,
             "slo_rule": self.question.settings[0].slo_rule,
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
+            "skipped": dict(self.skipped),
             "capacities": [asdict(capacity) for capacity in self.capacities()],
             "searches": self.done.costed(),
             "wall": self.done.wall,
@@ -262,4 +266,4 @@ def _capacity(setting: RunSpec, target: float, own: Sequence[float], first: Sequ
 
 
 def number(estimate: Estimate, unit: str = "") -> str:
-    return f"{estimate.value:.3g}{unit} [{estimate.low:.3g}, {estimate.high:.3g}]"
+    return f"{estimate.value:.3g}{unit} {estimate.interval(lambda end: f'{end:.3g}')}"

@@ -21,12 +21,13 @@ from rubato.core.events import Event
 from rubato.core.interfaces import LatencyModel, LengthPredictor
 from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Limits
+from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.latency import profiles
 from rubato.measure.records import Run
 from rubato.policies import load, router_for
 from rubato.policy_kit.batch_builder import prefill_time
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.simulation.simulate import SimulationSetup, simulate_fast, simulated_run
 from rubato.workloads import Workload, read, scenarios, traces
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
@@ -121,8 +122,13 @@ class PolicyChoice:
     @classmethod
     def parse(cls, text: str, router: str = "auto") -> PolicyChoice:
         """Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
+        return cls.read(text, router).checked()
+
+    @classmethod
+    def read(cls, text: str, router: str = "auto") -> PolicyChoice:
+        """Without looking whether it is there. Raises ValueError for what is not written as a policy is."""
         own, _, other = text.partition("@")
-        return cls(*_parsed(own), *_parsed(other or router)).checked()
+        return cls(*_parsed(own), *_parsed(other or router))
 
     def checked(self) -> PolicyChoice:
         """Itself. Raises ValueError (PolicyError) for a policy, router or setting that is not there."""
@@ -151,6 +157,8 @@ def _parsed(text: str) -> tuple[str, dict[str, object]]:
 
 # --------------------------------------------------------------------------- all of a simulation but its requests
 
+PROBE = Request("probe", (Stage(1, SLO()),), 0.0, sampling=Sampling(max_tokens=1))
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -174,7 +182,18 @@ class RunSpec:
         listen: Callable[[Event], None] | None = None,
     ) -> Run:  # fmt: skip
         """Simulate the workload. seed: of the noise in step times; times, causes, listen: as in `simulated_run`."""
-        setup = SimulationSetup(
+        setup = self.setup({a.id: a.output_tokens for a in load.arrivals}, seed)
+        return simulated_run(load, setup, self.choice.label, times=times, causes=causes, listen=listen)
+
+    def check(self) -> None:
+        """Serve one request of one token. Raises ValueError or RuntimeError, saying why, for a policy that is not
+        there, or cannot serve on these replicas: too few of them, a need that they do not meet, a router that does not
+        go with it."""
+        simulate_fast([PROBE], {PROBE.id: (1,)}, self.setup({PROBE.id: 1}), times=False)
+
+    def setup(self, truth: Mapping[str, int], seed: int = 0) -> SimulationSetup:
+        """truth: request id -> output tokens."""
+        return SimulationSetup(
             latency=self.hardware.fresh if self.learns else lambda: self.hardware.model,
             limits=self.hardware.limits,
             policy=self.choice.policy,
@@ -184,14 +203,13 @@ class RunSpec:
             replicas=self.replicas,
             noise=self.noise,
             seed=seed,
-            lengths=self.lengths({a.id: a.output_tokens for a in load.arrivals}),
-            slo_rule=self.slo_rule,
+            lengths=self.lengths(truth),
+            rule=self.rule,
             learns=self.learns,
             link=self.link,
             drafter=self.drafter,
             stated_max_tokens=self.stated_max_tokens,
         )
-        return simulated_run(load, setup, self.choice.label, times=times, causes=causes, listen=listen)
 
     def with_replicas(self, replicas: int) -> RunSpec:
         return replace(self, replicas=replicas)
@@ -210,6 +228,25 @@ class RunSpec:
             **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
             **({"stated_max_tokens": self.stated_max_tokens} if self.stated_max_tokens else {}),
         }
+
+
+def able(settings: Sequence[RunSpec]) -> tuple[tuple[RunSpec, ...], dict[str, str]]:
+    """Those whose policy can run, and of the others, by label, why not. Raises ValueError with all reasons when none
+    can."""
+    reasons: dict[str, str] = {}
+    for setting in settings:
+        try:
+            setting.check()
+        except (ValueError, RuntimeError) as error:
+            reasons[setting.choice.label] = str(error)
+    if len(reasons) == len(settings):
+        raise ValueError("no policy can run: " + "; ".join(f"{label}: {why}" for label, why in reasons.items()))
+    return tuple(one for one in settings if one.choice.label not in reasons), reasons
+
+
+def left_out(reasons: Mapping[str, str]) -> list[str]:
+    """A note on each policy that cannot run (`able`)."""
+    return [f"{label} is left out, as it cannot run: {why}" for label, why in reasons.items()]
 
 
 def _described(drafter: Drafter) -> dict[str, Any]:

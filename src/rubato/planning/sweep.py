@@ -7,16 +7,16 @@ differs between two policies is therefore paired by seed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rubato.measure import results
-from rubato.measure.confidence import ALL, Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.confidence import ALL, ONE_SEED, Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.spec import RequestSource, RunSpec
+from rubato.planning.spec import RequestSource, RunSpec, able, left_out
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-sweep/2"
@@ -60,8 +60,12 @@ def simulate_point(source: RequestSource, setting: RunSpec, rate: float, seed: i
 
 
 def run(asked: Sweep, **how: Any) -> SweepResult:
-    """`how`: as `jobs.run` takes it (file, workers, progress)."""
-    return SweepResult(asked, jobs.run(asked.jobs(), head={"sweep": asked.describe()}, about="sweep", **how))
+    """`how`: as `jobs.run` takes it (file, workers, progress). A policy that cannot run is left out; raises ValueError
+    when none can."""
+    settings, reasons = able(asked.settings)
+    head = {"sweep": asked.describe()}  # of all, so that the file goes on when the one that is left out is mended
+    ran = replace(asked, settings=settings)
+    return SweepResult(ran, jobs.run(ran.jobs(), head=head, about="sweep", **how), reasons)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,11 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepResult:
+    """sweep: with the policies that ran; skipped: of the others, by label, why they cannot run."""
+
     sweep: Sweep
     done: JobResults
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def points(self) -> list[Point]:
         first = self.sweep.settings[0].choice.label
@@ -102,6 +109,7 @@ class SweepResult:
             "seeds": self.sweep.seeds,
             "slo_rule": self.sweep.settings[0].slo_rule,
             "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
+            "skipped": dict(self.skipped),
             "points": [asdict(point) for point in self.points()],
             "jobs": self.done.costed(),
             "wall": self.done.wall,
@@ -112,7 +120,8 @@ class SweepResult:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.done.notes
+        one = [ONE_SEED] if len(self.sweep.seeds) < 2 else []
+        return (*self.done.notes, *left_out(self.skipped), *one)
 
     def text(self) -> str:
         """A table for the terminal; Markdown as well."""
@@ -170,7 +179,7 @@ def percent(estimate: Estimate) -> str:
 
 def points_of(estimate: Estimate) -> str:
     """A difference of shares, in percentage points."""
-    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+    return f"{100 * estimate.value:+.1f} {estimate.interval(lambda end: f'{100 * end:+.1f}')}"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -113,8 +113,11 @@ class Workload:
     # ----------------------------------------------------------------- the same requests, otherwise
 
     def rescaled(self, rate: float) -> Workload:
-        """The same requests at `rate` requests/s: only the times change, all by the same factor."""
+        """The same requests at `rate` requests/s: only the times change, all by the same factor. Raises ValueError for
+        requests that all come at once."""
         check_rate(rate)
+        if not self.duration > 0.0:
+            raise ValueError(f"workload {self.name!r} offers all at once: it has no rate to scale")
         factor = self.rate / rate
         arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in self.arrivals)
         return dataclasses.replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
