@@ -27,7 +27,8 @@ VERBS = {
     "policies": "list policies, their settings and sources",
 }
 
-DIFFER = "rubato simulate --profile opt-13b-2xa100-40g --scenario slos-serve-mixed --rate 6 --duration 60 --policy edf"  # with a rate beyond what either holds
+# Beyond what either policy holds.
+DIFFER = "rubato simulate --profile opt-13b-2xa100-40g --scenario slos-serve-mixed --rate 6 --duration 60 --policy edf"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
