@@ -39,9 +39,9 @@ def test_every_subcommand_but_the_tour_has_an_example() -> None:
     assert shown == set(subcommands())
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS} - {"README.md", "policies.md"}))
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS} - {"README.md"}))
 def test_pages_say_how_to_activate_the_command(page: str) -> None:
-    """All but the README, and the page of policies."""
+    """All but the README."""
     assert "](install.md#the-command)" in PAGES[page]
 
 

@@ -14,8 +14,10 @@ from rubato import policies
 from rubato.cli.main import main
 from rubato.core import interfaces
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Plan, Work
+from rubato.core.plan import Plan, Shape, Work
 from rubato.engines.simulated import Engine
+from rubato.policy_kit import batch_builder
+from rubato.policy_kit.batch_builder import BatchBuilder
 from tests.docs.pages import PAGES, commands, fenced
 from tests.doubles import Seq, request, shown, view
 from tests.policies import test_properties as properties
@@ -36,20 +38,20 @@ def test_it_is_short(example: Path) -> None:
     assert len([line for line in example.read_text().splitlines() if line.strip()]) <= 25
 
 
-def test_the_pages_commands_run_it(
-    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pages_commands_run_it(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(example.parent)
-    made, plain, small, _ = commands(PAGE)
-    assert main(made) == 0
-    tables = []
-    for words in (plain, small):
-        capsys.readouterr()
+    compared = commands(PAGE)[:-2]
+    (said, count) = re.findall(r"They attain (.*?) of (\d+) requests", PAGES[PAGE].replace("\n", " "))[0]
+    shares, policies_run = [], []
+    for words in compared:
         assert main([*words, "--json", "run.json"]) == 0
         (run,) = json.loads(Path("run.json").read_bytes())["runs"]
-        assert run["policy"] == "my_policy.py"
-        tables.append(capsys.readouterr().out)
-    assert tables[0] != tables[1]  # the setting arrived
+        policies_run.append(run["policy"])
+        total = next(row for row in run["tiers"] if row["tier"] == "all")
+        assert total["offered"] == int(count)
+        shares.append(round(100 * total["attainment"]))
+    assert policies_run == ["my_policy.py", "my_policy.py", "vllm", "edf"]
+    assert shares == [int(share) for share in re.findall(r"(\d+) %", said)]
 
 
 def test_it_works_wherever_a_policy_is_named(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +116,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_pages_router_is_run_by_its_command(router: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(router.parent)
-    made, *_, words = commands(PAGE)
+    made, words = commands(PAGE)[-2:]
     assert main(made) == 0
     assert main([*words, "--json", "run.json"]) == 0
     (run,) = json.loads(Path("run.json").read_bytes())["runs"]
@@ -143,3 +145,39 @@ def test_a_router_is_asked_as_stated() -> None:
     files = {name: Path(inspect.getfile(type(policies.load_router(name)))) for name in properties.ROUTERS}
     lines = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert shortest == min(lines, key=lambda name: lines[name])
+
+
+def table(head: str) -> tuple[set[str], dict[str, list[str]]]:
+    """Of a table of the reference: the names, and of those written with brackets, the arguments."""
+    rows = PAGES[PAGE].split("## Reference\n")[1].split(f"| `{head}` | |\n|---|---|\n")[1].split("\n\n")[0]
+    found = re.findall(r"`(\w+)(?:\(([^)]*)\))?`", " ".join(row.split("|")[1] for row in rows.strip().splitlines()))
+    return {name for name, _ in found}, {name: given.split(", ") for name, given in found if given}
+
+
+@pytest.mark.parametrize("shown", [View, SeqView, Shape, Plan, Dispatch, BatchBuilder])
+def test_the_reference_has_every_public_attribute(shown: type) -> None:
+    names, arguments = table(shown.__name__)
+    own = set(vars(BatchBuilder(view([], []))) if shown is BatchBuilder else ())
+    own |= set(dir(shown)) - (set(dir(tuple)) if issubclass(shown, tuple) else set())
+    assert names == {name for name in own if not name.startswith("_")}
+    for name, given in arguments.items():
+        assert list(inspect.signature(getattr(shown, name)).parameters)[1:] == given
+
+
+def test_the_reference_has_every_function_of_the_builder() -> None:
+    names, arguments = table(batch_builder.__name__)
+    functions = {name for name, one in vars(batch_builder).items() if inspect.isfunction(one) and name[0] != "_"}
+    assert names == {name for name in functions if getattr(batch_builder, name).__module__ == batch_builder.__name__}
+    for name, given in arguments.items():
+        assert list(inspect.signature(getattr(batch_builder, name)).parameters) == given
+
+
+def test_the_reference_says_what_is_asked_of_a_shape() -> None:
+    """The expressions of its sentence, evaluated."""
+    here = view([], [Seq(request(), length=11, cached=10)])
+    assert here.decodes.plus(512, 0) == Shape().plus(1, 10).plus(512, 0)
+    calls = re.findall(r"`(\w+)\(([^)]*)\)`", PAGES[PAGE].split("| `latency` | ")[2].split("\n")[0])
+    assert [name for name, _ in calls] == ["step_time", "largest_chunk", "knee"]
+    for name, given in calls:
+        assert list(inspect.signature(getattr(interfaces.LatencyModel, name)).parameters)[1:] == given.split(", ")
+    assert f"`Work({', '.join(Work._fields)})`" in PAGES[PAGE]
