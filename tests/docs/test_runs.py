@@ -54,6 +54,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("mix.yaml").write_text(re.sub(r"^ *- \{app: search.*\n?", "", kinds, flags=re.MULTILINE))  # has no texts
     Path("trace.csv").write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{i},300,20\n" for i in range(20)))
     Path("slos.yaml").write_text(blocks("choosing-an-slo.md", "tiers:")[0])
+    Path("my_policy.py").write_text(fenced("policies.md", "python")[0])
     shutil.copy(ROOT / "tests" / "latency" / "serving_iterations.csv", "steps.csv")
     return tmp_path
 
@@ -67,7 +68,9 @@ def log_of_steps(workload: str) -> None:
                 log(event)
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "choosing-an-slo.md", "latency.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "benchmarking.md", "capacity.md", "choosing-an-slo.md", "compare.md", "latency.md"]
+)
 def test_commands_work(page: str, desk: Path, server: Server) -> None:
     pytest.importorskip("matplotlib")
     assert main(["workload", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
@@ -78,7 +81,10 @@ def test_commands_work(page: str, desk: Path, server: Server) -> None:
         if (words[0] in ELSEWHERE and "--list" not in words) or words == SHOWN:
             continue
         given = [stands_for.get(word, word) for word in words]
-        assert main([*given, *([] if "--list" in words else LESS.get(words[0], "").split())]) == 0, words
+        less = LESS.get(words[0], "")
+        if "--count" in words and words[0] == "sweep":  # which bounds a run as --duration does
+            less = less.replace("--duration 5", "--count 10")
+        assert main([*given, *([] if "--list" in words else less.split())]) == 0, words
 
 
 def test_the_plan_prints_what_the_page_shows(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
