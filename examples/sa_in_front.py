@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from rubato.core.request import SLO
-from rubato.latency import bilinear
+from rubato import SLO, BilinearModel
 from rubato.policies.sa import Job, order
 
 WORDS = (
@@ -73,7 +72,7 @@ class Client:
         return {job.id: answer for job, answer in zip(jobs, answers, strict=True)}
 
 
-async def measured(client: Client, max_batch: int) -> bilinear.Model:
+async def measured(client: Client, max_batch: int) -> BilinearModel:
     """The paper's latency model from a short and a long prompt, and from one and `max_batch` decodes together."""
 
     async def probe(words: int, jobs: int) -> tuple[float, float]:
@@ -90,7 +89,7 @@ async def measured(client: Client, max_batch: int) -> bilinear.Model:
     per_job = max(0.0, together - step) / max(1, max_batch - 1)
     per_token = max(0.0, long - short) / 380
     fixed = max(step, short - 20 * per_token)
-    return bilinear.Model((per_token, per_job, 0.0, fixed), (0.0, per_job, 0.0, step - per_job))
+    return BilinearModel((per_token, per_job, 0.0, fixed), (0.0, per_job, 0.0, step - per_job))
 
 
 def text(words: int, seed: int) -> str:

@@ -42,7 +42,7 @@ def test_scenarios_are_run_on_the_profiles_they_are_made_for_and_by_the_commands
         assert f"--profile {machine} --scenario {name}" in said
         assert ("--replicas" in said) == (replicas != "1")
         assert (f"--rates {rate} " in said) == (rate != "-")
-        assert ("--judge" in said) == ("`deadline`" not in judge)
+        assert ("--slo-rule" in said) == ("`deadline`" not in judge)
 
 
 def test_the_section_of_the_experiments_option_is_marked() -> None:

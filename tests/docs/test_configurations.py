@@ -132,7 +132,7 @@ def test_policies_and_profiles_are_named_all_of_them() -> None:
 
 
 def test_the_profile_is_loaded_as_shown() -> None:
-    (example,) = blocks("latency.md", "from rubato.latency import profiles")
+    (example,) = blocks("latency.md", "from rubato import profiles")
     made: dict[str, object] = {}
     exec(example, made)
     assert f"{made['profile'].kv_tokens:,}" in PAGES["latency.md"]  # type: ignore[attr-defined]

@@ -26,6 +26,9 @@ from rubato.measure import goodput
 from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Workload
 
+# Beyond what either policy holds.
+DIFFER = "rubato simulate --profile opt-13b-2xa100-40g --scenario slos-serve-mixed --rate 6 --duration 60 --policy edf"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     workload_options.add(parser)
@@ -94,5 +97,8 @@ def _guesses(args: argparse.Namespace, config: Config, meant: Collection[str]) -
         parts.append(f"KV capacity ({limits['kv_blocks'] * limits['block_size']} tokens: give --kv-tokens N)")
     if not parts:
         return ""
-    takes = f"; the workload is made for --profile {', '.join(sorted(meant))}"
-    return f"a guess, not your machine's: {' and '.join(parts)}{takes if meant else ''}"
+    if meant:
+        then = f"; the workload is made for --profile {', '.join(sorted(meant))}"
+    else:
+        then = "" if args.workload else f". To see policies differ: {DIFFER}, then --policy vllm"
+    return f"a guess, not your machine's: {' and '.join(parts)}{then}"

@@ -142,7 +142,7 @@ def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None =
     else:  # the configuration's, its router unless another is given
         router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
         chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router)]
-    rule = args.judge or config.judge
+    slo_rule = args.slo_rule or config.slo_rule
     return tuple(
         RunSpec(machine, choice, replicas, slo_rule, args.noise, lengths, link=link, drafter=drafter)
         for choice in chosen

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = sweep.run(asked, **simulation_options.how(args))
     notes = "\n".join(f"Note: {note}." for note in outcome.notes)
     text = f"{outcome.text()}\n\n{notes}"
-    common_options.write(args.json, text, results.as_json(outcome.to_json()))
+    running.write(args.json, text, results.as_json(outcome.to_json()))
     if args.report:
         sweep.write(args.report, "Attainment by rate", outcome.text(), notes)
     if args.plot:

@@ -89,7 +89,7 @@ def search(
 ) -> dict[str, Any]:
     """One policy under one seed: the capacity at each target (requests/s), and every rate tried with its attainment."""
     load = source.make(seed)
-    feasibility.assess(load, setting.hardware, setting.rule).check(max(targets))
+    feasibility.assess(load, setting.hardware, setting.slo_rule).check(max(targets))
     tried: dict[float, float] = {}
     runs: dict[float, tuple[float, float]] = {}
 

@@ -204,7 +204,7 @@ class RunSpec:
             noise=self.noise,
             seed=seed,
             lengths=self.lengths(truth),
-            rule=self.rule,
+            slo_rule=self.slo_rule,
             learns=self.learns,
             link=self.link,
             drafter=self.drafter,

@@ -58,6 +58,7 @@ class Uniform:
 
 
 def fixed(tokens: int) -> Uniform:
+    """The length of every request: `tokens` tokens."""
     return Uniform(tokens, tokens)
 
 
