@@ -20,7 +20,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "AdaServe, §5.2 (adaptive control)"
-SECONDS = 650.0
+SECONDS = 560.0
 MODEL = "llama"
 RATES = (2.6, 4.8, 6.0)
 DEPTHS, WIDTHS = (1, 2, 4, 6, 8), (1, 2, 3, 4)

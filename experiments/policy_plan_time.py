@@ -32,7 +32,7 @@ from rubato.policies import describe, load
 from rubato.simulation.simulate import uncollected
 
 SOURCE = "ours"
-SECONDS = 110.0
+SECONDS = 62.0
 ALONE = True
 
 PROFILE = "llama-3.1-8b-h200"

@@ -21,7 +21,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.4 and Fig. 8"
-SECONDS = 2500.0
+SECONDS = 79.0
 
 DATA, HOST = "uniform-4096-1024", "constant"
 LOADS = (0.2, 0.6, 1.0)  # of the optimum of 20 replicas, co-located

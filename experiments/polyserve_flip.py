@@ -25,7 +25,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.3 and Fig. 7"
-SECONDS = 2500.0
+SECONDS = 670.0
 
 COUNT = 8000
 TIGHTEST, WINDOW, NEAR = "tier 0.02", 10.0, 0.1

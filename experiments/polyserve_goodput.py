@@ -23,7 +23,7 @@ from rubato.planning.optimum import Mode
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
-SECONDS = 8000.0
+SECONDS = 18000.0
 
 SETS = ("uniform-4096-1024", "uniform-512-512", "mooncake-conversation", "splitwise", "sharegpt", "lmsys")
 SEEDS, TUNED_ON = (1, 2, 3), 0

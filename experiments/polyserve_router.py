@@ -23,7 +23,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.6"
-SECONDS = 600.0
+SECONDS = 110.0
 ALONE = True
 
 DATA, HOST, LOAD = "splitwise", "constant", 0.85

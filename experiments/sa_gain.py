@@ -33,7 +33,7 @@ from rubato.simulation.simulate import SimulationSetup, simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "SA, Fig. 7 to 11 and Table 2"
-SECONDS = 1200.0
+SECONDS = 930.0
 
 SCENARIO, PROFILE = "sa-mixed", "qwen2.5-7b-2xv100"
 COUNTS, BATCHES, SEEDS = (4, 6, 8, 10, 40), (1, 2, 4), tuple(range(1, 21))

@@ -22,7 +22,7 @@ from rubato.policies.sa import Annealing, Job, Predicted, anneal
 from rubato.workloads import scenarios
 
 SOURCE = "SA, §5.2 and Fig. 7"
-SECONDS = 150.0
+SECONDS = 53.0
 
 SCENARIO = "sa-mixed"
 COUNTS, BATCHES = (4, 6, 8), (1, 2, 4)

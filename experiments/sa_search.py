@@ -23,7 +23,7 @@ from rubato.planning.sweep import markdown
 from rubato.policies.sa import Annealing, Predicted, Solution, anneal
 
 SOURCE = "SA, Table 1, §5.2 and §5.5"
-SECONDS = 60.0
+SECONDS = 22.0
 ALONE = True
 
 COUNTS = (4, 6, 8, 10, 40)

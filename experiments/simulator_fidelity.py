@@ -29,7 +29,7 @@ from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
 
 SOURCE = "ours; the rule is 3 points, 7 % and 15 %, or 1.5 times what two live runs differ by"
-SECONDS = 1800.0
+SECONDS = 880.0
 ALONE = True
 
 SMALL = replace(LOADS, policies=("vllm",), loads=(0.9,), per_tier=5, seeds=2, warmup=1, search=20.0, fresh=False)

@@ -24,7 +24,7 @@ from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "Pollaczek-Khinchine; Lindley (1952); Little (1961)"
-SECONDS = 60.0
+SECONDS = 55.0
 
 STEP, OUTPUT = 0.05, 2  # seconds of a step; the first token's and one more: a request holds the server for two steps
 SERVICE = STEP * OUTPUT

@@ -39,7 +39,7 @@ from rubato.workloads import Arrival, Workload
 from rubato.workloads.workload import HASH_BLOCK
 
 SOURCE = "ours; bars from prototypes, 14,000 to 35,000 requests/s counting and 5,500 one by one"
-SECONDS = 900.0
+SECONDS = 430.0
 ALONE = True
 
 PROFILE = "llama-3.1-8b-h200"

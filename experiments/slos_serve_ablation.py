@@ -25,7 +25,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "SLOs-Serve, Fig. 14 and §6.3"
-SECONDS = 7000.0
+SECONDS = 5100.0
 
 TARGET = 0.9
 REPLICAS = 4

@@ -22,7 +22,7 @@ from rubato.planning.jobs import Job
 from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"
-SECONDS = 5.0
+SECONDS = 2.6
 
 RATE = 2.2  # requests/s
 POINTS = 120  # in time

@@ -23,7 +23,7 @@ from rubato.planning.sweep import markdown
 from rubato.workloads import scenarios
 
 SOURCE = "ours, on SLOs-Serve, Fig. 9"
-SECONDS = 900.0
+SECONDS = 390.0
 
 HOSTS = (0.5, 1.5)
 BASELINES = ("prefill_first", "vllm", "sarathi")

@@ -27,7 +27,7 @@ from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, oracle_lengths
 from rubato.planning.sweep import markdown
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
-SECONDS = 600.0
+SECONDS = 380.0
 
 POLICY = "experiments._recording_slos_serve"
 RATES = {"chatbot": 5.0, "coder": 2.2, "mixed": 6.0}  # requests/s, 1.2 to 1.3 times what it holds
