@@ -5,16 +5,18 @@ A module has a docstring (its first line says what is shown), `SOURCE`, `SECONDS
     def jobs(small: bool) -> list[Cell]: ...                                  # what to run, `rubato.planning.jobs`
     def found(values: Sequence[Any], small: bool) -> Found: ...                # from what the jobs returned, in order
 
-and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `TRACED = True`, where
-`jobs` takes a `trace` as well, the path of a recorded stream to offer, `draw(data, axes)`, its picture, and
-`tables(data)`, Markdown for the page below its claims. `claims.yaml` names each figure's
-claims and what they are held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is
-one module and its claims; modules without claims of their own help the others.
+and may have `ALONE = True`, for a figure that measures time and must run its jobs one at a time, `draw(data, axes)`,
+its picture, and `tables(data)`, Markdown for the page below its claims. `jobs` may take `trace` as well, the path of a
+recorded stream to offer, or `policy`, one more system to run beside those in it (`mine.py:setting=value`), under the
+same requests, seeds and judge; no claim reads its numbers. `claims.yaml` names each figure's claims and what they are
+held against; a figure gives one estimate for each, no more and no fewer. Adding a figure is one module and its claims;
+modules without claims of their own help the others. `SECONDS` are the CPU seconds of the recorded run, rounded.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -30,8 +32,10 @@ from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job
+from rubato.planning.spec import PolicyChoice
 
 FORMAT = "rubato-figure/1"
+OPTIONS = ("trace", "policy")  # of some experiments; a run with one is not what the claims are of
 Kind = Literal["check", "paper", "ours"]
 Relation = Literal["=", ">=", "<="]
 Verdict = Literal["holds", "misses", "inconclusive"]
@@ -84,7 +88,7 @@ class Figure(Protocol):
     SOURCE: str
     SECONDS: float
 
-    def jobs(self, small: bool, **trace: str) -> list[Job]: ...
+    def jobs(self, small: bool, **options: str) -> list[Job]: ...
     def found(self, values: Sequence[Any], small: bool) -> Found: ...
 
 
@@ -118,17 +122,26 @@ def _claims_file() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return tree
 
 
-def run(name: str, *, small: bool = False, trace: str | Path | None = None, **how: Any) -> dict[str, Any]:
-    """A figure's JSON. trace: a recorded stream to offer instead of a synthetic one. how: as `jobs.run` takes it.
-    Raises ValueError when its estimates are not its claims, or for a trace that it does not take; OSError for one that
+def run(
+    name: str, *, small: bool = False, trace: str | Path | None = None, policy: str | None = None, **how: Any
+) -> dict[str, Any]:
+    """A figure's JSON. trace: a recorded stream to offer instead of a synthetic one. policy: one more system, as
+    `rubato simulate --policy` takes it. how: as `jobs.run` takes it. Raises ValueError when its estimates are not its
+    claims, for a trace or policy that it does not take, or for a policy that is not there; OSError for a trace that
     cannot be read."""
-    figure, given, recorded = load(name), {}, {}
+    figure = load(name)
+    given: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     if trace is not None:
-        if not getattr(figure, "TRACED", False):
-            takers = ", ".join(other for other in names() if getattr(load(other), "TRACED", False))
-            raise ValueError(f"figure {name!r} takes no trace: leave out --trace ({takers} take one)")
-        given = {"trace": str(trace)}
-        recorded = {"trace": Path(trace).name, "content": blake2b(Path(trace).read_bytes(), digest_size=8).hexdigest()}
+        _check_takes(name, "trace")
+        given["trace"] = str(trace)
+        recorded |= {"trace": Path(trace).name, "content": _digest(Path(trace))}
+    if policy is not None:
+        _check_takes(name, "policy")
+        PolicyChoice.parse(policy)
+        given["policy"] = policy
+        file = Path(policy.partition("@")[0].partition(":")[0])
+        recorded |= {"policy": policy} | ({"policy_content": _digest(file)} if file.is_file() else {})
     if getattr(figure, "ALONE", False):
         how["workers"] = 1
     todo = figure.jobs(small, **given)
@@ -156,6 +169,17 @@ def run(name: str, *, small: bool = False, trace: str | Path | None = None, **ho
         "versions": versions("numpy", "scipy"),
         "data": found.data,
     }
+
+
+def _check_takes(name: str, option: str) -> None:
+    """Raises ValueError for an experiment that has no use for the option, naming those that have."""
+    takers = [other for other in names() if option in inspect.signature(load(other).jobs).parameters]
+    if name not in takers:
+        raise ValueError(f"figure {name!r} takes no {option}: leave out --{option} ({', '.join(takers)} take one)")
+
+
+def _digest(file: Path) -> str:
+    return blake2b(file.read_bytes(), digest_size=8).hexdigest()
 
 
 def _judged(claim: Claim, ours: Estimate) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._guest import beside
 from rubato.core.events import Event, Finished, Tokens
 from rubato.core.plan import Shape
 from rubato.engines.simulated import Drafter, drafter
@@ -78,7 +79,7 @@ def choice(model: str, system: str) -> str:
     if system in (KNEE, ARTIFACT):
         budget = of.b1 if system == ARTIFACT else 1 + hardware(model).model.knee(Shape().plus(1, 512))
         return f"adaserve:verify_tokens={budget},{of.artifact}"
-    if system.startswith("vllm_spec"):
+    if system.startswith("vllm_spec("):
         return f"vllm_spec:n={system[-2]}"
     return of.ours if system == OURS else system
 
@@ -183,27 +184,28 @@ class Sweep:
     x: str
     says: str
     at: Sequence[float]
-    work: Any  # (model, x, seconds, seed, trace) -> what `measured` gives
+    work: Any  # (model, x, seconds, seed, trace, policy) -> what `measured` gives
     small: Sequence[float]
     seconds: float = 90.0
     seeds: Sequence[int] = (1, 2, 3)
 
-    def jobs(self, small: bool, trace: str | None = None) -> list[Job]:
+    def jobs(self, small: bool, trace: str | None = None, policy: str | None = None) -> list[Job]:
+        beside(FEW, policy)
         models, at, seeds, seconds = tuple(MODELS), self.at, self.seeds, self.seconds
         if small:
             models, at, seeds, seconds = models[:1], self.small, seeds[:1], 3.0
         return [
-            Job(f"{model} {self.x}={x} seed={seed}", self.work, (model, x, seconds, seed, trace))
+            Job(f"{model} {self.x}={x} seed={seed}", self.work, (model, x, seconds, seed, trace, policy))
             for model in models
             for x in at
             for seed in seeds
         ]
 
-    def measured(self, model: str, x: float, load: Workload, seed: int) -> dict[str, Any]:
+    def measured(self, model: str, x: float, load: Workload, seed: int, policy: str | None) -> dict[str, Any]:
         requests = len(load.arrivals)
         return {
             "model": model, self.x: x, "seed": seed, "requests": requests, "seconds": load.duration,
-            "systems": compared(model, FEW, load, ALPHA, seed),
+            "systems": compared(model, beside(FEW, policy), load, ALPHA, seed),
         }  # fmt: skip
 
     def found(self, values: Sequence[Any], settings: Mapping[str, Any]) -> Found:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from experiments._guest import held
 from rubato.core.events import Event
 from rubato.latency.components import Model
 from rubato.measure.records import Record, Run
@@ -133,7 +134,8 @@ class Tried:
         best, found = choices[0], 0.0
         for choice in choices:
             if len(choices) == 1 or self.attained(choice)(found or start / 8.0) >= TARGET:
-                found, best = max((found, best), (self.goodput(choice, found or start, step), choice))
+                rate = held(partial(self.goodput, choice, found or start, step))
+                found, best = max((found, best), (rate, choice))
         return found, best
 
     def goodput(self, choice: str, start: float, step: float = 1.08) -> float:

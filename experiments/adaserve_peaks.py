@@ -24,6 +24,7 @@ from experiments._adaserve_runs import (
     fewer,
     served,
 )
+from experiments._guest import beside
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -39,18 +40,19 @@ BIN = 30.0  # seconds
 SYSTEMS = tuple(name for name in FEW if name != "vllm")  # which serves these as `sarathi` does, or worse
 
 
-def jobs(small: bool) -> list[Job]:
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
+    systems = beside(SYSTEMS, policy)
     if small:
-        return [Job("llama", measured, ("llama", RATE, 3.0, 1))]
+        return [Job("llama", measured, ("llama", RATE, 3.0, 1, systems))]
     return [
-        Job(f"{model} {rate:.2f} seed={seed}", measured, (model, rate, SECONDS_OF_RUN, seed))
+        Job(f"{model} {rate:.2f} seed={seed}", measured, (model, rate, SECONDS_OF_RUN, seed, systems))
         for model, rates in (("llama", RATES), ("qwen", RATES[:1]))
         for rate in rates
         for seed in SEEDS
     ]
 
 
-def measured(model: str, rate: float, seconds: float, seed: int) -> dict[str, Any]:
+def measured(model: str, rate: float, seconds: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     load = scenarios.make(f"{MODELS[model].scenario}-peaks", rate, duration=seconds, seed=seed)
     bins = int(np.ceil(seconds / BIN))
     tiers = ("code", "chat", "summary")
@@ -58,7 +60,7 @@ def measured(model: str, rate: float, seconds: float, seed: int) -> dict[str, An
     for arrival in load.arrivals:
         came[arrival.tier][int(arrival.at / BIN)] += 1
     systems: dict[str, Any] = {}
-    for name in SYSTEMS:
+    for name in names:
         run = served(model, choice(model, name), load, ALPHA, seed)
         met = {tier: [0] * bins for tier in tiers}
         tokens = [0.0] * bins

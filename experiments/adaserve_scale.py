@@ -16,21 +16,22 @@ from rubato.core.request import SLO
 from rubato.planning.jobs import Job
 
 SOURCE = "AdaServe, §6.2 and Fig. 11"
-SECONDS = 650.0
-TRACED = True
+SECONDS = 510.0
 RATE = 4.0
 
 
-def measured(model: str, scale: float, seconds: float, seed: int, trace: str | None) -> dict[str, Any]:
+def measured(
+    model: str, scale: float, seconds: float, seed: int, trace: str | None, policy: str | None
+) -> dict[str, Any]:
     load = offered(model, RATE, seconds, seed, trace).with_slos({"code": SLO(tpot=scale * MODELS[model].unloaded)})
-    return SWEEP.measured(model, scale, load, seed)
+    return SWEEP.measured(model, scale, load, seed, policy)
 
 
 SWEEP = Sweep("scale", "urgent TPOT in unloaded ones", (0.6, 0.8, 1.0, 1.2, 1.6), measured, (0.8,))
 
 
-def jobs(small: bool, trace: str | None = None) -> list[Job]:
-    return SWEEP.jobs(small, trace)
+def jobs(small: bool, trace: str | None = None, policy: str | None = None) -> list[Job]:
+    return SWEEP.jobs(small, trace, policy)
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

@@ -19,19 +19,20 @@ SECONDS = 310.0
 RATE = 4.0
 
 
-def measured(model: str, share: float, seconds: float, seed: int, trace: str | None) -> dict[str, Any]:
+def measured(
+    model: str, share: float, seconds: float, seed: int, trace: str | None, policy: str | None
+) -> dict[str, Any]:
     of = MODELS[model]
     kinds = scenarios.categories(of.unloaded, (share, (1.0 - share) / 2, (1.0 - share) / 2))
-    return SWEEP.measured(
-        model, share, scenarios.make(of.scenario, RATE, duration=seconds, seed=seed, kinds=kinds), seed
-    )
+    load = scenarios.make(of.scenario, RATE, duration=seconds, seed=seed, kinds=kinds)
+    return SWEEP.measured(model, share, load, seed, policy)
 
 
 SWEEP = Sweep("urgent", "share of urgent requests", (0.1, 0.5, 0.9), measured, (0.5,))
 
 
-def jobs(small: bool) -> list[Job]:
-    return SWEEP.jobs(small)
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
+    return SWEEP.jobs(small, policy=policy)
 
 
 def found(values: Sequence[Any], small: bool) -> Found:

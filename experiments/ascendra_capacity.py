@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
+from experiments._guest import beside, held
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
 from rubato.planning.capacity import crossing, e2e_p99
@@ -70,8 +71,9 @@ DEFAULT, TUNED = ("prefill_first", "sarathi, 512"), ("prefill_first, tuned", "sa
 SMALL = (OURS, *DEFAULT, *TUNED)
 
 
-def jobs(small: bool) -> list[Job]:
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
     duration, tolerance, names = (20.0, 0.5, SMALL) if small else (DURATION, 0.04, tuple(SYSTEMS))
+    names = beside(names, policy)
     return [
         Job(f"{case} seed={seed}", measured, (case, seed, duration, tolerance, names))
         for case in CASES
@@ -125,7 +127,7 @@ class Searched:
             if found and self.attained(choice, found) < TARGET:
                 continue
             start = found or CASES[self.case].start * self.replicas / REPLICAS
-            rate = crossing(lambda r, c=choice: self.attained(c, r), TARGET, start, self.tolerance, STEP)
+            rate = held(partial(crossing, partial(self.attained, choice), TARGET, start, self.tolerance, STEP))
             best, found = max((best, found), (choice, rate), key=lambda pair: pair[1])
         return found, best
 
@@ -133,7 +135,7 @@ class Searched:
 def measured(case: str, seed: int, duration: float, tolerance: float, names: Sequence[str]) -> dict[str, Any]:
     """Capacities, and the share in SLO at 1.1 × the better tuned baseline's capacity."""
     search = Searched(case, seed, duration, tolerance)
-    found = {name: search.capacity(SYSTEMS[name]) for name in names}
+    found = {name: search.capacity(SYSTEMS.get(name, (name,))) for name in names}
     beyond = 1.1 * max(found[name][0] for name in TUNED)
     return {
         "case": case, "seed": seed,

@@ -17,8 +17,9 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments import polyserve_goodput as goodput
+from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, TARGET, Tried
-from experiments.polyserve_goodput import PAPERS, POLYSERVE, SEEDS, SMALL, SYSTEMS, Table
+from experiments.polyserve_goodput import PAPERS, POLYSERVE, SEEDS, SMALL, Table
 from rubato.measure.confidence import over_seeds
 from rubato.measure.fleet_roles import FleetRoles
 from rubato.planning.jobs import Job
@@ -32,12 +33,14 @@ TIGHTEST, WINDOW, NEAR = "tier 0.02", 10.0, 0.1
 LOAD = 0.95  # of its goodput, where the fleet is watched
 
 
-def jobs(small: bool) -> list[Job]:
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
     if small:
-        return [Job(name, measured, (name, SYSTEMS[name][:2], 150, 0, (), 5, 0.1)) for name in SMALL]
+        names = beside(SMALL, policy)
+        return [Job(name, measured, (name, goodput.settings(name)[:2], 150, 0, (), 5, 0.1)) for name in names]
+    seeds = {POLYSERVE[0]: SEEDS}
     return [
-        Job(name, measured, (name, SYSTEMS[name], goodput.TUNING, COUNT, SEEDS if name == POLYSERVE[0] else ()))
-        for name in (*PAPERS, "edf", *POLYSERVE)
+        Job(name, measured, (name, goodput.settings(name), goodput.TUNING, COUNT, seeds.get(name, ())))
+        for name in beside((*PAPERS, "edf", *POLYSERVE), policy)
     ]
 
 
@@ -107,8 +110,9 @@ def draw(data: Any, axes: Any) -> None:
 
 
 def tables(data: Any) -> str:
-    rows = [["system", "requests/s at 90 %", "setting", "tuned on", "seconds to divide anew"]]
+    rows = [["system", "seeds", "requests/s at 90 %", "setting", "tuned on", "seconds to divide anew"]]
     for v in data:
         again = f"{np.mean([w['again'] for w in v['watched']]):.0f}" if "watched" in v else ""
-        rows.append([v["name"], f"{np.mean(v['goodput']):.1f}", f"`{v['setting']}`", f"{v['tuned']:.1f}", again])
+        held = [f"{np.mean(v['goodput']):.1f}", f"`{v['setting']}`", f"{v['tuned']:.1f}"]
+        rows.append([v["name"], str(len(v["seeds"])), *held, again])
     return markdown(rows)

@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments import Found
 from experiments._exhaustive_mapping import exhaustive
+from experiments._guest import beside
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
@@ -26,7 +27,7 @@ from rubato.core.request import Request
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import packaged_hardware
+from rubato.planning.spec import PolicyChoice, packaged_hardware
 from rubato.planning.sweep import markdown
 from rubato.policies import sa
 from rubato.simulation.simulate import SimulationSetup, simulate
@@ -49,8 +50,8 @@ GAUSSIAN, MEAN, EXACT = "gaussian", "mean", "exact"
 
 @dataclass(frozen=True)
 class Served:
-    """What serves: policy and router with its settings, what it knows of lengths, and what it believes of step times
-    (a coefficient and its factor)."""
+    """What serves: policy, with its settings as one writes them, and router with its settings, what it knows of
+    lengths, and what it believes of step times (a coefficient and its factor)."""
 
     policy: str = "vllm"
     router: str = "sa"
@@ -93,12 +94,13 @@ WRONG: Mapping[str, Served] = {
 Router = Exhaustive  # this module is a routing policy by its dotted name
 
 
-def jobs(small: bool) -> list[Job]:
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
+    systems = {name: SYSTEMS.get(name, Served(name, "auto")) for name in beside(tuple(SYSTEMS), policy)}
     counts, batches, seeds = ((4,), (1, 4), SEEDS[:1]) if small else (COUNTS, BATCHES, SEEDS)
     asked: list[tuple[str, Served, int, int]] = []
     for n in counts:
         for b in batches:
-            asked += [(name, how, n, b) for name, how in SYSTEMS.items() if n <= MOST.get(name, n)]
+            asked += [(name, how, n, b) for name, how in systems.items() if n <= MOST.get(name, n)]
             asked += [(name, how, n, b) for name, how in ERRORS.items() if n in (10, 40) or small]
     asked += [(name, how, 4 if small else 10, 1) for name, how in SEARCHES.items()]
     asked += [(name, how, 4 if small else 10, 4) for name, how in list(WRONG.items())[: 2 if small else None]]
@@ -122,10 +124,12 @@ def offered(n: int, seed: int, copies: int = 1) -> Workload:
 
 def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
+    chosen = PolicyChoice.parse(how.policy, how.router)
     setup = SimulationSetup(
-        lambda: machine.model, replace(machine.limits, max_num_seqs=b, max_running=b), how.policy, router=how.router,
-        router_settings=dict(how.settings), replicas=how.replicas, believed=lambda: believed(how.off),
-        lengths=lengths(how.lengths, load, seed), learns=False, slo_rule="mean", seed=seed,
+        lambda: machine.model, replace(machine.limits, max_seqs=b, max_running=b), chosen.policy, chosen.settings,
+        router=chosen.router, router_settings={**chosen.router_settings, **dict(how.settings)},
+        replicas=how.replicas, believed=lambda: believed(how.off), lengths=lengths(how.lengths, load, seed),
+        learns=False, rule="mean", seed=seed,
     )  # fmt: skip
     found = measured(simulate(longer(load), load.truth(), setup))
     return {"name": name, "n": n, "b": b, "seed": seed, **found}
@@ -238,7 +242,8 @@ def tables(data: Any) -> str:
         return f"{1e3 * mean['g']:.1f} · {100 * mean['attained']:.0f} % · {mean['latency']:.1f} s"
 
     sizes = sorted({(v["n"], v["b"]) for v in data if v["name"] == "sa"})
-    names = [*SYSTEMS, *ERRORS]
+    ran = dict.fromkeys(v["name"] for v in data if not v["name"].endswith(" instances"))
+    names = [*SYSTEMS, *ERRORS, *(name for name in ran if name not in {*SYSTEMS, *ERRORS, *SEARCHES, *WRONG})]
     rows = [["G × 1000, in SLO, mean latency", *(f"{n} at once, batch {b}" for n, b in sizes)]]
     rows += [[name, *(cell(name, n, b) for n, b in sizes)] for name in names]
     more = [["at 10 requests", "G over SA's"]]

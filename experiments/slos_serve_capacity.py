@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
+from experiments._guest import beside, drafts, held
 from rubato.core.slo import StageTimes, judge
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
@@ -138,12 +139,20 @@ TUNING = 0  # the seed
 CONTEXT = {"toolllm": 8192}  # tokens; one request in twenty is longer than the model's 4,096, all rounds together
 
 
-def jobs(small: bool) -> list[Job]:
+def of_name(system: str) -> System:
+    """A system of the table, or a policy of one's own, with the drafter's scenarios if it cannot do without one."""
+    if system in SYSTEMS:
+        return SYSTEMS[system]
+    return System(_alone(system), OPT, drafts=True) if drafts(system) else System(_alone(system))
+
+
+def jobs(small: bool, policy: str | None = None) -> list[Job]:
     scale = SMALL if small else FULL
+    systems = {name: of_name(name) for name in beside(tuple(SYSTEMS), policy)}
     each = [
         (scenario, name)
         for scenario in sorted(STARTS, key=lambda scenario: scenario != LONGEST)  # it takes as long as all others
-        for name, system in SYSTEMS.items()
+        for name, system in systems.items()
         if scenario in system.scenarios
     ]
     return [Job(f"{scenario} {name}", measured, (scenario, name, scale)) for scenario, name in each]
@@ -154,18 +163,19 @@ def measured(
 ) -> list[dict[str, Any]]:
     """One system's capacities (requests/s a replica), seed by seed, each with the setting that was best for it, and how
     long (seconds) arrivals and requests (p99 of e2e) lasted at the first. asked: judge and target."""
-    drafts = SYSTEMS[system].drafts
+    drafting = of_name(system).drafts
     tuning: dict[tuple[str, int], RateTrials] = {}
     best = {of: tuned(scenario, system, *of, scale, tuning) for of in asked}
     values = []
     for seed in scale.seeds:
         tries = {
-            setting: RateTrials(scenario, setting, seed, scale, drafts) for setting in dict.fromkeys(best.values())
+            setting: RateTrials(scenario, setting, seed, scale, drafting) for setting in dict.fromkeys(best.values())
         }
         found: dict[str, Any] = {judge_: {"setting": {}, "capacity": {}} for judge_, _ in asked}
         for (judge_, target), setting in best.items():
             found[judge_]["setting"][str(target)] = setting[0]
-            found[judge_]["capacity"][str(target)] = tries[setting].capacity(judge_, target, scale.tolerance)
+            search = partial(tries[setting].capacity, judge_, target, scale.tolerance)
+            found[judge_]["capacity"][str(target)] = search() if system in SYSTEMS else held(search)
         judge_, target = asked[0]
         seconds, p99 = tries[best[asked[0]]].lasted(found[judge_]["capacity"][str(target)])
         values.append({
@@ -184,11 +194,11 @@ def tuned(
     """The setting, and on how many replicas, with the largest rate a replica: each is tried at what the best before it
     does not hold, and only if it attains the target there its own capacity is searched. Of settings that hold as much,
     to the tolerance, the first. known: what has been tried, and will be."""
-    able = SYSTEMS[system].few.get(scenario, SYSTEMS[system].settings)[: scale.tuned]
+    able = of_name(system).few.get(scenario, of_name(system).settings)[: scale.tuned]
     best, beyond = able[0], 0.0
     for setting in able if len(able) > 1 else ():
         if setting not in known:
-            known[setting] = RateTrials(scenario, setting, TUNING, scale, SYSTEMS[system].drafts)
+            known[setting] = RateTrials(scenario, setting, TUNING, scale, of_name(system).drafts)
         tries = known[setting]
         if beyond and tries.attained(beyond)[judge_] < target:
             continue
@@ -204,15 +214,15 @@ def tuned(
 class RateTrials:
     """Runs of one setting under one seed: the same requests at one rate after another."""
 
-    def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale, drafts: bool) -> None:
+    def __init__(self, scenario: str, setting: tuple[str, int], seed: int, scale: Scale, drafting: bool) -> None:
         choice, self._replicas = setting
         machine = hardware(scenario, scale)
         self._load = load(scenario, seed, scale)
         self._seed = seed
         self._start = STARTS[scenario]
-        beside = drafter() if drafts else None
+        engines = drafter() if drafting else None
         self._setting = RunSpec(
-            machine, PolicyChoice.parse(choice), self._replicas, lengths=oracle_lengths, drafter=beside
+            machine, PolicyChoice.parse(choice), self._replicas, lengths=oracle_lengths, drafter=engines
         )
         self.known: dict[float, dict[str, float]] = {}  # requests/s a replica -> attained, by judge
         self._lasted: dict[float, tuple[float, float]] = {}
@@ -397,7 +407,8 @@ gains §6.1 prints come to about 1.75 ×; `mean-paper-five` has ours."""
 def tables(data: Sequence[Any]) -> str:
     """Capacities in requests/s a GPU, mean over seeds."""
     parts = [NOTE]
-    kinds = (((OURS, EDF, *PLAIN), "without speculation"), ((OURS_DRAFTING, DRAFTING), "with speculation"))
+    guests = [name for name in dict.fromkeys(v["system"] for v in data) if name not in SYSTEMS]
+    kinds = (((OURS, EDF, *PLAIN, *guests), "without speculation"), ((OURS_DRAFTING, DRAFTING), "with speculation"))
     for judge_ in JUDGES:
         for systems, what in kinds:
             rows = [["scenario", *(f"`{s}` {100 * t:g} %" for s in systems for t in TARGETS)]]

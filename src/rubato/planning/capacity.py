@@ -120,11 +120,15 @@ def e2e_p99(run: Run) -> float:
     return float(np.quantile(known, 0.99)) if known else 0.0
 
 
+class NoCapacity(ValueError):
+    """The target is attained at no rate tried."""
+
+
 def crossing(attained: Any, target: float, start: float, tolerance: float, factor: float = FACTOR) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises ValueError when it stays on one side over `TRIES` of these.
+    long. Raises ValueError when it stays on one side over `TRIES` of these, NoCapacity when that is below the target.
     """
     low = high = start
     up = attained(start) >= target
@@ -134,7 +138,8 @@ def crossing(attained: Any, target: float, start: float, tolerance: float, facto
             break
     else:
         rate = high if up else low
-        raise ValueError(
+        kind = ValueError if up else NoCapacity
+        raise kind(
             f"attainment is {100 * attained(rate):.1f} % at {rate:.4g} requests/s and {100 * attained(start):.1f} % at "
             f"{start:.4g}: no capacity at {100 * target:g} % between them; offer more requests, or give another --start"
         )
