@@ -1,4 +1,4 @@
-"""`python -m experiments`: list the experiments, run one, or write the page that sets papers beside ours."""
+"""`python -m experiments`: list the experiments, run one, or write the pages that set papers beside ours."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import experiments
-from experiments.paper_page import bar, page, read
-from rubato.cli import running
+from experiments.paper_page import bar, pages, read
+from rubato.cli import common_options
 from rubato.measure import results
 from rubato.planning.sweep import markdown
 
@@ -28,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--names", action="store_true", help="print every figure's name, one a line")
     parser.add_argument("--small", action="store_true", help="seconds: enough for the checks, not for papers' numbers")
     parser.add_argument("--trace", metavar="FILE", help="offer this recorded stream, where the figure takes one")
+    parser.add_argument("--policy", metavar="POLICY",
+                        help="run this policy too, beside the systems compared: mine.py:SETTING=VALUE,...")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write claims and data as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG, where the figure has a picture")
     parser.add_argument(
@@ -36,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, help="processes (default: one a core)")
     parser.add_argument("--no-progress", action="store_true")
     parser.add_argument("--docs", nargs="?", const=RUNS, type=Path, metavar="FOLDER",
-                        help=f"write docs/papers.md from the JSON of full runs in FOLDER (default {RUNS})")  # fmt: skip
-    parser.add_argument("--out", default="docs/papers.md", metavar="FILE", help="with --docs: where to write")
+                        help=f"write the pages of papers from full runs' JSON in FOLDER (default {RUNS})")  # fmt: skip
+    parser.add_argument("--out", default="docs", metavar="FOLDER", help="with --docs: where to write (default docs)")
     return parser
 
 
@@ -63,17 +65,22 @@ def _figure(args: argparse.Namespace) -> int:
         raise ValueError("--resume is what a full run goes on from: leave it out, or --small")
     file = None
     if not args.small:
-        file = Path(args.resume or f"results/figures/{args.name}.jobs.jsonl")
+        file = Path(args.resume or f"results/figures/{args.name}{'.policy' if args.policy else ''}.jobs.jsonl")
         again = f"if interrupted, the same command goes on from {file}"
         print(f"{args.name}: about {figure.SECONDS:g} s of one core; {again}", file=sys.stderr, flush=True)
     data = experiments.run(
-        args.name, small=args.small, trace=args.trace, file=file, workers=args.workers, progress=not args.no_progress
-    )
+        args.name, small=args.small, trace=args.trace, policy=args.policy, file=file, workers=args.workers,
+        progress=not args.no_progress,
+    )  # fmt: skip
     rows = [["claim", "kind", "paper", "ours", "low", "high", "unit", "verdict"]]
     for c in data["claims"]:
         numbers = [bar(c), *(f"{c[key]:.4g}" for key in ("ours", "low", "high"))]
         rows.append([c["name"], c["kind"], *numbers, c["unit"], c["verdict"]])
-    running.write(args.json, "\n".join([markdown(rows), *data["notes"]]), results.as_json(data))
+    shown = [markdown(rows), *data["notes"]]
+    tables = getattr(figure, "tables", None)
+    if args.policy and tables is not None:  # no claim has its numbers
+        shown.append(f"\n{tables(data['data'])}")
+    common_options.write(args.json, "\n".join(shown), results.as_json(data))
     if args.plot:
         draw = getattr(figure, "draw", None)
         if draw is None:
@@ -96,8 +103,11 @@ def _docs(folder: Path, out: Path) -> int:
         raise ValueError(
             f"{folder} holds no JSON of a figure: run `python -m experiments NAME --json {folder}/NAME.json` first"
         )
-    out.write_text(page([read(file) for file in files]), encoding="utf-8")
-    print(f"{out}: {len(files)} figures")
+    made = pages([read(file) for file in files])
+    (out / "papers").mkdir(parents=True, exist_ok=True)
+    for name, text in made.items():
+        (out / name).write_text(text, encoding="utf-8")
+    print(f"{out}: {len(made)} pages of {len(files)} figures")
     return 0
 
 

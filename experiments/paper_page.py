@@ -1,14 +1,15 @@
-"""The page that sets papers' numbers beside ours, from the JSON of full runs.
+"""The pages that set papers' numbers beside ours, from the JSON of full runs: an index, and a page a paper.
 
-It opens with one table per paper: headline claim, ours, verdict, cause; our own headline bars come last in it. The
-claims that miss or are inconclusive follow, a paper's apart from our own bars, and then every claim, figure by figure.
-Numbers come from the runs, words and bars from today's `claims.yaml`.
+The index opens with counts, then lists papers' claims that miss, those that are inconclusive, our own headline bars
+that do not hold, and the headline claims that were not run or hold. A paper's page opens with what misses, too; then
+comes every claim, figure by figure. Numbers come from the runs, words and bars from today's `claims.yaml`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isinf
 from pathlib import Path
@@ -21,15 +22,24 @@ import experiments
 from experiments import Claim
 from rubato.measure.confidence import Estimate
 from rubato.planning.capacity import too_short
-from rubato.planning.sweep import markdown
 
 SECTION = re.compile(r"§([\d.]*\d)")  # named by every headline claim that is a paper's
-HEAD = """# Papers beside ours
+INDEX = "papers.md"
+# papers, and how the names of their figures and pages begin; what is left over is the simulator's
+PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "ascendra", "SA": "sa",
+          "AdaServe": "adaserve"}  # fmt: skip
+SIMULATOR = "simulator"
+NOT_RUN = "not run"
+VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
+RULES = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of the interval does,
+and else is *inconclusive*. Serving is simulated, on the packaged [hardware profiles]({up}latency.md#hardware-profiles);
+the CPU time of decisions is measured."""
+WRITTEN = "Written by `python -m experiments --docs` from full runs (`docs/figures/*.json`); do not edit."
+KINDS = """Kinds of claims:
 
-Written by `python -m experiments --docs` from full runs (`docs/figures/*.json`); do not edit. A claim *holds* when all
-of our 95 % interval over seeds fulfils it, *misses* when none of the interval does, and else is *inconclusive*. What is
-held against a paper is simulated, on the packaged [hardware profiles](latency.md#hardware-profiles). Kinds: *paper* is
-what a paper reports, *ours* a bar that we set, and neither is a gate; a *check* (a toy, an invariant) must hold. """
+- *paper*: what a paper reports; no gate.
+- *ours*: a bar that we set; no gate.
+- *check*: a toy, an invariant, or what was fitted; must hold."""
 
 
 class _Claim(BaseModel):
@@ -43,7 +53,7 @@ class _Claim(BaseModel):
 
 
 class _Run(BaseModel):
-    """What the page shows of a run."""
+    """What the pages show of a run."""
 
     format: str
     figure: str
@@ -58,7 +68,7 @@ class _Run(BaseModel):
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """A run of a figure. Raises ValueError, naming the file, for what `page` cannot show."""
+    """A run of a figure. Raises ValueError, naming the file, for what `pages` cannot show."""
     right = f"give what `python -m experiments NAME --json {path}` writes"
     try:
         run: Mapping[str, Any] = orjson.loads(path.read_bytes())
@@ -82,68 +92,73 @@ def _check(run: Mapping[str, Any]) -> None:
         raise ValueError(f"format {run.get('format')!r} is no figure's: give what `python -m experiments --json` wrote")
     if run["small"]:
         raise ValueError(f"figure {run['figure']!r} was run with --small: run it in full")
-    if "trace" in run:
-        raise ValueError(f"figure {run['figure']!r} was run with --trace, which not all have: run it without")
+    for option in experiments.OPTIONS:
+        if option in run:
+            raise ValueError(f"figure {run['figure']!r} was run with --{option}, which not all have: run it without")
     if [claim["name"] for claim in run["claims"]] != list(known.get(run["figure"], {})):
         raise ValueError(f"figure {run['figure']!r} was run with claims that claims.yaml has not: run it again")
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One claim of one figure, as the page shows it."""
+    """One claim of one figure, as the pages show it. ours: None where the figure was not run in full."""
 
     figure: str
-    seeds: int
     claim: Claim
-    ours: Estimate
-
-    @property
-    def cause(self) -> str:
-        whose = "our bar" if self.claim.kind == "ours" else "the paper's number"
-        spans = f"the interval of {self.seeds} seeds spans {whose}"
-        return self.claim.cause or (spans if self.verdict == "inconclusive" else "")
+    ours: Estimate | None
 
     @property
     def verdict(self) -> str:
-        return self.claim.verdict(self.ours)
+        return NOT_RUN if self.ours is None else self.claim.verdict(self.ours)
 
     @property
-    def paper(self) -> str:
+    def bar(self) -> str:
         return f"{bar(asdict(self.claim))} {self.claim.unit}"
 
     @property
     def measured(self) -> str:
-        ours = self.ours
-        if ours.low == ours.high:
-            return f"{ours.value:.4g}"
-        low, high = ("∞" if isinf(end) else f"{end:.4g}" for end in (ours.low, ours.high))
-        return f"{ours.value:.4g} [{low}, {high}]"
+        if self.ours is None:
+            return NOT_RUN
+        value, low, high = self.ours.value, self.ours.low, self.ours.high
+        if low == high:
+            return f"{value:.4g}"
+        if isinf(low) or isinf(high):
+            return f"{value:.4g} (one seed)"
+        return f"{value:.4g} [{low:.4g}, {high:.4g}]"
+
+    @property
+    def section(self) -> tuple[int, ...]:
+        """Where the paper says it; (0,) for our own bars, and where no section is named."""
+        named = SECTION.findall(self.claim.says) if self.claim.kind != "ours" else []
+        return tuple(int(part) for part in named[0].split(".")) if named else (0,)
 
 
-def page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The Markdown of `docs/papers.md`. Raises ValueError for what is not a full run of today's claims."""
+def pages(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Markdown by file, relative to docs/. Raises ValueError for what is not a full run of today's claims."""
     known = experiments.claims()
     for run in runs:
         _check(run)
-    rows = [row for run in runs for row in _rows(run, known)]
-    parts = [HEAD]
-    for paper in dict.fromkeys(row.claim.headline for row in rows if row.claim.headline):
-        parts.append(f"## {paper}\n\n{_headlines([row for row in rows if row.claim.headline == paper])}\n")
-    for title, kinds in (("Claims of papers", ("paper", "check")), ("Our own bars", ("ours",))):
-        for verdict, word in (("misses", "that miss"), ("inconclusive", "that are inconclusive")):
-            own = [row for row in rows if row.claim.kind in kinds and row.verdict == verdict]
-            if own:
-                parts.append(f"## {title} {word}\n\n{_listed(own)}\n")
-    missing = sorted(set(known) - {run["figure"] for run in runs})
-    if missing:
-        parts.append(f"Not run in full yet: {', '.join(missing)}.\n")
-    parts += [_figure(run, _rows(run, known)) for run in runs]
-    return "\n".join(parts)
+    ran = {run["figure"]: run for run in runs}
+    rows = {figure: _rows(figure, own, ran.get(figure)) for figure, own in known.items()}
+    made = {INDEX: _index([row for own in rows.values() for row in own])}
+    for title, page in (*PAPERS.items(), ("The simulator", SIMULATOR)):
+        figures = [figure for figure in known if page_of(figure) == page]
+        own = [row for figure in sorted(figures) for row in rows[figure]]
+        parts = [_opening(title, page, own)]
+        parts += [_figure(figure, ran.get(figure), rows[figure]) for figure in sorted(figures)]
+        made[f"papers/{page}.md"] = "\n".join(parts)
+    return made
 
 
-def _rows(run: Mapping[str, Any], known: Mapping[str, Mapping[str, Claim]]) -> list[_Row]:
-    figure, seeds = run["figure"], len(run["seeds"])
-    return [_Row(figure, seeds, known[figure][claim["name"]], _estimate(claim)) for claim in run["claims"]]
+def page_of(figure: str) -> str:
+    """The name of the page that a figure stands on."""
+    return next((page for page in PAPERS.values() if figure.startswith(f"{page}-")), SIMULATOR)
+
+
+def _rows(figure: str, claims: Mapping[str, Claim], run: Mapping[str, Any] | None) -> list[_Row]:
+    if run is None:
+        return [_Row(figure, claim, None) for claim in claims.values()]
+    return [_Row(figure, claims[claim["name"]], _estimate(claim)) for claim in run["claims"]]
 
 
 def _estimate(claim: Mapping[str, Any]) -> Estimate:
@@ -151,40 +166,117 @@ def _estimate(claim: Mapping[str, Any]) -> Estimate:
     return Estimate(claim["ours"], -inf if low is None else low, inf if high is None else high)
 
 
-def _headlines(rows: Sequence[_Row]) -> str:
-    """In the order of the paper's sections; our own bars last, of which the paper says nothing."""
-    own = [row for row in rows if row.claim.kind == "ours"]
-    rows = [row for row in rows if row.claim.kind != "ours"]
-    rows.sort(key=lambda row: [int(part) for part in SECTION.findall(row.claim.says)[0].split(".")])
-    table = [["headline claim", "paper", "ours", "verdict", "cause of the difference", "figure"]]
-    for row in [*rows, *own]:
-        claim = row.claim
-        paper = f"- (our bar: {row.paper})" if claim.kind == "ours" else row.paper
-        table.append([claim.says, paper, row.measured, row.verdict, row.cause, f"[{row.figure}](#{row.figure})"])
-    return markdown(table)
+# --------------------------------------------------------------------------- the index
 
 
-def _listed(rows: Sequence[_Row]) -> str:
-    table = [["figure", "claim", "held against", "ours"]]
-    table += [[row.figure, row.claim.says, row.paper, row.measured] for row in rows]
-    return markdown(table)
+def _index(rows: Sequence[_Row]) -> str:
+    """In the order of papers, and in that of a paper's sections."""
+    order = list(PAPERS.values())
+    rows = [row for row in rows if page_of(row.figure) in order]
+    rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
+    papers = [row for row in rows if row.claim.kind == "paper"]
+    bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
+    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{RULES.format(up='')}\n{WRITTEN}\n"]
+    misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
+    parts.append(f"## Papers' claims that miss\n\n{_listed(misses, linked=True)}\n")
+    parts.append(f"## Papers' claims that are inconclusive\n\n{_listed(unsure, linked=True)}\n")
+    if bars:
+        parts.append(f"## Our own headline bars that do not hold\n\n{_listed(bars, linked=True)}\n")
+    rest = [row for verdict in VERDICTS[2:] for row in papers if row.claim.headline and row.verdict == verdict]
+    parts.append(f"## Headline claims that were not run, and that hold\n\n{_listed(rest, linked=True)}\n")
+    return "\n".join(parts)
 
 
-def _figure(run: Mapping[str, Any], rows: Sequence[_Row]) -> str:
-    name = run["figure"]
+def _summary(papers: Sequence[_Row]) -> str:
+    """In all, and a line for each paper."""
+    all_ = Counter(row.verdict for row in papers)
+    table = [["paper", "miss", "inconclusive", "not run", "hold"]]
+    for title, page in PAPERS.items():
+        own = Counter(row.verdict for row in papers if page_of(row.figure) == page)
+        table.append([f"[{title}](papers/{page}.md)", *(str(own[verdict]) for verdict in VERDICTS)])
+    return f"""Of {len(papers)} claims of five papers **{all_["misses"]} miss**, \
+{all_["inconclusive"]} are inconclusive, {all_[NOT_RUN]} were not run and {all_["holds"]} hold.
+
+{compact(table)}
+
+Our own bars and checks stand on each paper's page; those of the simulator on [its own](papers/{SIMULATOR}.md)."""
+
+
+def _listed(rows: Iterable[_Row], linked: bool = False) -> str:
+    """linked: from the index, to the figure's section; else within a page."""
+    table = [["figure", "claim", "held against", "ours", "cause of the difference"]]
+    for row in rows:
+        place = f"papers/{page_of(row.figure)}.md" if linked else ""
+        link = f"[{row.figure}]({place}#{row.figure})"
+        table.append([link, row.claim.says, row.bar, row.measured, row.claim.cause if row.verdict != "holds" else ""])
+    return compact(table)
+
+
+def compact(table: Sequence[Sequence[str]]) -> str:
+    """A Markdown table without padding; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return _unpadded("\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]]))
+
+
+def _unpadded(text: str) -> str:
+    """The same with no space but one on either side of a cell of a table."""
+    lines = [re.sub(r" +\|", " |", re.sub(r"-{3,}", "---", x)) if x.startswith("|") else x for x in text.split("\n")]
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- a paper's page
+
+
+def _opening(title: str, page: str, rows: Sequence[_Row]) -> str:
+    """What it is, and lists of claims by verdict, misses first."""
+    policy = "" if page == SIMULATOR else f" The policy: [`{page.replace('-', '_')}`](../{page}.md)."
+    head = f"# {title} beside ours" if page != SIMULATOR else "# The simulator's own checks"
+    parts = [f"{head}\n\n[Index of papers](../{INDEX}).{policy} {WRITTEN}\n{RULES.format(up='../')}\n\n{KINDS}\n"]
+    words = {"misses": "miss", "inconclusive": "are inconclusive", NOT_RUN: "were not run", "holds": "hold"}
+    for whose, kinds, verdicts in (
+        ("The paper's claims", ("paper",), VERDICTS), ("Our own bars", ("ours",), VERDICTS[:3]),
+        ("Checks", ("check",), VERDICTS[:2]),
+    ):  # fmt: skip
+        for verdict in verdicts:
+            own = [row for row in rows if row.claim.kind in kinds and row.verdict == verdict]
+            if own:
+                own.sort(key=lambda row: row.section)
+                parts.append(f"## {whose} that {words[verdict]}\n\n{_listed(own)}\n")
+    return "\n".join(parts)
+
+
+def _figure(name: str, run: Mapping[str, Any] | None, rows: Sequence[_Row]) -> str:
     table = [["claim", "what", "kind", "held against", "ours", "verdict"]]
     for row in rows:
         claim = row.claim
-        table.append([f"`{claim.name}`", claim.says, claim.kind, row.paper, row.measured, row.verdict])
-    seeds = run["seeds"]
+        table.append([f"`{claim.name}`", claim.says, claim.kind, row.bar, row.measured, row.verdict])
     figure = experiments.load(name)
+    about = f"{experiments.about(name)} Source: {figure.SOURCE}."
+    if run is None:
+        how = f"**Not run in full**: no number is recorded. A run takes about {figure.SECONDS:g} s of one core."
+        return f"## {name}\n\n{about} {how}\n\n{compact(table)}\n"
     tables = getattr(figure, "tables", None)
-    more = "" if tables is None else f"\n{tables(run['data'])}\n"
-    how = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}, {run['slo_rule']} rule, {run['cpu']:.3g} CPU seconds."
-    about = f"{experiments.about(name)} Source: {figure.SOURCE}. {how}"
+    more = "" if tables is None else f"\n{_unpadded(tables(run['data']))}\n"
+    cpu = float(f"{run['cpu']:.3g}")
+    how = f"{seeds(run)}, {run['judge']} rule, {cpu:,g} CPU seconds."
     short = too_short(run["data"]) if isinstance(run["data"], list) else ""
     warning = f"**Short runs.** {short}.\n\n" if short else ""
-    return f"## {name}\n\n{about}\n\n{warning}{markdown(table)}\n{more}"
+    return f"## {name}\n\n{about} {how}\n\n{warning}{compact(table)}\n{more}"
+
+
+def seeds(run: Mapping[str, Any]) -> str:
+    """How many, and which systems have fewer: `3 seeds (1: edf)`."""
+    of: dict[str, set[int]] = {}
+    for value in run["data"] if isinstance(run["data"], list) else ():
+        own = value.get("seeds", [value["seed"]] if "seed" in value else []) if isinstance(value, dict) else []
+        systems = value.get("systems", [value.get("name")] if "name" in value else []) if own else []
+        for system in systems:
+            of.setdefault(system, set()).update(own)
+    most = max((len(own) for own in of.values()), default=len(run["seeds"]))
+    text = f"{most or 'no'} seed{'' if most < 2 else 's'}"
+    fewer = [f"{count}: {', '.join(n for n in of if len(of[n]) == count)}" for count in sorted(
+        {len(own) for own in of.values()} - {most})]  # fmt: skip
+    return f"{text} ({'; '.join(fewer)})" if fewer else text
 
 
 def bar(claim: Mapping[str, Any]) -> str:

@@ -8,8 +8,11 @@ from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = {file.name: file.read_text(encoding="utf-8") for file in FILES}
+DOCS = ROOT / "docs"
+FILES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "papers").glob("*.md"))]
+# by name, those of papers by folder and name
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+PAGES |= {file.relative_to(DOCS).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # after a blank line or a heading: elsewhere four spaces go on with an entry of a list
 INDENTED = re.compile(r"(?:^#.*\n|^\n|\A)((?:^    .*\n)+(?:\n+(?:^    .*\n)+)*)", re.MULTILINE)
