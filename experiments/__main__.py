@@ -9,7 +9,7 @@ from pathlib import Path
 
 import experiments
 from experiments.paper_page import bar, pages, read
-from rubato.cli import common_options
+from rubato.cli import running
 from rubato.measure import results
 from rubato.planning.sweep import markdown
 
@@ -80,7 +80,7 @@ def _figure(args: argparse.Namespace) -> int:
     tables = getattr(figure, "tables", None)
     if args.policy and tables is not None:  # no claim has its numbers
         shown.append(f"\n{tables(data['data'])}")
-    common_options.write(args.json, "\n".join(shown), results.as_json(data))
+    running.write(args.json, "\n".join(shown), results.as_json(data))
     if args.plot:
         draw = getattr(figure, "draw", None)
         if draw is None:

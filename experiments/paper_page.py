@@ -31,7 +31,7 @@ PAPERS = {"SLOs-Serve": "slos-serve", "PolyServe": "polyserve", "Ascendra": "asc
 SIMULATOR = "simulator"
 NOT_RUN = "not run"
 VERDICTS = ("misses", "inconclusive", NOT_RUN, "holds")
-RULES = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of the interval does,
+HOW = """A claim *holds* when all of our 95 % interval over seeds fulfils it, *misses* when none of it does,
 and else is *inconclusive*. Serving is simulated, on the packaged [hardware profiles]({up}latency.md#hardware-profiles);
 the CPU time of decisions is measured."""
 WRITTEN = "Written by `python -m experiments --docs` from full runs (`docs/figures/*.json`); do not edit."
@@ -176,7 +176,7 @@ def _index(rows: Sequence[_Row]) -> str:
     rows = sorted(rows, key=lambda row: (order.index(page_of(row.figure)), row.section))
     papers = [row for row in rows if row.claim.kind == "paper"]
     bars = [row for row in rows if row.claim.headline and row.claim.kind == "ours" and row.verdict != "holds"]
-    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{RULES.format(up='')}\n{WRITTEN}\n"]
+    parts = [f"# Papers beside ours\n\n{_summary(papers)}\n\n{HOW.format(up='')}\n{WRITTEN}\n"]
     misses, unsure = ([row for row in papers if row.verdict == verdict] for verdict in VERDICTS[:2])
     parts.append(f"## Papers' claims that miss\n\n{_listed(misses, linked=True)}\n")
     parts.append(f"## Papers' claims that are inconclusive\n\n{_listed(unsure, linked=True)}\n")
@@ -231,7 +231,7 @@ def _opening(title: str, page: str, rows: Sequence[_Row]) -> str:
     """What it is, and lists of claims by verdict, misses first."""
     policy = "" if page == SIMULATOR else f" The policy: [`{page.replace('-', '_')}`](../{page}.md)."
     head = f"# {title} beside ours" if page != SIMULATOR else "# The simulator's own checks"
-    parts = [f"{head}\n\n[Index of papers](../{INDEX}).{policy} {WRITTEN}\n{RULES.format(up='../')}\n\n{KINDS}\n"]
+    parts = [f"{head}\n\n[Index of papers](../{INDEX}).{policy} {WRITTEN}\n{HOW.format(up='../')}\n\n{KINDS}\n"]
     words = {"misses": "miss", "inconclusive": "are inconclusive", NOT_RUN: "were not run", "holds": "hold"}
     for whose, kinds, verdicts in (
         ("The paper's claims", ("paper",), VERDICTS), ("Our own bars", ("ours",), VERDICTS[:3]),
@@ -258,7 +258,7 @@ def _figure(name: str, run: Mapping[str, Any] | None, rows: Sequence[_Row]) -> s
     tables = getattr(figure, "tables", None)
     more = "" if tables is None else f"\n{_unpadded(tables(run['data']))}\n"
     cpu = float(f"{run['cpu']:.3g}")
-    how = f"{seeds(run)}, {run['judge']} rule, {cpu:,g} CPU seconds."
+    how = f"{seeds(run)}, {run['slo_rule']} rule, {cpu:,g} CPU seconds."
     short = too_short(run["data"]) if isinstance(run["data"], list) else ""
     warning = f"**Short runs.** {short}.\n\n" if short else ""
     return f"## {name}\n\n{about} {how}\n\n{warning}{compact(table)}\n{more}"

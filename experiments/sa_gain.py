@@ -126,10 +126,10 @@ def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
     chosen = PolicyChoice.parse(how.policy, how.router)
     setup = SimulationSetup(
-        lambda: machine.model, replace(machine.limits, max_seqs=b, max_running=b), chosen.policy, chosen.settings,
+        lambda: machine.model, replace(machine.limits, max_num_seqs=b, max_running=b), chosen.policy, chosen.settings,
         router=chosen.router, router_settings={**chosen.router_settings, **dict(how.settings)},
         replicas=how.replicas, believed=lambda: believed(how.off), lengths=lengths(how.lengths, load, seed),
-        learns=False, rule="mean", seed=seed,
+        learns=False, slo_rule="mean", seed=seed,
     )  # fmt: skip
     found = measured(simulate(longer(load), load.truth(), setup))
     return {"name": name, "n": n, "b": b, "seed": seed, **found}

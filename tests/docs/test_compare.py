@@ -32,7 +32,7 @@ def test_policies_are_left_out_as_stated() -> None:
 
 
 def test_scenarios_are_run_on_the_profiles_they_are_made_for_and_by_the_commands() -> None:
-    table = rows("paper | scenario | profile | replicas | requests/s | judge | lengths")
+    table = rows("paper | scenario | profile | replicas | requests/s | SLO rule | lengths")
     assert len(table) == 5
     given = [(words, " ".join(words)) for words in commands("compare.md") if words[0] in ("sweep", "simulate")]
     for _, scenario, profile, replicas, rate, judge, _ in table:
@@ -43,12 +43,6 @@ def test_scenarios_are_run_on_the_profiles_they_are_made_for_and_by_the_commands
         assert ("--replicas" in said) == (replicas != "1")
         assert (f"--rates {rate} " in said) == (rate != "-")
         assert ("--slo-rule" in said) == ("`deadline`" not in judge)
-
-
-def test_the_section_of_the_experiments_option_is_marked() -> None:
-    """Its command stands after a `$`, unread by the tests of commands, as long as `experiments` has no such option."""
-    marked = PAGE.split("<!-- needs --policy -->")[1].split("<!-- /needs --policy -->")[0]
-    assert "```text\n$ python -m experiments " in marked
 
 
 def test_settings_that_are_tried_are_those_of_the_policy() -> None:
