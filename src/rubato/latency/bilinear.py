@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from scipy.optimize import nnls
 
 from rubato.core.plan import Sample, Shape
-from rubato.latency.fitted_model import FittedModel
-from rubato.latency.roofline_fit import Array
+from rubato.latency.least_squares import nnls
+from rubato.latency.online import Learns, Online
+from rubato.latency.roofline_fit import Array, largest, numbers
 
 Four = tuple[float, float, float, float]
 PREFILL: Four = (0.1e-3, 5.7e-3, 0.01e-3, 43.67e-3)  # the paper's Table 2
@@ -122,5 +122,5 @@ def _solved(rows: Array, without: tuple[int, ...]) -> Model:
     x[:, list(without)] = 0.0
     size = np.sqrt((x * x).mean(axis=0))
     size[size == 0.0] = 1.0
-    excess, jobs, y_p, base, a, b, y, d = (nnls(x / size, np.ones(len(x)))[0] / size).tolist()
+    excess, jobs, y_p, base, a, b, y, d = (nnls(x / size, np.ones(len(x))) / size).tolist()
     return Model((a + y + excess, b + jobs, y_p, d + base), (a, b, y, d))

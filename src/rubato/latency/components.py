@@ -25,10 +25,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression, nnls
 
 from rubato.core.interfaces import Line
 from rubato.core.plan import Sample, Shape
+from rubato.latency.least_squares import isotonic, nnls
 from rubato.latency.model_base import ModelBase
 from rubato.latency.roofline_fit import Array, largest
 
@@ -92,12 +92,12 @@ class Tables:
         few, many = (at <= FEW) * (factors.decode_gemm - 1.0), (at >= MANY) * (factors.prefill_gemm - 1.0)
         products = np.array(self.tokens["gemm"]) * (1.0 + few + many)
         whole = products + np.array(self.tokens["elementwise"]) + np.array(self.tokens["allreduce"])
-        return at, isotonic_regression(whole).x * US
+        return at, isotonic(whole) * US
 
     def head(self) -> tuple[Array, Array]:
         """(rows, seconds), never falling."""
         rows = np.array(self.lm_head["rows"], dtype=np.float64)
-        return rows, isotonic_regression(np.array(self.lm_head["time"])).x * US
+        return rows, isotonic(np.array(self.lm_head["time"])) * US
 
     def attention(self, host_per_seq: float) -> tuple[Array, Array]:
         """Of decodes: (batches, seconds [batch][i]) at KV totals `knots()[i]`, never falling in the total, nor, with
@@ -117,7 +117,7 @@ class Tables:
             raise ValueError("table decode needs two lengths measured at two batches or more")
         batches = np.array(used, dtype=np.float64)
         host = batches * host_per_seq / US
-        columns = [isotonic_regression(column + host, weights=batches).x - host for column in np.array(rows).T]
+        columns = [isotonic(column + host, batches) - host for column in np.array(rows).T]
         return batches, np.array(columns).T * US
 
     def chunk_attention(self, factors: Factors) -> tuple[float, float, float, float]:
@@ -132,7 +132,7 @@ class Tables:
                     weights.append(1.0 / (times[-1] + float(np.interp(chunk, at, step))))
         x, y, w = np.array(rows), np.array(times), np.array(weights)
         size = np.sqrt((x * x).mean(axis=0))
-        f, g, e, d = (nnls(x / size * w[:, None], y * w)[0] / size).tolist()
+        f, g, e, d = (nnls(x / size * w[:, None], y * w) / size).tolist()
         return f, g, e, d
 
 
@@ -203,7 +203,7 @@ class Model(ModelBase):
             per = self.host_per_seq
             kernels = Model(self.tables, self.factors, 0.0, per)
             rest = 1.0 - w * (np.array([kernels.step_time(s.shape) for s in samples]) - per * seqs)
-            self.host, self.host_per_seq = nnls(np.stack([w, w * seqs], axis=1), rest)[0].tolist()
+            self.host, self.host_per_seq = nnls(np.stack([w, w * seqs], axis=1), rest).tolist()
             self._flatten()
 
     def update(self, sample: Sample) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+
+from rubato.latency.least_squares import nnls
 
 Array = NDArray[np.float64]
 
@@ -68,7 +69,7 @@ class _Problem:
         size = np.sqrt(np.einsum("ij,ij->j", matrix, matrix))
         size[size == 0.0] = 1.0
         right = np.concatenate([self.target * keep, self.pull * self.towards])
-        solution = nnls(matrix / size, right, maxiter=100 * len(size))[0] / size
+        solution = nnls(matrix / size, right) / size
         planes = solution[: 2 * width].reshape(2, width)
         return Coefficients(planes, solution[2 * width :])
 

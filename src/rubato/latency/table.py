@@ -17,11 +17,9 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import isotonic_regression
-from scipy.sparse import coo_array, csr_array, vstack
 
 from rubato.core.plan import Sample, Shape
-from rubato.latency.fitted_model import FittedModel, numbers
+from rubato.latency.least_squares import isotonic
 from rubato.latency.model_base import knee_of
 from rubato.latency.roofline_fit import Array
 
@@ -128,17 +126,19 @@ def _solve(at: Array, seconds: Array, axes: list[Array]) -> Array:
     """Times at the knots whose interpolation is closest to the samples, smooth without any, falling nowhere."""
     (i, u), (j, v) = (_weights(column, knots) for column, knots in zip(at.T, axes, strict=True))
     n, m = len(axes[0]), len(axes[1])
-    rows = np.arange(len(seconds))
     parts = [(i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v)]
-    values = np.concatenate([part / seconds for _, _, part in parts])
-    columns = np.concatenate([a * m + b for a, b, _ in parts])
-    measured = coo_array((values, (np.tile(rows, 4), columns)), shape=(len(seconds), n * m))
+    terms = [(a * m + b, part / seconds) for a, b, part in parts]
     smooth = _bends(axes[0], axes[1]) * (SMOOTH / float(np.median(seconds)))
-    matrix = csr_array(vstack([measured, smooth]))
-    right = np.concatenate([np.ones(len(seconds)), np.zeros(smooth.shape[0])])
-    grid: Array = np.linalg.lstsq((matrix.T @ matrix).toarray(), matrix.T @ right)[0].reshape(n, m)
-    mass = np.bincount(columns, weights=values * values, minlength=n * m).reshape(n, m)
-    return _isotonic(grid, mass + UNSEEN * mass.max())
+    normal: Array = smooth.T @ smooth
+    right, mass = np.zeros(n * m), np.zeros(n * m)
+    for cells, shares in terms:  # a sample's row of the matrix has four numbers in it: only their products are summed
+        right += np.bincount(cells, shares, n * m)
+        mass += np.bincount(cells, shares * shares, n * m)
+        for others, their in terms:
+            products = np.bincount(cells * (n * m) + others, shares * their, (n * m) ** 2)
+            normal = normal + products.reshape(n * m, n * m)
+    grid = np.asarray(np.linalg.lstsq(normal, right)[0], dtype=np.float64).reshape(n, m)
+    return _isotonic(grid, (mass + UNSEEN * mass.max()).reshape(n, m))
 
 
 def _isotonic(grid: Array, weights: Array) -> Array:
@@ -146,28 +146,26 @@ def _isotonic(grid: Array, weights: Array) -> Array:
     now, off_rows, off_columns = grid, np.zeros_like(grid), np.zeros_like(grid)
     for _ in range(PROJECTIONS):
         given = now + off_rows
-        now = np.array([isotonic_regression(y, weights=w).x for y, w in zip(given, weights, strict=True)])
+        now = np.array([isotonic(y, w) for y, w in zip(given, weights, strict=True)])
         off_rows = given - now
         given = now + off_columns
-        now = np.array([isotonic_regression(y, weights=w).x for y, w in zip(given.T, weights.T, strict=True)]).T
+        now = np.array([isotonic(y, w) for y, w in zip(given.T, weights.T, strict=True)]).T
         off_columns = given - now
     return now
 
 
-def _bends(x: Array, y: Array) -> csr_array:
+def _bends(x: Array, y: Array) -> Array:
     """How much the table bends at each inner knot of each row and column: what a straight line would have there."""
     n, m = len(x), len(y)
-    rows: list[tuple[int, int, float]] = []
-    count = 0
+    rows: list[Array] = []
     for knots, along, across in ((x, m, 1), (y, 1, m)):
         for k in range(1, len(knots) - 1):
             part = (knots[k] - knots[k - 1]) / (knots[k + 1] - knots[k - 1])
             for other in range(n * m // len(knots)):
-                for index, weight in ((k, 1.0), (k - 1, part - 1.0), (k + 1, -part)):
-                    rows.append((count, index * along + other * across, weight))
-                count += 1
-    r, c, w = zip(*rows, strict=True) if rows else ((), (), ())
-    return csr_array(coo_array((w, (r, c)), shape=(count, n * m)))
+                row = np.zeros(n * m)
+                row[np.array([k, k - 1, k + 1]) * along + other * across] = 1.0, part - 1.0, -part
+                rows.append(row)
+    return np.array(rows).reshape(len(rows), n * m)
 
 
 def _rising(grid: Array) -> Array:

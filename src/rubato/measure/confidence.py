@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isinf, sqrt
+from math import cos, inf, pi, sin, sqrt, tan
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import stdtrit
 
 
 def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
@@ -33,6 +32,24 @@ def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
     low = 0.0 if met == 0 else (centre - half) / scale
     high = 1.0 if met == offered else (centre + half) / scale
     return low, high
+
+
+def student_t(level: float, degrees: int) -> float:
+    """What a variable of Student's t with so many degrees of freedom is within, on both sides of 0, at this level."""
+    low, high = 0.0, pi / 2  # of atan(t / sqrt(degrees)), in which the distribution has a finite sum
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _student_within(middle, degrees) < level else (low, middle)
+    return tan(high) * sqrt(degrees)
+
+
+def _student_within(angle: float, degrees: int) -> float:
+    """The probability that |t| is below tan(angle) * sqrt(degrees) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    odd = degrees % 2
+    total, term = 0.0, cos(angle) if odd else 1.0
+    for k in range(2 + odd, degrees + 1, 2):
+        total += term
+        term *= cos(angle) ** 2 * (k - 1) / k
+    return (angle + sin(angle) * total) * 2 / pi if odd else sin(angle) * total
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +121,7 @@ def over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
     mean = float(np.mean(values))
     if n < 2:
         return Estimate(mean, -inf, inf)
-    half = float(stdtrit(n - 1, 0.5 + level / 2)) * float(np.std(values, ddof=1)) / sqrt(n)
+    half = student_t(level, n - 1) * float(np.std(values, ddof=1)) / sqrt(n)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -258,7 +275,7 @@ def _tail(blocks: int, level: float) -> float:
     an estimated variance is; the expanded percentile interval (Hesterberg, 2015) puts Student's t in its place."""
     if blocks < 2:
         return 0.0
-    t = float(stdtrit(blocks - 1, 0.5 + level / 2)) * sqrt(blocks / (blocks - 1))
+    t = student_t(level, blocks - 1) * sqrt(blocks / (blocks - 1))
     return NormalDist().cdf(-t)
 
 

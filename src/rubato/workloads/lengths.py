@@ -6,17 +6,23 @@ One uniform number makes one length, so the lengths of a request depend on nothi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri
+
+from rubato.workloads.root import root
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+NORMAL = NormalDist()
+WIDEST = 15.0  # sigma, of those tried: cut, such a log-normal is nearly all 1 token or all the cut
+_quantiles = np.vectorize(NORMAL.inv_cdf, otypes=[np.float64])
 
 
 class Lengths(Protocol):
@@ -32,6 +38,12 @@ class Lengths(Protocol):
 def _whole(tokens: Floats) -> Ints:
     rounded: Ints = np.rint(tokens).astype(np.int64)
     return rounded
+
+
+def normal(u: Floats) -> Floats:
+    """Quantiles of the standard normal; those of 0, which have no number, at the smallest number above it."""
+    found: Floats = _quantiles(np.maximum(u, sys.float_info.min))
+    return found
 
 
 def mean(lengths: Lengths) -> float:
@@ -71,7 +83,7 @@ class LogNormal:
     most: float = math.inf
 
     def at(self, u: Floats) -> Ints:
-        return _whole(np.clip(np.exp(self.mu + self.sigma * ndtri(u)), 1.0, self.most))
+        return _whole(np.clip(np.exp(self.mu + self.sigma * normal(u)), 1.0, self.most))
 
     def scaled(self, factor: float) -> LogNormal:
         return replace(self, mu=self.mu + math.log(factor), most=self.most * factor)
@@ -86,7 +98,7 @@ class LogNormal:
         if self.most == math.inf:
             return below
         z = (math.log(self.most) - self.mu) / self.sigma
-        return float(below * ndtr(z - k * self.sigma) + self.most**k * ndtr(-z))
+        return float(below * NORMAL.cdf(z - k * self.sigma) + self.most**k * NORMAL.cdf(-z))
 
 
 @cache
@@ -106,15 +118,24 @@ def log_normal(mean: float, std: float, p99: float = math.inf) -> LogNormal:
         return plain
     from scipy.optimize import least_squares  # 0.1 s to import, and only solving needs it
 
-    def off(x: Floats) -> Floats:
-        found = LogNormal(float(x[0]), float(x[1]), p99).moments()
-        return np.array((found[0] / mean - 1.0, found[1] / std - 1.0))
+    def of_mean(sigma: float) -> LogNormal:
+        """The cut log-normal of this mean: it rises with mu."""
 
-    start = (min(plain.mu, math.log(p99)), min(sigma, 10.0))
-    solved = least_squares(off, start, bounds=((-200.0, 1e-3), (math.log(p99) + 20.0, 15.0)), xtol=1e-12, ftol=1e-12)
-    if max(abs(solved.fun)) > 1e-6:
+        def off(mu: float) -> float:
+            return LogNormal(mu, sigma, p99).moments()[0] / mean - 1.0
+
+        top = math.log(p99)
+        while off(top) < 0.0:
+            top += sigma
+        return LogNormal(root(off, math.log(mean) - sigma * sigma, top, 1e-13), sigma, p99)
+
+    # of two such the one of larger sigma has the larger deviation: their quantile functions cross once
+    def off(sigma: float) -> float:
+        return of_mean(sigma).moments()[1] / std - 1.0
+
+    if off(WIDEST) < 0.0:
         raise ValueError(f"no log-normal cut at {p99} has mean {mean} and deviation {std}: give a smaller deviation")
-    return LogNormal(float(solved.x[0]), float(solved.x[1]), p99)
+    return of_mean(root(off, sigma / 2, WIDEST, 1e-13))
 
 
 def log_normal_p99(mean: float, p99: float) -> LogNormal:
@@ -122,7 +143,7 @@ def log_normal_p99(mean: float, p99: float) -> LogNormal:
 
     Raises ValueError for a P99 below the mean or beyond exp(z^2/2) = 15 times it, which no log-normal has.
     """
-    z = float(ndtri(0.99))
+    z = NORMAL.inv_cdf(0.99)
     if not 0.0 < mean < p99 < mean * math.exp(z * z / 2):
         raise ValueError(f"no log-normal has mean {mean} and P99 {p99}: give a P99 of 1 to 15 times the mean")
     sigma = z - math.sqrt(z * z - 2.0 * math.log(p99 / mean))
@@ -133,7 +154,7 @@ def log_normal_p90(median: float, p90: float, most: float = math.inf) -> LogNorm
     """The log-normal of this median and P90, cut at `most`. Raises ValueError unless 0 < median < P90 <= most."""
     if not 0.0 < median < p90 <= most:
         raise ValueError(f"log-normal lengths of median {median}, P90 {p90}, at most {most}: give these ascending")
-    return LogNormal(math.log(median), math.log(p90 / median) / float(ndtri(0.9)), most)
+    return LogNormal(math.log(median), math.log(p90 / median) / NORMAL.inv_cdf(0.9), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +187,7 @@ class Normal:
     most: int = 1_000_000
 
     def at(self, u: Floats) -> Ints:
-        return _whole(np.clip(self.mean + self.std * ndtri(u), self.least, self.most))
+        return _whole(np.clip(self.mean + self.std * normal(u), self.least, self.most))
 
     def scaled(self, factor: float) -> Normal:
         return Normal(self.mean * factor, self.std * factor, round(self.least * factor), round(self.most * factor))

@@ -12,6 +12,7 @@ import numpy as np
 
 from rubato.core.request import SLO
 from rubato.workloads.lengths import Lengths, mean, of
+from rubato.workloads.root import root
 from rubato.workloads.workload import NO_SLO
 
 Range = Lengths | tuple[int, int]  # a pair: uniform from the least to the most tokens
@@ -139,9 +140,7 @@ def within(kind: Kind, most: int) -> Kind:
         raise ValueError(
             f"kind {kind.app!r}: prompts leave no room in {most} tokens for {wanted:.0f} of output on average"
         )
-    from scipy.optimize import brentq  # 0.1 s to import, and only this needs it
-
-    return dataclasses.replace(kind, output=of(kind.output).scaled(float(brentq(off, 1.0, 100.0, xtol=1e-3))))
+    return dataclasses.replace(kind, output=of(kind.output).scaled(root(off, 1.0, 100.0, within=1e-3)))
 
 
 def tiers_of(kinds: Sequence[Kind]) -> dict[str, SLO]:
