@@ -28,7 +28,7 @@ from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies.vllm import Scheduler as Scheduler
 from rubato.policy_kit.batch_builder import remaining
-from rubato.policy_kit.compiled import compiled
+from rubato.policy_kit.compiled import compiled, warn_if_plain
 
 SOURCE = "SLO-Aware Scheduling for Large Language Model Inferences, §3 and §4"
 
@@ -292,6 +292,7 @@ def anneal(jobs: Predicted, how: Annealing, rng: np.random.Generator) -> Solutio
 @lru_cache(1)
 def compile_search() -> None:
     """Compile the search, once on a new machine, or load it: seconds that no request is to wait for."""
+    warn_if_plain("sa", "up to a second for each search")
     jobs = Predicted(np.ones((2, 1)), np.zeros((2, 1)), 0.0)
     anneal(jobs, Annealing(iterations=1, early_exit=False), np.random.default_rng(0))
 

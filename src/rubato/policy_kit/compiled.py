@@ -1,18 +1,27 @@
-"""Functions compiled by Numba, kept on disk where that can be; for searches that a policy runs between two steps."""
+"""Functions compiled by Numba, kept on disk where that can be; for searches that a policy runs between two steps.
+
+Without Numba (extra `fast`) they run as they stand: the same results, in plain Python's time.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from llvmlite.binding import ffi
-from numba import njit
+try:
+    from llvmlite.binding import ffi
+    from numba import njit
+except ImportError:
+    njit = None  # type: ignore[assignment]
+else:
+    # vLLM asks for `vars` of whatever any module holds; llvmlite's library has no `__dict__`, answers with a function
+    if isinstance(table := getattr(ffi.lib, "_fntab", None), dict):
+        table.setdefault("__dict__", {})
 
+log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
-
-# vLLM asks for `vars` of whatever any module holds; llvmlite's library has no `__dict__`, and answers with a function
-if isinstance(table := getattr(ffi.lib, "_fntab", None), dict):
-    table.setdefault("__dict__", {})
 
 
 def compiled(signature: str | None = None) -> Callable[[F], F]:
@@ -20,9 +29,20 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
     anew when its own file changes, not when one that it calls does: keep those that call each other in one file."""
 
     def made(function: F) -> F:
+        if njit is None:
+            return function
         try:
             return cast(F, njit(signature, cache=True)(function))
         except RuntimeError:  # there is no folder to write to
             return cast(F, njit(signature)(function))
 
     return made
+
+
+@lru_cache
+def warn_if_plain(policy: str, slower: str) -> None:
+    """Once for each policy that is to run: is its search in plain Python? slower: how much that costs."""
+    if njit is None:
+        log.warning(
+            "%s plans in plain Python, %s, as Numba is not installed: pip install 'rubato-llm[fast]'", policy, slower
+        )

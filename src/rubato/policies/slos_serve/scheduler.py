@@ -30,6 +30,7 @@ from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, Specu
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 from rubato.policy_kit.acceptance import PRIOR
 from rubato.policy_kit.batch_builder import memory
+from rubato.policy_kit.compiled import warn_if_plain
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
@@ -142,6 +143,7 @@ class Scheduler:
     _drafts: Drafts = field(init=False)
 
     def __post_init__(self) -> None:
+        warn_if_plain("slos_serve", "a few times slower")
         if self.decision_threshold < 1 or not 0.0 <= self.decision_interval < inf:
             raise ValueError(
                 f"decision_threshold {self.decision_threshold}, decision_interval {self.decision_interval}: "
