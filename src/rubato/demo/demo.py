@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rubato.core.extras import extra
 from rubato.demo.progress import Progress, say
 from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, kept
 from rubato.measure import load_generator, plot, results
@@ -26,7 +27,11 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     """Run the demo and write everything into `out`. seconds: of load for each policy, instead of what the machine's
     speed calls for. Returns 0 when it ran to its end, whatever the verdict; 1 when a run could not be trusted (the load
     generator was late). Raises ServerError, BenchError, PolicyError, ImportError."""
-    from rubato.engines.torch import bundled_model
+    with extra("demo", "the demo"):
+        import matplotlib  # noqa: F401
+
+        import rubato.serving  # noqa: F401
+        from rubato.engines.torch import bundled_model
 
     _check_able(policy)
     if seconds is not None and not 1.0 <= seconds <= 3600.0:
@@ -62,7 +67,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
 
 def _check_able(policy: str) -> None:
     """Raises PolicyError for one that is not there, or that one replica of the embedded engine cannot run."""
-    from rubato.engines.torch import Engine  # needs the torch extra, as `bundled` does
+    from rubato.engines.torch import Engine
 
     if lacking := load_policy(policy).needs - Engine.supports:
         raise PolicyError(f"policy {policy!r} needs an engine that can {', '.join(sorted(lacking))}; the demo's cannot")

@@ -1,6 +1,6 @@
 """Pictures of runs: attainment by tier and policy with intervals, distributions of TTFT and TPOT.
 
-Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture is made.
+Needs matplotlib (extra `plot`), imported only when a picture is made.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rubato.core.extras import extra
 from rubato.core.request import SLO
 from rubato.measure.records import Record, Run, summarise
 
@@ -76,11 +77,9 @@ def plot_attainment(path: str | Path, runs: Sequence[Run], ink: Ink = LIGHT) -> 
 
 
 def _figure(inches: tuple[float, float], ink: Ink) -> Any:
-    try:
+    with extra("plot", "a picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rubato-llm[plot]'") from error
     figure = Figure(figsize=inches, dpi=110, layout="constrained", facecolor=ink.ground)
     FigureCanvasAgg(figure)
     return figure

@@ -1,6 +1,6 @@
 """A picture of a sweep: attainment by rate with its intervals.
 
-Needs matplotlib (`pip install rubato-llm[plot]`), imported only when a picture is made.
+Needs matplotlib (extra `plot`), imported only when a picture is made.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
+from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
@@ -281,11 +282,12 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
         # it is imported, as it is by default on macOS, it stays on loopback.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        import ray
+        with extra("ray", "fleet 'ray'"):
+            import ray
 
-        from rubato.fleet.ray_host import ray_cluster
-    except ImportError as error:
-        raise ConfigError(f"fleet: ray is not installed ({error}): pip install 'rubato-llm[ray]'") from None
+            from rubato.fleet.ray_host import ray_cluster
+    except MissingExtra as error:
+        raise ConfigError(str(error)) from None
     known = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]
     for name in resources:
         if name not in known:

@@ -14,16 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from rubato.core.clock import WallClock
 from rubato.core.cpu_usage import FreeCores, TakenCores, usable
+from rubato.core.extras import extra
 from rubato.core.interfaces import KV
 from rubato.core.plan import Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
-from rubato.engines.torch import gguf
-from rubato.engines.torch.batch_tensors import Packed
-from rubato.engines.torch.cpu import llvm_jit, matmul_backends
+
+with extra("torch", "the embedded engine"):
+    import jinja2  # noqa: F401
+    import safetensors  # noqa: F401
+    import tokenizers  # type: ignore[import-untyped]  # noqa: F401
+    import torch
+
+from rubato.engines.torch import gguf, llvm_jit, matmul_backends
+from rubato.engines.torch.batch_tensors import slot
 from rubato.engines.torch.drafters import Drafter, Wanted
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json

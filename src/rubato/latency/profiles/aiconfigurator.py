@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rubato.core.did_you_mean import nearest
+from rubato.core.extras import extra
 from rubato.latency.model_dims import Dims
 
 TOKENS = (
@@ -87,12 +88,8 @@ class _Kernels:
     """The kernels of one model on one kind of GPU, asked one at a time."""
 
     def __init__(self, dims: Dims, gpu: GPU, gpus: int, capacity: int) -> None:
-        try:
+        with extra("aiconfigurator", "a profile from kernel tables"):
             from aiconfigurator_core.sdk import common, engine, operations, perf_database
-        except ImportError as error:
-            raise ImportError(
-                f"aiconfigurator is not installed ({error}): pip install 'rubato-llm[aiconfigurator]'"
-            ) from None
         self.dims, self.gpu, self.gpus = dims, gpu, gpus
         self._ops, self._engine, self._common = operations, engine, common
         database = perf_database.get_database(gpu.system, "vllm", gpu.version, shared_layer=False)

@@ -1,0 +1,67 @@
+"""A library that is missing ends in one sentence that says what to install, and the core runs without any extra."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rubato.core.extras import MissingExtra, extra
+
+OPTIONAL = (
+    "fastapi", "gguf", "httptools", "jinja2", "llvmlite", "matplotlib", "numba", "prometheus_client", "ray",
+    "safetensors", "scipy", "starlette", "tokenizers", "torch", "uvicorn",
+)  # fmt: skip
+
+
+def without(code: str, *, libraries: tuple[str, ...] = OPTIONAL, cwd: Path | None = None) -> tuple[str, str]:
+    """Output and errors of a Python that lacks these."""
+    head = f"import sys\nfor name in {libraries!r}: sys.modules[name] = None\n"
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, cwd=cwd, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_the_sentence_names_the_outermost_extra() -> None:
+    with pytest.raises(MissingExtra) as raised, extra("demo", "the demo"), extra("torch", "the engine"):
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+    said = "the demo needs more than is installed (No module named 'no_such_library'): pip install 'rubato-llm[demo]'"
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["serve", "bundled"], "serve"),
+        (["demo"], "demo"),
+        (["profile", "somewhere", "--name", "n", "--out", "n.json"], "torch"),
+        (["simulate", "--duration", "1", "--plot", "p.png"], "plot"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[0],
+)
+def test_commands_say_what_to_install(words: list[str], name: str, tmp_path: Path) -> None:
+    _, errors = without(f"from rubato.cli.main import main\nassert main({words!r}) == 2", cwd=tmp_path)
+    assert errors.splitlines()[-1].endswith(f": pip install 'rubato-llm[{name}]'")
+
+
+@pytest.mark.parametrize("policy", ["edf", "vllm", "sarathi", "polyserve"])
+def test_a_simulation_needs_no_extra(policy: str, tmp_path: Path) -> None:
+    words = ["simulate", "--policy", policy, "--duration", "5"]
+    output, errors = without(f"from rubato.cli.main import main\nassert main({words!r}) == 0", cwd=tmp_path)
+    assert "attained" in output
+    assert "pip install" not in errors
+
+
+@pytest.mark.parametrize("policy", ["slos_serve", "sa"])
+def test_without_numba_it_plans_alike_and_says_so_once(policy: str, tmp_path: Path) -> None:
+    words = ["simulate", "--policy", policy, "--duration", "5", "--replicas", "2", "--json", "-"]
+    code = f"from rubato.cli.main import main\nassert main({words!r}) == 0"
+    output, errors = without(code, cwd=tmp_path)
+    warning = f"{policy} plans in plain Python"
+    assert errors.count(warning) == 1
+    assert "pip install 'rubato-llm[fast]'" in errors
+    compiled, silent = without(code, libraries=(), cwd=tmp_path)
+    assert warning not in silent
+    assert output == compiled
