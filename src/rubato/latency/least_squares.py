@@ -1,6 +1,6 @@
 """Least squares under constraints, for small problems: non-negative coefficients, and values that never fall.
 
-In NumPy alone: SciPy has both, and takes 110 MB, which an installation beside vLLM would have to add.
+In NumPy alone: SciPy has both, and takes 140 MB, which an installation beside vLLM would have to add.
 """
 
 from __future__ import annotations
