@@ -26,9 +26,9 @@ from typing import ClassVar
 import numpy as np
 
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel
 from rubato.latency.least_squares import nnls
-from rubato.latency.online import Learns, Online
-from rubato.latency.roofline_fit import Array, largest, numbers
+from rubato.latency.roofline_fit import Array
 
 Four = tuple[float, float, float, float]
 PREFILL: Four = (0.1e-3, 5.7e-3, 0.01e-3, 43.67e-3)  # the paper's Table 2

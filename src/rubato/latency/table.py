@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.plan import Sample, Shape
+from rubato.latency.fitted_model import FittedModel, numbers
 from rubato.latency.least_squares import isotonic
 from rubato.latency.model_base import knee_of
 from rubato.latency.roofline_fit import Array

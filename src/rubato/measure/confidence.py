@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, inf, pi, sin, sqrt, tan
+from math import cos, inf, isinf, pi, sin, sqrt, tan
 from statistics import NormalDist
 
 import numpy as np

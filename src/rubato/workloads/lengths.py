@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import NormalDist
 from typing import Protocol
 
@@ -116,7 +117,6 @@ def log_normal(mean: float, std: float, p99: float = math.inf) -> LogNormal:
     plain = LogNormal(math.log(mean) - sigma * sigma / 2, sigma, p99)
     if p99 == math.inf:
         return plain
-    from scipy.optimize import least_squares  # 0.1 s to import, and only solving needs it
 
     def of_mean(sigma: float) -> LogNormal:
         """The cut log-normal of this mean: it rises with mu."""

@@ -27,8 +27,9 @@ with extra("torch", "the embedded engine"):
     import tokenizers  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
-from rubato.engines.torch import gguf, llvm_jit, matmul_backends
-from rubato.engines.torch.batch_tensors import slot
+from rubato.engines.torch import gguf
+from rubato.engines.torch.batch_tensors import Packed
+from rubato.engines.torch.cpu import llvm_jit, matmul_backends
 from rubato.engines.torch.drafters import Drafter, Wanted
 from rubato.engines.torch.model import Model, bytes_per_token
 from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json
