@@ -127,7 +127,7 @@ def test_settings_and_keys_inside_vllm() -> None:
 
 
 def test_policies_and_profiles_are_named_all_of_them() -> None:
-    assert set(column("README.md", "## Measuring and simulating")) == set(policies.names())
+    assert set(column("policies.md", "## The packaged policies")) == set(policies.names())
     assert column("latency.md", "## Hardware profiles")[: len(profiles.names())] == profiles.names()
 
 

@@ -181,3 +181,20 @@ def test_what_edf_holds_is_what_the_figures_say() -> None:
     least, most = re.findall(r"^([\d.]+) to ([\d.]+) of", row["result"])[0]
     assert is_shown(least, min(shares))
     assert is_shown(most, max(shares))
+
+
+def test_the_readmes_intervals_stand_in_the_table() -> None:
+    """The README repeats some rows: with the same numbers, or not at all."""
+    said = re.findall(r"[\d.]+ \[-?[\d.]+, [\d.]+\]", PAGES["README.md"])
+    assert len(said) >= 5
+    table = "\n".join(row["result"] for row in ROWS)
+    assert [interval for interval in said if interval not in table] == []
+
+
+def test_the_readmes_claims_of_papers_are_counted_as_their_index_has_it() -> None:
+    (counts,) = re.findall(
+        r"Of (\d+) claims of five papers \*\*(\d+) miss\*\*, (\d+) .*, (\d+) .* and (\d+) hold", PAGES["papers.md"]
+    )
+    assert re.findall(
+        r"Of (\d+) claims (\d+) miss, (\d+) are .*, (\d+) were not run and (\d+)\s+hold", PAGES["README.md"]
+    ) == [counts]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rubato import policies
 from rubato.cli.main import main
 from rubato.core import event_log
 from rubato.core.plan import Limits
@@ -103,8 +106,24 @@ def test_an_infeasible_slo_is_answered_as_the_page_says(capsys: pytest.CaptureFi
 
 
 def test_the_clients_example_is_answered(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = fenced("README.md", "python")
+    example = fenced("serving.md", "python")[0]
     exec(example.replace("http://127.0.0.1:8000", server.url), {})
     text, verdict = capsys.readouterr().out.splitlines()
     assert text
     assert "'met': True" in verdict
+
+
+def test_the_readmes_policy_runs_beside_others_by_its_command(desk: Path) -> None:
+    (policy,) = fenced("README.md", "python")
+    Path("my_policy.py").write_text(policy)
+    (command,) = re.findall(r"^ *rubato (sweep .*)$", PAGES["README.md"], re.MULTILINE)
+    words = command.replace("--count 300 --seeds 0,1", "--count 30 --seeds 0").split()
+    assert main([*words, "--json", "sweep.json", "--no-progress"]) == 0
+    found = json.loads(Path("sweep.json").read_text())
+    assert found["skipped"] == {}
+    assert [point["policy"] for point in found["points"]] == ["my_policy.py", "edf", "slos_serve"]
+
+
+def test_the_readme_counts_policies_right() -> None:
+    kinds = Counter(kind for _, kind, *_ in policies.describe())
+    assert f"{kinds['scheduler']} schedulers and {kinds['router']} routers" in PAGES["README.md"]
