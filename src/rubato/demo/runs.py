@@ -29,7 +29,7 @@ from rubato.workloads.prompts import Count
 from rubato.workloads.request_kinds import Kind
 
 OVERLOAD = 1.3  # times the rate that vllm holds
-HOLDS = 0.9  # attainment at which a rate is held (SYSTEMS: capacity)
+HOLDS = 0.9  # attainment at which a rate is held
 LONGEST = 60.0  # seconds of load for each policy at most, where even short requests are served slowly
 LEAST = 40  # requests for each policy
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of all lengths: the first at which LEAST requests come in SECONDS

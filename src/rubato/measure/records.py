@@ -123,7 +123,7 @@ def verdict(
 
 
 def rejudged(run: Run, slo_rule: str) -> Run:
-    """The same run by another judging rule (`slo.RULES`)."""
+    """The same run by another judging rule (`slo.SLO_RULES`)."""
     requests = {request.id: request for request in run.workload.requests()}
     truth, pauses = run.workload.truth(), run.workload.pauses()
     records = tuple(

@@ -1,17 +1,17 @@
 """AdaServe: each request's draft tree is cut to what its TPOT needs; the rest of the budget goes where it is likeliest.
 
-Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all who decode. Beam search drafts a tree for
+Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all decodes. Beam search drafts a tree for
 each, whose depth and width fall with the number of requests (equations 8 and 9). Of the trees a step takes the nodes
-that each request's TPOT needs by the step's end, and then the most probable of all (`core.draft_tree`, Algorithm 2).
-Prompts run beside, first come, first served, in chunks.
+that each request's TPOT needs by the step's end, and then the most probable of all (`policy_kit.draft_tree`, Algorithm
+2). Prompts run beside, first come, first served, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
 per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
 pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees are as deep as brings the most
-tokens per second, if they are as good as those so far, or none. Whoever needs more than its whole tree is likely to
-bring needs nothing: it would be the first to be served, and lose all the same. With `verify_tokens` all of this is the
-paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests beyond the cap
-come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request
+tokens per second, if they are as good as those so far, or none. A request that needs more than its whole tree is likely
+to bring needs nothing: it would be the first to be served, and lose all the same. With `verify_tokens` all of this is
+the paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests beyond the
+cap come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request
 judged by its end-to-end time needs what brings it there at an even pace; best effort needs nothing.
 """
 

@@ -1,7 +1,7 @@
 """Limits of a tenant: requests and tokens a minute, and requests in flight.
 
 A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
-`OfferedEvents` tells metrics, logs and traces of it as of any other, so that offered = finished + in flight.
+`OfferedEvents` tells metrics, logs and the event log of it as of any other, so that offered = finished + in flight.
 
 An API request is charged one request as soon as its key is known, whatever its body turns out to be: reading a body
 costs time, too. Prompts beyond the first, and tokens, are charged when they are known (`TenantGate`).

@@ -28,7 +28,7 @@ NO_SLO = SLO()
 class OfferedStage:
     """One stage of a request: `prompt` tokens of prefill (0: decode only), then `output` tokens.
 
-    ends: the literal after which the next stage begins, as in `types.Stage`. pause: seconds a tool takes before this
+    ends: the literal after which the next stage begins, as in `Stage`. pause: seconds a tool takes before this
     stage may begin; they are in no SLO.
     """
 
