@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 export PIP_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-full test-vllm soak soak-short setup serve docs file-map check format bench clean
+.PHONY: demo test test-full test-vllm soak soak-short setup serve docs file-map api check format bench clean
 
 demo: $(DEMO_INSTALLED)  ## measure this machine, then three tiers of requests, policy against policy
 	$(BIN)/rubato demo
@@ -65,6 +65,9 @@ docs: setup  ## the manual as a site, in build/site
 
 file-map: setup  ## write docs/file_map.md anew: a line a module
 	$(BIN)/python docs/file_map.py
+
+api: setup  ## write docs/api.md anew: the public names, from their docstrings
+	$(BIN)/python docs/api.py
 
 check: setup  ## lint, format, types, which package may import which
 	$(BIN)/ruff check .

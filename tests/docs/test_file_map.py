@@ -1,4 +1,4 @@
-"""docs/file_map.md says what the modules say of themselves."""
+"""docs/file_map.md and docs/api.md say what the modules and the public names say of themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from tests.docs.pages import ROOT
 
 @pytest.fixture
 def file_map() -> Any:
-    spec = importlib.util.spec_from_file_location("file_map", ROOT / "docs" / "file_map.py")
+    return script("file_map")
+
+
+def script(name: str) -> Any:
+    """The module in docs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,6 +28,11 @@ def file_map() -> Any:
 
 def test_the_page_is_what_the_modules_say(file_map: Any) -> None:
     assert file_map.PAGE.read_text(encoding="utf-8") == file_map.page(), "run `make file-map`"
+
+
+def test_the_page_of_public_names_is_what_they_say() -> None:
+    api = script("api")
+    assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run `make api`"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ Latency counts from the scheduled arrival, so a server that stalls is charged fo
 (no coordinated omission). A client that cannot keep the schedule itself would charge the server for its own lateness:
 then the run says so in `Run.problems`, and its numbers must not be used.
 
-Works with any OpenAI-compatible server that streams (`http_client`); token counts are the server's usage when it sends usage
-with each chunk (`continuous_usage_stats`, vLLM's name). With usage at the end only, its tokens are spread evenly over
-the chunks, which leaves mean TPOT exact; without any, one token is assumed per non-empty chunk. The run says which.
+Works with any OpenAI-compatible server that streams (`http_client`); token counts are the server's usage when it sends
+usage with each chunk (`continuous_usage_stats`, vLLM's name). With usage at the end only, its tokens are spread evenly
+over the chunks, which leaves mean TPOT exact; without any, one token is assumed per non-empty chunk. The run says
+which.
 """
 
 from __future__ import annotations
