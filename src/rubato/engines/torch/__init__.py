@@ -296,7 +296,7 @@ class Engine:
 
     def _compact(self, walks: Sequence[Walk], packed: Packed) -> None:
         """Bring the KV of accepted candidates to the front, behind the pending tokens', and tell the drafter. What lies
-        behind them is nobody's."""
+        behind them is unused."""
         assert self._model is not None
         assert self._drafter is not None, "candidates came from it"
         slots: list[int] = []

@@ -5,8 +5,8 @@
 
 vLLM's `schedule` stays what it is: it allocates KV, builds the batch, keeps its queues. Three things that it reads are
 set so that what it decides is the plan: its waiting queue holds only the requests that the plan starts, in the plan's
-order; the last limit on a request's chunk (`_reserve_prefill_lookahead`) is the plan's number of tokens, 0 for whom it
-passes over; and a prefix cache hit is the one that the plan was made on. Written for vLLM 0.32.
+order; the last limit on a request's chunk (`_reserve_prefill_lookahead`) is the plan's number of tokens, 0 if it passes
+over the request; and a prefix cache hit is the one that the plan was made on. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
         finally:
             pool.free_blocks(reversed(hits))
             self._chunks = {}
-            for request in reversed(list(self.waiting)):  # whom vLLM did not start, or preempted, against the plan
+            for request in reversed(list(self.waiting)):  # left or preempted by vLLM, against the plan
                 aside.prepend_request(request)
             self.waiting = aside
 
@@ -189,7 +189,7 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
         return min(num_new_tokens, self._chunks.get(request.request_id, 0))
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
-        # Not looked up again: blocks that others are given in this very step would be found, though nobody planned so.
+        # Not looked up again: that would find blocks allocated in this very step, unknown to the plan.
         return (*self.rubato.seqs[request.request_id].look_up().found, False)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:

@@ -144,7 +144,7 @@ class Seq:
 
     @property
     def blocks(self) -> int:
-        if self.waiting:  # those that stay whoever is preempted, as `Replica` counts them
+        if self.waiting:  # blocks that no single preemption frees, as `Replica` counts them
             return sum(b.ref_cnt > 1 for b in self.look_up().blocks)
         return len(self._held())
 
