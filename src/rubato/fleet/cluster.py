@@ -68,7 +68,7 @@ class Cluster:
     its requests go to the others. `dead` is set when none is left, or the router fails time after time.
     max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
     first come, first served. lengths: what the router sees as `predicted`; hosts in this process have the same one, and
-    teach it. autoscaler, spare: who adds and drains hosts, and what makes them. Raises ValueError for a router that
+    teach it. autoscaler, spare: what adds and drains hosts, and what makes them. Raises ValueError for a router that
     wants what there is not.
     """
 
@@ -89,7 +89,7 @@ class Cluster:
             raise ValueError("give an autoscaler and what makes its hosts (`spare`), or neither")
         self._autoscaler = autoscaler
         self._spare = spare
-        self._joining: dict[str, tuple[Host, Handle]] = {}  # who starts
+        self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
         self._draining_hosts: set[str] = set()
         self._scale_timer: Handle | None = None
         self._scale_soon: Handle | None = None
@@ -123,11 +123,11 @@ class Cluster:
         self._failures = 0  # of the router, in a row
         self._order = 0
         self._held: dict[str, Seq] = {}
-        self._moving: set[str] = set()  # of those held, who has KV somewhere, and may wait for memory elsewhere
+        self._moving: set[str] = set()  # held requests with KV at a replica; may wait for memory at another
         self._placed: dict[str, tuple[str, Request]] = {}
         self._transfers: dict[str, Handle] = {}
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
-        self._groups: dict[str, tuple[str, set[str]]] = {}  # where a group is served, and who of it is left
+        self._groups: dict[str, tuple[str, set[str]]] = {}  # a group's replica, and its requests there
         self._listeners = EventBus()
         self._fair = None if fair is None else FairGate(fair, self._listeners)
         self._observed: Listener = lambda event: router.observe((event,))
@@ -145,7 +145,7 @@ class Cluster:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether the end of any step has the router asked: it may free the KV memory that somebody held waits for."""
+        """Whether the router is asked after each step: its end may free KV memory that a held request waits for."""
         return self._steps or bool(self._moving)
 
     @property
@@ -216,7 +216,7 @@ class Cluster:
         elif id in self._transfers:  # by now the target may have forgotten it, having begun afresh
             self._end(self._take_back(id), "cancelled", reason)
         elif id in self._placed:
-            self._cancelled[id] = reason  # the host may be dead without anybody having noticed
+            self._cancelled[id] = reason  # the host may have died unnoticed
             self.hosts[self._placed[id][0]].cancel(id, reason)
 
     def resume(self, id: str) -> None:
@@ -490,7 +490,7 @@ class Cluster:
         if self._fair is not None and request.handoff is None:
             self._fair.placed(request.id, now)
         self._emit(Placed(now, request.id, replica, why))
-        if request.id not in self._placed:  # cancelled by who was told of its placement
+        if request.id not in self._placed:  # a listener to `Placed` cancelled it
             return True
         if source is None:
             try:

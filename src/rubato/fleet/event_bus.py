@@ -14,7 +14,7 @@ Listener = Callable[[Event], None]
 
 
 class EventBus:
-    """Who is told of every event, in order, on the event loop.
+    """Tells listeners of every event, in order, on the event loop.
 
     One that raises costs no request its end (a full disk under the event log) and is told of the next event all the
     same. Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's own logs them, that of

@@ -4,8 +4,8 @@ A gate before the router. Each request is a load: one over the number of its lik
 what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and
 prefills as much as replaces those that end. While what is placed leaves the replicas some air (`HEADROOM`), everything
 passes. Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the
-rest waits here, where it delays nobody, and goes on in the order of start-time fair queueing (Goyal, Vin and Cheng
-1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
+rest waits here, where it delays no other tenant, and goes on in the order of start-time fair queueing (Goyal, Vin and
+Cheng 1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
 
 A request that alone is more than its tenant's share passes at times: what it keeps the replicas busy for is paid back
 first, at the rate of the share. So does one whose prompt stalls a step for more than the share of the tightest TTFT.
@@ -145,7 +145,7 @@ class FairShare:
             account.waiting -= 1
             account.finish -= entry.work / account.weight
 
-    # ----------------------------------------------------------------- who passes
+    # ----------------------------------------------------------------- what passes
 
     def open(self, held: Iterable[Request], fleet: Sequence[View], now: float) -> list[Request]:
         """Those of `held` that may go to a replica now, in this order."""
@@ -167,7 +167,7 @@ class FairShare:
                 entry.stall = max(0.0, alone_seconds(request.stages[0].prompt) - step)
             alone = len(shares) == 1 and total == 0.0
             fits = alone or total + entry.load <= HEADROOM or spent[tenant] + entry.load <= share
-            # it takes more of the tightest TTFT than its share, and there is somebody to mind
+            # it takes more of the tightest TTFT than its share, and another tenant is active
             stalls = len(shares) > 1 and entry.stall > share * ttft
             entry.owes = 0.0
             if not fits and spent[tenant] > 0.0:

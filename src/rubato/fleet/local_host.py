@@ -35,10 +35,10 @@ class LocalHost:
     """Replica + Scheduler + Engine in this process (`Host`).
 
     emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
-    requests, when the engine is beyond recovery; by then every request here has ended. handoff: whether whoever hears
-    the events gives what is handed off to another host. step_timeout: seconds, and `SLOWER` times the predicted ones on
-    top, after which a step or a restart of the engine counts as hung and the engine as beyond recovery; None: it is
-    waited for without limit.
+    requests, when the engine is beyond recovery; by then every request here has ended. handoff: whether the
+    receiver of the events gives handed-off requests to another host. step_timeout: seconds, and `SLOWER` times the
+    predicted ones on top, after which a step or a restart of the engine counts as hung and the engine as beyond
+    recovery; None: it is waited for without limit.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LocalHost:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._failures = 0
-        self._unobserved: RuntimeError | None = None  # of the scheduler; for the loop, whoever caused the events
+        self._unobserved: RuntimeError | None = None  # of the scheduler's `observe`: the next step raises it
         self._restarting = False
         self._task: asyncio.Task[None] | None = None
 
@@ -296,7 +296,7 @@ class LocalHost:
             self.engine.add(request)
         except ValueError as error:
             return replica.cancel(request.id, self.clock.now(), f"rejected-invalid: {error}", "refused")
-        except Exception as error:  # the engine's fault: told to the client, and the request is nobody's any more
+        except Exception as error:  # the engine's fault: told to the client, and the request ends
             log.exception("replica %s: the engine could not take request %r", self.id, request.id)
             why = f"the engine could not take it: {type(error).__name__}: {error}"
             return replica.cancel(request.id, self.clock.now(), why, "failed")

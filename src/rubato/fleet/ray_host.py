@@ -180,8 +180,8 @@ class RayHost:
         self._spawn(self._watch())
 
     def submit(self, request: Request) -> None:
-        """Raises ValueError for a request that is to wait for a tool: should this process die meanwhile, nobody else
-        would know that it does."""
+        """Raises ValueError for a request that is to wait for a tool: should this process die meanwhile, no other
+        would know of the wait."""
         if request.tools:
             raise ValueError(f"request {request.id!r} waits for a tool, which only a replica in this process does")
         self._started().submit(request, self.clock.now())
@@ -191,7 +191,7 @@ class RayHost:
         self._send(("cancel", (id, reason)))
 
     def resume(self, id: str) -> None:
-        """Nobody here waits for a tool."""
+        """No request here waits for a tool."""
 
     def view(self) -> View:
         return self._started().view(self.clock.now())
