@@ -35,7 +35,7 @@ class SimulationSetup:
     (what it believes; `believed` if it is to differ). learns: the scheduler's model goes on learning from the steps, as
     it does live. noise: relative spread of step times. router: "auto" is the policy's own, or `least_loaded`. link:
     what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step times.
-    autoscaler: makes who adds and drains replicas, None = nobody; start_seconds: until one that is added serves.
+    autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds: until an added replica serves.
     stated_max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output, which
     then bounds what is predicted of it."""
 

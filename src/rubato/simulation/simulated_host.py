@@ -1,6 +1,6 @@
 """A host without tasks: a replica, its scheduler, an engine that only takes time (`Host`), on a hand-set clock.
 
-It calls the same replica as `local_host.LocalHost` does, in the same order. Where nobody asks for every token, a plan
+It calls the same replica as `local_host.LocalHost` does, in the same order. Unless every token is asked for, a plan
 is carried out as a run of one or more equal steps, which ends where the next plan may differ: at the first token or the
 end of a stage, at the end of a prefill, when KV runs short, and when something arrives. Other steps are run one by one
 by the simulated engine: those whose tokens are told, which a policy that drafts asks for, too.
@@ -121,8 +121,8 @@ class SimulatedHost:
         self._learns = learns
         self._ran = ran
         self._outbox: list[Event] = []
-        self._milestones: list[tuple[int, int, Seq]] = []
-        self._aims = itertools.count()  # when somebody's first or last token of a stage comes
+        self._milestones: list[tuple[int, int, Seq]] = []  # the steps of first and last tokens of stages
+        self._aims = itertools.count()  # orders the milestones of a step
         self._spoken: set[str] = set()  # whose tokens have to be looked at one by one
         self._heard = False  # whether the end of the step under way is told
         self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
@@ -333,7 +333,7 @@ class SimulatedHost:
         self._emitted = {e.seq: result.emitted[e.seq] for e in batch.entries if e.sample}
         run.ends = [run.begin + result.seconds * self._times.factor(run.tick)]
 
-    # ----------------------------------------------------------------- who is to be looked at
+    # ----------------------------------------------------------------- first and last tokens of a stage
 
     def _target(self, seq: Seq) -> int:
         """Output tokens of its stage: what was drawn for it, unless max_tokens comes first."""
@@ -342,7 +342,7 @@ class SimulatedHost:
         return left if targets is None else min(left, targets[seq.stage])
 
     def _aim(self, seq: Seq) -> None:
-        """Somebody must look at it when its first or its last token of the stage comes."""
+        """Note the step that brings its first, or else its last, token of the stage."""
         if self._walk:
             return
         tick = self._steps.tick
@@ -361,7 +361,7 @@ class SimulatedHost:
         return found
 
     def _next_milestone(self) -> int:
-        """No step before this one brings anybody's first or last token of a stage."""
+        """No step before this one brings a first or last token of a stage."""
         milestones = self._milestones
         if milestones and milestones[0][0] <= self._steps.tick:
             for seq in self._came():  # told by the engine in a step of its own
@@ -369,10 +369,10 @@ class SimulatedHost:
         return milestones[0][0] if milestones else NEVER
 
     def _due(self, run: Run, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
-        """What those get who have to be looked at, in the batch's order."""
+        """What `looked_at` and completed prefills get, in the batch's order."""
         came = [(seq, seq.output) for seq in looked_at]
         came += [(c.seq, c.seq.output + 1) for c in run.chunks if not c.seq.ended and c.seq.pending == 0]
-        if len(came) > 1:  # decodes in order of start, then whom the plan named
+        if len(came) > 1:  # decodes in order of start, then those the plan named
             place = {seq.id: i for i, seq in enumerate(run.order)}
             came.sort(key=lambda item: (place.get(item[0].id, -1), item[0].nth))
         return {seq.id: self._brought(seq, output) for seq, output in came}
