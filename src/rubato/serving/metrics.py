@@ -70,7 +70,7 @@ class Metrics:
         errors: Callable[[], Mapping[str, int]] = dict,
         log_lines_dropped: Callable[[], int] = int,
     ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use to anyone here
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use here
         self.registry = CollectorRegistry()
         self._open: dict[str, _Open] = {}
         self._reasons: set[str] = set()

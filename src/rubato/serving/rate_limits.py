@@ -146,7 +146,7 @@ class TenantGate:
     def __init__(self, books: OfferedEvents, meter: TenantUsage, requests: Sequence[Request]) -> None:
         self._books, self._cluster, self._meter = books, books.cluster, meter
         prompts = [requests[at] for at in firsts(requests)]
-        self._prompts = {request.id: request.prompt for request in prompts}  # by whom they are paid
+        self._prompts = {request.id: request.prompt for request in prompts}  # tokens, by the request charged
         self._tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
         self._refusal: tuple[str, float] | None = None
         self._asked = False

@@ -98,7 +98,7 @@ class Tiers:
 
 class TenantTiers:
     """The tiers of one tenant. A tier beyond them becomes the tenant's own default: the server's where it may use that,
-    else the first of its list. Best effort is everybody's.
+    else the first of its list. Best effort is open to every tenant.
 
     A stated time is bounded, dimension by dimension, by the tightest that its tiers promise. Where none promises
     anything, a tenant with a list of its own gets nothing promised; one without may state what it likes.

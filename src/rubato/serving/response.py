@@ -66,7 +66,7 @@ class ResponseEvents:
     def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
         self.parts = [ChoiceEvents() for _ in requests]
         self.failed: Finished | None = None  # the first end that is no completion: there is no answer any more
-        self.gone = False  # the client is: there is nobody to answer
+        self.gone = False  # the client has left: nothing is sent
         self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
         self._firsts = firsts(requests)
         self._left = len(requests)
