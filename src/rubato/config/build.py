@@ -45,7 +45,7 @@ DRAFTERS = {"suffix": ("rubato.engines.torch.drafters.suffix", "SuffixDrafter")}
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
-    """`engine.kind` is a module of `rubato.engines`, or anyone's, with a class `Engine`.
+    """`engine.kind` is a module of `rubato.engines`, or any other, with a class `Engine`.
 
     Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings,
     `drafter` as `drafter_of` or, for an engine that is not simulated, `token_drafter_of` makes it. Raises ConfigError.
@@ -98,7 +98,7 @@ def simulation_limits(config: Config) -> dict[str, int]:
 def drafter_of(config: Config) -> Drafter | None:
     """`engine.drafter`, what drafts for a simulated engine: the name of a profile, or that with the settings of
     `Acceptance` beside it; without a name drafting costs nothing. Raises ConfigError, also for what drafts real tokens:
-    nobody knows how often it would be right."""
+    how often it would be right is unknown."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None
@@ -121,7 +121,7 @@ def drafter_of(config: Config) -> Drafter | None:
 
 
 def token_drafter_of(config: Config) -> object | None:
-    """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or anyone's module with a class
+    """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or any module with a class
     `Drafter` (`rubato.engines.torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
@@ -181,7 +181,7 @@ def believed_of(config: Config) -> LatencyModel:
 
 
 def latency_of(config: Config) -> LatencyModel:
-    """`latency.kind` is a name in `MODELS`, or anyone's module with a class `Model` (what it lacks of a `LatencyModel`
+    """`latency.kind` is a name in `MODELS`, or any module with a class `Model` (what it lacks of a `LatencyModel`
     beyond step_time, largest_chunk, fit and update is added by `latency.model_base`); by default `affine`, which begins
     with a guess and learns from each step. Raises ConfigError."""
     named = config.latency or Named(name="affine")

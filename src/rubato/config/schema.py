@@ -74,8 +74,8 @@ def _digest(value: Any) -> bytes:
 
 
 class TenantSettings(StrictSettings):
-    """Who may ask for what, and how much of it. Keys stand here, in a file (one a line, # comments), or in an
-    environment variable (separated by blanks or commas); only their digests are kept.
+    """A tenant: its keys, tiers and limits. Keys stand here, in a file (one a line, # comments), or in an environment
+    variable (separated by blanks or commas); only their digests are kept.
 
     tiers: names of the tiers it may use, None = all. weight: of its share beside other tenants'. tokens_per_minute
     counts prompt and output. admin: may see every tenant's requests.
