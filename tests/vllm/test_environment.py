@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def before() -> dict[str, str]:
 
 
 def now() -> dict[str, str]:
-    return {name_of(found.metadata["Name"]): found.version for found in distributions()}
+    """What is installed there; not on sys.path, to which setuptools adds packages of its own once it is imported."""
+    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    return {name_of(found.metadata["Name"]): found.version for found in distributions(path=sorted(places))}
 
 
 def test_every_package_of_vllm_is_there_as_before() -> None:
