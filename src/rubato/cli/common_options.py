@@ -32,7 +32,7 @@ class Once(argparse.Action):
 
 
 def tiers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Who asks for what: a file of kinds, or three tiers."""
+    """Kinds of requests: a file of them, or three tiers."""
     parser.add_argument("--kinds", metavar="FILE", help="YAML: tiers, their SLOs and the kinds of request in each")
     for tier, ttft, tpot in TIERS:
         parser.add_argument(

@@ -76,7 +76,7 @@ def _check_able(policy: str) -> None:
 
 
 def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
-    """What came out, for anyone. doubtful: the rate that vllm holds was not enclosed by those tried."""
+    """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
     *baselines, ours = runs
     met = {run.label: kept(run) for run in runs}
     others = " and ".join(f"{run.label} of {met[run.label]}" for run in baselines)

@@ -297,7 +297,7 @@ class Stage:
             },
             "policy": {"name": policy, **settings},
             "max_in_flight": 1024,
-            "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
+            "prefix_cache": False,  # a repeated prompt must not be cheaper for the policy measured last
             "tiers": tier_settings(tiers),
         }
         if model is not None:

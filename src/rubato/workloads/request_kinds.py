@@ -106,7 +106,7 @@ class MixChange:
 
 
 def chat(slo: SLO, **changes: Any) -> Kind:
-    """Short prompts, answers that somebody reads along."""
+    """Short prompts, answers read as they come."""
     return dataclasses.replace(Kind("chat", slo, prompt=(30, 200), output=(40, 120)), **changes)
 
 
@@ -116,7 +116,7 @@ def code(slo: SLO, **changes: Any) -> Kind:
 
 
 def summary(slo: SLO, **changes: Any) -> Kind:
-    """Long prompts, short answers, nobody in a hurry."""
+    """Long prompts, short answers, no hurry."""
     return dataclasses.replace(Kind("summary", slo, prompt=(400, 900), output=(30, 80)), **changes)
 
 

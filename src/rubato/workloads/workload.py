@@ -51,7 +51,7 @@ class OfferedStage:
 class Arrival:
     """One request of a workload. at: seconds from the start. messages: (role, content); none when only simulated.
 
-    prompt_tokens: of the text; with the model's chat template if whoever counted included it. Both lengths are sums
+    prompt_tokens: of the text; with the model's chat template if that was counted in. Both lengths are sums
     over `parts` where a request has several stages. slo: of this request alone, instead of its tier's. blocks: ids of
     the prompt's blocks of 512 tokens (Mooncake's `hash_ids`): prompts whose ids begin alike begin alike. acceptance:
     the probability that a drafted token is accepted, where speculation is simulated.
