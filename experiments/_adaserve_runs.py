@@ -3,7 +3,7 @@
 Streams are synthetic (`scenarios`), or a recorded one whose times are stretched to the rate. Judged by the mean TPOT.
 KV never binds here: 60 requests of 1,000 tokens are 13 % of the Llama profile's, 19 % of the Qwen profile's, so that
 `reserve_kv` changes nothing. `edf` and `slos_serve` are left out: with drafts their plans take 1.2 and 0.8 times the
-time simulated, and as these requests have no TTFT both hold back whom they cannot serve at once, for minutes (half of
+time simulated. As these requests have no TTFT both hold back those they cannot serve at once, for minutes (half of
 30 s of requests waited 85 s under `slos_serve`), which this judge does not see.
 """
 

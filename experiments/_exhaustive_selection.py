@@ -41,8 +41,8 @@ def most_by_size(tree: Tree) -> list[float]:
 
 
 def brute_force(trees: Sequence[Tree], needed: Sequence[float], budget: int) -> tuple[float, float, int]:
-    """The most tokens in all with every need met (NOTHING if they cannot be), the most whoever goes short, and of how
-    many requests the needs can be met at once."""
+    """The most tokens in all with every need met (NOTHING if they cannot be), the most whatever needs are missed,
+    and the most requests whose needs can be met at once."""
     sizes = [most_by_size(tree) for tree in trees]
     best, any_, most = NOTHING, NOTHING, 0
     for counts in product(*(range(len(s)) for s in sizes)):

@@ -20,8 +20,8 @@ KINDS = ("lp", "hp")  # replicas are of either in turn
 
 @dataclass
 class Scheduler:
-    """`sarathi` with a budget, which hands on one in `every` of the requests that wait and have never run, once each:
-    those whose id says so (a hash of it), so that who is asked how often makes no difference."""
+    """`sarathi` with a budget, which hands on one in `every` of the requests that wait and have never run, once each.
+    A hash of the id chooses them, so that how often a replica plans makes no difference."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "handoff"})
     budget: int = 2048

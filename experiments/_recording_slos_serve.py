@@ -13,7 +13,7 @@ SOURCE = "ours, to count promises by"
 
 @dataclass
 class PromiseLog:
-    """promised: ids of all who ever were, also where that was given up; margins: of each plan."""
+    """promised: ids of all requests ever promised, also where that was given up; margins: of each plan."""
 
     promised: set[str] = field(default_factory=set)
     margins: list[float] = field(default_factory=list)

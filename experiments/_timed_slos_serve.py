@@ -15,7 +15,7 @@ SOURCE = "ours, to measure planning by"
 
 
 class Planned(NamedTuple):
-    """One plan. running: who had a promise; new: who waited for one; seconds: of CPU."""
+    """One plan. running: requests with a promise; new: requests that waited for one; seconds: of CPU."""
 
     at: float
     running: int

@@ -142,7 +142,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
 
 
 def tables(data: Any) -> str:
-    """gap: expected tokens below the best's, % (negative: more, as somebody's need is not met)."""
+    """gap: expected tokens below the best's, % (negative: more, as some request's need is not met)."""
     rows = [["Algorithm 2, where", "forests", "equal", "gap: mean %", "p95 %", "worst %", "least %", "someone short",
              "requests short"]]  # fmt: skip
     for cell in data["cells"]:

@@ -111,7 +111,7 @@ def timed(situation: str, counts: Sequence[int], seed: int) -> dict[str, Any]:
         made = {name: load(name) for name in ms}
         views = {name: seen(situation, count, seed, Role("prefill") if name in PHASED else ANY) for name in ms}
         spent: dict[str, list[float]] = {name: [] for name in ms}
-        for i in range(1 + PLANS):  # in turn: what else the machine does is nobody's alone
+        for i in range(1 + PLANS):  # in turn: what else the machine does slows all of them
             for name, scheduler in made.items():
                 view = replace(views[name], now=NOW + STEP * i)
                 spent[name].append(measured(lambda plan=scheduler.plan, view=view: plan(view))[1].cpu)  # type: ignore[misc]

@@ -41,7 +41,7 @@ COUNTS, BATCHES, SEEDS = (4, 6, 8, 10, 40), (1, 2, 4), tuple(range(1, 21))
 MANY, FEWER = 40, 10  # from so many requests on, so many seeds: a run takes seconds
 EARLIER = 1000  # added to the seed of what the Gaussian has seen:
 HISTORY = 400  # requests that the Gaussian has seen, half of each task
-LONGEST = 2048  # tokens that a request may ask for: nobody knows the true length from that
+LONGEST = 2048  # tokens that each request asks for: they tell nothing of its true length
 OFF = (0.5, 0.8, 1.2, 2.0)  # Figure 10: each coefficient of the scheduler's model times this
 COEFFICIENTS = ("prefill α", "prefill β", "prefill γ", "prefill δ", "decode α", "decode β", "decode γ", "decode δ")
 INSTANCES = (1, 2, 4)  # Figure 11
@@ -143,7 +143,7 @@ def measured(events: Sequence[Event]) -> dict[str, float]:
 
 
 def longer(load: Workload) -> list[Request]:
-    """The requests as their clients send them, who do not know how long the answers will be."""
+    """The requests as clients send them, not knowing how long the answers will be."""
     return [replace(r, sampling=replace(r.sampling, max_tokens=LONGEST)) for r in load.requests()]
 
 

@@ -73,7 +73,7 @@ def learning(scenario: str, scale: Scale) -> Hardware:
 
 
 def kept(scenario: str, noise: float, margin: float | None, seed: int, small: bool) -> dict[str, Any]:
-    """Promises made, and broken; and who attained of all offered."""
+    """Promises made and broken, and requests attained of all offered."""
     scale, log = SMALL if small else FULL, PromiseLog()
     choice = PolicyChoice(POLICY, {"safety_margin": margin, "log": log})
     setting = RunSpec(learning(scenario, scale), choice, noise=noise, lengths=oracle_lengths, learns=True)

@@ -38,7 +38,7 @@ RATES = {"gold": 13.0, "low": 37.0, "batch": 1.0}  # requests/s while it lasts
 SLOS = {"gold": SLO(1.0, 0.03), "low": SLO(3.0, 0.06), "batch": SLO()}
 HIGH, AFTER, LOW = 60.0, 60.0, 0.1  # seconds of overload, seconds after it, and how much comes then
 BACKLOG = 64
-LOGGED = "experiments._recording_slos_serve"  # writes down whom it promised, also those given up later
+LOGGED = "experiments._recording_slos_serve"  # records requests promised, also where given up later
 KEEPS = {"tier_values": {"gold": 4.0}, "tier_reserve": 0.6, "max_waiting": BACKLOG}
 POLICIES = {
     "slos_serve": PolicyChoice("slos_serve", KEEPS),

@@ -2,9 +2,9 @@
 
 CPU time of whole calls, in states as a simulated replica runs into them: Llama-3.1-8B on an H200, requests that hold
 about so many running with a promise, and bursts of so many at the same instant, whose TTFT, five times the prefill
-alone, lets them be taken in part. One TPOT, or three. Who is declined is refused. Counted are calls that find as many
-new, or up to a fifth more, and as many running within a third; of 50 new such a call decides 16, and the next ones the
-others. Without Python's search for cycles, as all simulations.
+alone, lets them be taken in part. One TPOT, or three. A declined request is refused. Counted are calls that find as
+many new, or up to a fifth more, and as many running within a third; of 50 new such a call decides 16, and the next ones
+the others. Without Python's search for cycles, as all simulations.
 """
 
 from __future__ import annotations

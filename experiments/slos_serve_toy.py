@@ -1,7 +1,7 @@
 """The toy of SLOs-Serve's Fig. 3: six tokens a step, three running decodes, a burst of four prompts.
 
 Every step takes one unit and holds six tokens. Three requests decode, one token a unit each; four more come at once,
-six prompt tokens each, first token due within six units, then one a unit. Nobody ends while it matters. Prefill-first
+six prompt tokens each, first token due within six units, then one a unit. None ends while it matters. Prefill-first
 lets the running wait for the whole burst; decode-first leaves the burst what decodes do not take, ever less. SLOs-Serve
 admits three of the four: 36 tokens in six units, 18 for those that run, 18 for three prompts.
 
@@ -46,7 +46,7 @@ def jobs(small: bool) -> list[Job]:
 
 
 def play(policy: str) -> dict[str, Any]:
-    """Units from the burst until each prefill has ended, and who attains, by the deadline rule."""
+    """Units from the burst until each prefill has ended, and requests attained, by the deadline rule."""
     records = RunSpec(MACHINE, PolicyChoice(policy)).run(toy()).records
     return {
         "prefilled": [r.times[0] - BURST for r in records if r.tier == "new"],
