@@ -66,7 +66,7 @@ def offers(trace: Path | None, rate: float, seed: int) -> list[Offer]:
 
 
 def requests(offered: Sequence[Offer], text: Text, slos: dict[str, SLO]) -> list[tuple[float, Request]]:
-    """(seconds after the start, request), ids to be prefixed by whoever sends them."""
+    """(seconds after the start, request), ids yet without the run's prefix."""
     found = []
     for number, offer in enumerate(offered):
         ids = text.chat([{"role": "user", "content": offer.text}])

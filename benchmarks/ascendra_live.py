@@ -110,7 +110,7 @@ class Stage(demo.Stage):
             "latency": {"kind": "operation_count", **coefficients(model)},
             "lengths": {"name": "running_mean"},
             "max_in_flight": 2048,
-            "prefix_cache": False,  # a repeated prompt must not be cheaper under who is measured last
+            "prefix_cache": False,  # a repeated prompt must not be cheaper for the policy measured last
             "slo_rule": "mean",
             "tiers": demo.tier_settings(load.tiers),
         }

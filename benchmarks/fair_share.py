@@ -6,7 +6,7 @@ Tenant `quiet` offers `--rate` requests a second in every cell. Its neighbour is
 the engine's two threads), offers the same (fair), `--share` times as much, which should be about half of what the
 machine holds, or `--flood` times as much: with tenants configured, so that the fair share holds, and without, first
 come first served. What `quiet` attains beside the flood must not be below what it attains beside a neighbour that
-takes its share and no more. Alone on one thread it has the other core for HTTP and the clients, which nobody has
+takes its share and no more. Alone on one thread it has the other core for HTTP and the clients, which no tenant has
 beside a flood: that cell is kinder than half a machine. Keep the machine quiet.
 """
 

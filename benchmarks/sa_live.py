@@ -42,7 +42,7 @@ from rubato.measure.confidence import over_seeds
 from rubato.workloads import Workload, scenarios
 
 SCALE = 0.12  # of all lengths: a full-length request takes 5 s alone here
-LONGEST = 512  # tokens that a client asks for, who does not know how long the answer will be
+LONGEST = 512  # tokens that a client asks for, not knowing how long the answer will be
 HISTORY, EARLIER = 200, 1000
 E2E, TTFT, TPOT = 10.0, 3.3, 3.1  # the paper's ratios
 COUNTS = (10, 40)

@@ -4,7 +4,7 @@
 
 Chat, code and summaries in equal thirds, no prompt twice, 128 output tokens at most, greedy. In a round so many clients
 send one request after the other until the round's are served, first by one system, then by the next, each with an
-engine and a learning latency model of its own; who is first turns from round to round. `vllm` is the engine's fastest
+engine and a learning latency model of its own; which is first turns from round to round. `vllm` is the engine's fastest
 path: compiled kernels, no drafts. Output tokens over the seconds of a round, prefill included; the ratio to `vllm` of
 the same round, geometric mean with a 95 % interval over rounds. TPOT leaves prefill out where one client is alone.
 Beside: accepted tokens a verification, by class. --trace: prompts of a recorded trace with texts (AdaServe's artifact:

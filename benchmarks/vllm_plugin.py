@@ -1,4 +1,4 @@
-"""vLLM with its own scheduler against the same vLLM with the plug-in, over HTTP: who keeps more promises?
+"""vLLM with its own scheduler against the same vLLM with the plug-in, over HTTP: which keeps more promises?
 
     python benchmarks/vllm_plugin.py [--requests 150] [--rate R] [--factors 1,1.3,1.6] [--budgets 128] [--json FILE]
 
