@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rubato.core.capabilities import cure
-from rubato.core.clock import PLAN, SCALE, Clock, Handle
+from rubato.core.clock import PLAN, Clock, Handle
 from rubato.core.events import (
     Assigned,
     Demoted,
-    Draining,
     Event,
     Finished,
     HandedOff,
-    Joined,
     Left,
     Lost,
     Offered,
@@ -44,6 +42,7 @@ from rubato.fleet.event_bus import EventBus, Listener
 from rubato.fleet.fair_gate import FairGate
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES
+from rubato.fleet.scaling import FleetScaling
 from rubato.replica.plan_check import PlanError, check_dispatch
 from rubato.replica.sequence import Seq
 
@@ -87,12 +86,6 @@ class Cluster:
     ) -> None:
         if (autoscaler is None) != (spare is None):
             raise ValueError("give an autoscaler and what makes its hosts (`spare`), or neither")
-        self._autoscaler = autoscaler
-        self._spare = spare
-        self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
-        self._draining_hosts: set[str] = set()
-        self._scale_timer: Handle | None = None
-        self._scale_soon: Handle | None = None
         self._policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):
@@ -104,8 +97,11 @@ class Cluster:
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
         self.hosts = {host.id: host for host in make_hosts(self._emit, self._lost)}
-        self._made = len(self.hosts)
         self.clock = clock
+        self._scaling = FleetScaling(
+            self.hosts, clock, autoscaler, None if spare is None else lambda id: spare(id, self._emit, self._lost),
+            check=self._check_needs, emit=self._emit, joined=self._ask,
+        )  # fmt: skip
         self.offered = 0
         self.finished = 0
         self.dead = asyncio.Event()
@@ -244,13 +240,7 @@ class Cluster:
         self._draining = self._placing = True  # nothing is placed any more
         self._wake_at = self._opens_at = None
         self._set_timer()
-        self._autoscaler = None
-        for timer in (self._scale_timer, self._scale_soon):
-            if timer is not None:
-                timer.cancel()
-        for host, start in list(self._joining.values()):
-            start.cancel()
-            self._gone.append(host)
+        self._gone += self._scaling.close()
         for id in list(self._transfers):
             self._take_back(id)
         # All at once: each may take its time limit, and a server has promised when it ends.
@@ -270,80 +260,19 @@ class Cluster:
     def drain_replica(self, id: str) -> None:
         """It takes nothing more, and leaves when nothing is there; what waits there comes back where hosts can hand it
         back. Raises ValueError for a replica that is not there, or is the last that serves."""
-        if id not in self.hosts:
-            raise ValueError(f"no replica {id!r}: there are {', '.join(self.hosts)}")
-        if id in self._draining_hosts:
-            return
-        if len(self.hosts) - len(self._draining_hosts) == 1:
-            raise ValueError(f"replica {id!r} is the last that serves: add another before it drains")
-        self._draining_hosts.add(id)
-        self._emit(Draining(self.clock.now(), id))
-        host = self.hosts.get(id)
-        if host is not None and "recall" in host.view().supports:
-            host.recall("waiting")
-        self._let_leave()
+        self._scaling.drain(id, self._placed_at())
 
     def add_replica(self) -> str:
         """Start a further host; its id. It serves once it has started. Raises ValueError where none can be made."""
-        if self._spare is None:
-            raise ValueError("this cluster makes no further replicas: build it with an autoscaler")
-        id = f"r{self._made}"
-        self._made += 1
-        host = self._spare(id, self._emit, self._lost)
-        self._joining[id] = (host, self.clock.spawn(self._join(host), f"start of replica {id}"))
-        return id
+        return self._scaling.add()
 
-    async def _join(self, host: Host) -> None:
-        try:
-            await host.start()
-            self._check_needs(host)
-        except Exception:  # the fleet goes on without it; the log says why
-            log.exception("replica %s did not start", host.id)
-            self._gone.append(host)
-            return
-        finally:
-            self._joining.pop(host.id, None)
-        self.hosts[host.id] = host
-        self._emit(Joined(self.clock.now(), host.id))
-        self._ask()
-
-    def _let_leave(self) -> None:
-        """Drained replicas where nothing is left are gone."""
-        for id in list(self._draining_hosts):
-            host = self.hosts.get(id)
-            if host is None:
-                self._draining_hosts.discard(id)
-            elif not any(at == id for at, _ in self._placed.values()) and _is_empty(host.view()):
-                self._draining_hosts.discard(id)
-                del self.hosts[id]
-                self.clock.spawn(host.close(), f"end of replica {id}")
-                self._emit(Left(self.clock.now(), id))
+    def _placed_at(self) -> set[str]:
+        return {replica for replica, _ in self._placed.values()}
 
     def _scale(self) -> None:
-        """Ask the autoscaler; one that fails is told in the log, and the fleet stays as it is."""
-        self._scale_soon = None
-        if self._autoscaler is None or self._why_dead:
-            return
-        views = [host.view() for id, host in self.hosts.items() if id not in self._draining_hosts]
-        try:
-            wanted = self._autoscaler.scale(list(self._held.values()), views, len(self._joining), self.clock.now())
-            for _ in range(wanted.add):
-                self.add_replica()
-            for id in wanted.drain:
-                self.drain_replica(id)
-        except Exception:
-            log.exception("the autoscaler failed; the fleet stays as it is")
-            return
-        if self._scale_timer is not None:
-            self._scale_timer.cancel()
-            self._scale_timer = None
-        if wanted.wake_at is not None and self.in_flight:
-            self._scale_timer = self.clock.call_at(wanted.wake_at, SCALE, self._scale)
-
-    def _scale_later(self) -> None:
-        """Once, when all has that happens at this instant."""
-        if self._autoscaler is not None and self._scale_soon is None:
-            self._scale_soon = self.clock.call_at(self.clock.now(), SCALE, self._scale)
+        if not self._why_dead:
+            ask = self._scale if self.in_flight else None
+            self._scaling.ask_now(list(self._held.values()), self._placed_at, ask)
 
     # ----------------------------------------------------------------- parts
 
@@ -392,7 +321,7 @@ class Cluster:
         if self._cancelled:
             self._end_cancelled()
         now = self.clock.now()
-        views = [host.view() for id, host in self.hosts.items() if id not in self._draining_hosts]
+        views = self._scaling.open_views()
         held = list(self._held.values())
         if self._fair is not None:  # what was handed off has passed already
             new = {s.id: s for s in held if s.request.handoff is None}
@@ -588,9 +517,9 @@ class Cluster:
                 self._listeners.tell_one(own, event)
         self._listeners.tell(event)
         if last or isinstance(event, Offered):
-            self._scale_later()
-        if self._draining_hosts and isinstance(event, LEAVES):
-            self._let_leave()
+            self._scaling.ask_soon(self._scale)
+        if self._scaling.draining and isinstance(event, LEAVES):
+            self._scaling.let_leave(self._placed_at())
         if not self._held:
             if last and not self._placed:
                 self._empty.set()
@@ -657,7 +586,3 @@ class Cluster:
     def _end_held(self) -> None:
         for seq in list(self._held.values()):
             self._end(seq, "failed", self._why_dead)
-
-
-def _is_empty(view: View) -> bool:
-    return not (view.running or view.waiting or view.moving)

@@ -1,0 +1,140 @@
+"""Machines of a fleet that come and go: an autoscaler is asked, hosts are added, drained and removed when empty."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence, Set
+
+from rubato.core.clock import SCALE, Clock, Handle
+from rubato.core.events import Draining, Joined, Left
+from rubato.core.interfaces import Autoscaler, Host, SeqView, View
+from rubato.fleet.event_bus import Listener
+
+log = logging.getLogger(__name__)
+
+
+class FleetScaling:
+    """Adds and drains hosts of a cluster. hosts: those that serve, by id; changed here. make: a further host of an id
+    (None: none can be added). check: raises ValueError for a host that lacks what the router needs. emit: the cluster's
+    events. joined: called when a host has come."""
+
+    def __init__(
+        self,
+        hosts: dict[str, Host],
+        clock: Clock,
+        autoscaler: Autoscaler | None,
+        make: Callable[[str], Host] | None,
+        *,
+        check: Callable[[Host], None],
+        emit: Listener,
+        joined: Callable[[], None],
+    ) -> None:
+        self.draining: set[str] = set()  # ids of hosts that take nothing more
+        self.failed: list[Host] = []  # hosts that did not start, to be closed
+        self._hosts = hosts
+        self._clock = clock
+        self._autoscaler = autoscaler
+        self._make = make
+        self._check = check
+        self._emit = emit
+        self._joined = joined
+        self._made = len(hosts)
+        self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
+        self._timer: Handle | None = None
+        self._soon: Handle | None = None
+
+    def open_views(self) -> list[View]:
+        """Views of the hosts that take requests."""
+        return [host.view() for id, host in self._hosts.items() if id not in self.draining]
+
+    def drain(self, id: str, placed: Set[str]) -> None:
+        """As `Cluster.drain_replica`. placed: ids of the replicas that requests are placed on."""
+        if id not in self._hosts:
+            raise ValueError(f"no replica {id!r}: there are {', '.join(self._hosts)}")
+        if id in self.draining:
+            return
+        if len(self._hosts) - len(self.draining) == 1:
+            raise ValueError(f"replica {id!r} is the last that serves: add another before it drains")
+        self.draining.add(id)
+        self._emit(Draining(self._clock.now(), id))
+        host = self._hosts.get(id)
+        if host is not None and "recall" in host.view().supports:
+            host.recall("waiting")
+        self.let_leave(placed)
+
+    def add(self) -> str:
+        """As `Cluster.add_replica`."""
+        if self._make is None:
+            raise ValueError("this cluster makes no further replicas: build it with an autoscaler")
+        id = f"r{self._made}"
+        self._made += 1
+        host = self._make(id)
+        self._joining[id] = (host, self._clock.spawn(self._join(host), f"start of replica {id}"))
+        return id
+
+    async def _join(self, host: Host) -> None:
+        try:
+            await host.start()
+            self._check(host)
+        except Exception:  # the fleet goes on without it; the log says why
+            log.exception("replica %s did not start", host.id)
+            self.failed.append(host)
+            return
+        finally:
+            self._joining.pop(host.id, None)
+        self._hosts[host.id] = host
+        self._emit(Joined(self._clock.now(), host.id))
+        self._joined()
+
+    def let_leave(self, placed: Set[str]) -> None:
+        """Drained replicas where nothing is left are gone."""
+        for id in list(self.draining):
+            host = self._hosts.get(id)
+            if host is None:
+                self.draining.discard(id)
+            elif id not in placed and _is_empty(host.view()):
+                self.draining.discard(id)
+                del self._hosts[id]
+                self._clock.spawn(host.close(), f"end of replica {id}")
+                self._emit(Left(self._clock.now(), id))
+
+    def ask_soon(self, ask: Callable[[], None]) -> None:
+        """Call `ask`, which is to call `ask_now`, once, when all has that happens at this instant."""
+        if self._autoscaler is not None and self._soon is None:
+            self._soon = self._clock.call_at(self._clock.now(), SCALE, ask)
+
+    def ask_now(self, held: Sequence[SeqView], placed: Callable[[], Set[str]], ask: Callable[[], None] | None) -> None:
+        """Ask the autoscaler; one that fails is told in the log, and the fleet stays as it is. ask: called when the
+        autoscaler said to be asked again (None: nothing is in flight that could change its answer)."""
+        self._soon = None
+        if self._autoscaler is None:
+            return
+        try:
+            wanted = self._autoscaler.scale(held, self.open_views(), len(self._joining), self._clock.now())
+            for _ in range(wanted.add):
+                self.add()
+            for id in wanted.drain:
+                self.drain(id, placed())
+        except Exception:
+            log.exception("the autoscaler failed; the fleet stays as it is")
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wanted.wake_at is not None and ask is not None:
+            self._timer = self._clock.call_at(wanted.wake_at, SCALE, ask)
+
+    def close(self) -> list[Host]:
+        """Nothing comes or goes any more; the hosts that were starting, or did not start, to be closed."""
+        self._autoscaler = None
+        for timer in (self._timer, self._soon):
+            if timer is not None:
+                timer.cancel()
+        for host, start in list(self._joining.values()):
+            start.cancel()
+            self.failed.append(host)
+        return self.failed
+
+
+def _is_empty(view: View) -> bool:
+    return not (view.running or view.waiting or view.moving)
