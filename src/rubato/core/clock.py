@@ -42,7 +42,7 @@ class Clock(Protocol):
         ...
 
     def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
-        """Run `main` beside whoever asks, from when that has nothing to do any more."""
+        """Run `main` beside the calling task, from when that has nothing left to do."""
         ...
 
     def current_task(self) -> Handle | None:
@@ -113,7 +113,7 @@ class VirtualClock:
 
 
 class HandClock:
-    """A time that whoever drives sets, for hosts that have no tasks."""
+    """A time that the caller sets, for hosts that have no tasks."""
 
     def __init__(self) -> None:
         self.time = 0.0

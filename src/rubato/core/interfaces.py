@@ -43,7 +43,7 @@ class SeqView(Protocol):
     @property
     def blocks(self) -> int: ...  # KV blocks held; of a waiting one: cached ones that others hold, no new memory
     @property
-    def own_blocks(self) -> int: ...  # of these, the blocks that preempting it would free: nobody shares them
+    def own_blocks(self) -> int: ...  # of these, those not shared: what preempting it would free
     @property
     def in_flight(self) -> int: ...  # tokens in batches not yet returned (`View.in_flight`)
     @property
@@ -206,8 +206,8 @@ class LatencyModel(Protocol):
         ...
 
     def idle(self, seconds: float) -> None:
-        """No step has run for so many seconds; whoever owns the model says so before it is asked. A policy that goes by
-        its prediction and refuses everybody runs no step, so a slow spell must be forgotten without one."""
+        """No step has run for so many seconds; the model's owner says so before asking it. A policy that refuses all
+        requests by its predictions runs no step, so a slow spell must be forgotten without one."""
         ...
 
 
@@ -241,9 +241,9 @@ class Dispatch(NamedTuple):
     that asked for no more or were demoted, waiting or running. The replica hands them off without KV (`HandedOff`,
     reason "recalled") before its next step.
     wake_at: ask again at this time, should anything be held then; in the place of what the Dispatch before said.
-    assign: replica id -> what it is for from now on (`View.role`, `Assigned`); whoever is there stays unless recalled.
-    The phase of a replica does not change while KV is on its way to it. why: request id -> an explanation of its
-    placement, for people (`Placed.why`).
+    assign: replica id -> what it is for from now on (`View.role`, `Assigned`); requests there stay unless recalled. The
+    phase of a replica does not change while KV is on its way to it. why: request id -> an explanation of its placement,
+    for people (`Placed.why`).
     """
 
     place: Mapping[str, str] = NOTHING
@@ -298,7 +298,7 @@ class Autoscaler(Protocol):
     """Adds machines to the fleet and drains them. It is asked after requests came or ended, and at `wake_at`."""
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
-        """held, fleet: as a Router sees them; who drains is not in the fleet. starting: replicas under way."""
+        """held, fleet: as a Router sees them; a draining one is not in the fleet. starting: replicas under way."""
         ...
 
 
@@ -361,7 +361,7 @@ class Engine(Protocol):
 
 
 class TransferError(Exception):
-    """KV that was to move is not there any more, or nobody waits for it: an engine began afresh meanwhile."""
+    """KV that was to move is not there any more, or no request waits for it: an engine began afresh meanwhile."""
 
 
 class Host(Protocol):

@@ -159,14 +159,14 @@ class Plan(NamedTuple):
     one that has not begun.
     handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
     until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
-    without_kv: of those handed off, who give up their KV here and now: they are prefilled again where they go on.
+    without_kv: of those handed off, those that give up KV here and now: they are prefilled again where they go on.
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
 
     decode: one token of every running sequence that has one pending and stays, beside `work`, which then names none of
     them. steady: the plan of each of so many further steps would be this one again, its work cut to what is pending by
-    then (whose prompt is through decodes with the rest); unless something arrives, is cancelled or lacks KV, or a
-    prompt or a stage ends while somebody waits or prefills. Whoever simulates may carry these steps out without asking.
+    then (a sequence whose prefill completes joins the decodes); unless something arrives, is cancelled or lacks KV, or
+    a prompt or a stage ends while a request waits or prefills. A simulator may run these steps without asking.
     """
 
     work: tuple[Work, ...] = ()

@@ -105,7 +105,7 @@ class Progress:
 
     starts: when each stage so far began; times: when each of its output tokens came out; token_ids: of all output so
     far, in order (empty in simulation). demoted: it was served as best effort. delays: seconds by cause (`Verdict`).
-    Times are in the clock of who places it.
+    Times are by the clock of the router that places it.
     """
 
     starts: tuple[float, ...]
