@@ -9,7 +9,7 @@ from rubato.replica.sequence import Seq, StepEnds
 
 class DecodePool:
     """count: sequences that the next step of all decodes advances; kv: tokens they have in KV. block: tokens of a KV
-    block. known: keep who they are, for `filling`."""
+    block. known: keep which they are, for `filling`."""
 
     def __init__(self, steps: StepEnds, block: int, known: bool) -> None:
         self.count = 0

@@ -1,8 +1,8 @@
 """KV block accounting: which of an engine's blocks are free, and which hold a prefix that another request can use.
 
 Block ids index the engine's own KV memory. A full block may be named by a key that stands for everything up to its
-end (`next_key`); whoever begins with the same tokens then takes the block instead of computing it. Such blocks are
-shared, never written again, and outlive their users until the memory is needed: least recently used goes first.
+end (`next_key`); a sequence that begins alike then takes the block instead of computing it. Such blocks are shared,
+never written again, and outlive their users until the memory is needed: least recently used goes first.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class KVBlocks:
         self.version = 0  # changes whenever `find` may answer differently
         self._keep = keep
         self._free = list(range(total - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # named and nobody's, next to be reused first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # named and not held, next to be reused first
         self._users = [0] * total
         self._key: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, whether they can be found or not."""
+        """Blocks that are not held, whether they can be found or not."""
         return len(self._free) + len(self._idle)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -60,7 +60,7 @@ class KVBlocks:
         return found
 
     def shared(self, blocks: Iterable[int]) -> int:
-        """How many of them at least two hold: these stay whoever of their users is preempted."""
+        """How many of them two users or more hold: these stay when one is preempted."""
         return sum(self._users[b] > 1 for b in blocks)
 
     def own(self, held: Iterable[int]) -> int:

@@ -33,7 +33,7 @@ class KVCounts:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, and that the step under way, if there is one, does not take."""
+        """Blocks that are not held, and that the step under way, if there is one, does not take."""
         run = self._run
         if run is None:
             return self._free
@@ -122,8 +122,8 @@ class KVCounts:
 
 
 class KVByBlock:
-    """Blocks with ids. Those that are full of tokens whose ids are known can be found by who begins alike: of one
-    tenant with `prefix_cache`, else of one group."""
+    """Blocks with ids. Those that are full of tokens whose ids are known can be found by sequences that begin alike: of
+    one tenant with `prefix_cache`, else of one group."""
 
     by_block = True
 
@@ -185,8 +185,8 @@ class KVByBlock:
         self._blocks.grow(seq.block_ids, tokens)
 
     def release(self, seq: Seq, keep: bool = False) -> None:
-        """Give up all that it holds. keep: what can be found stays so, as long as nobody needs the memory, also full
-        blocks of tokens whose ids are not known, by keys that only the sequence itself has."""
+        """Give up all that it holds. keep: what can be found stays so, until the memory is needed, also full blocks of
+        tokens whose ids are not known, by keys that only the sequence itself has."""
         if keep:
             full = seq.cached // self.block_size
             if not seq.keys:

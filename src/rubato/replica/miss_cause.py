@@ -1,5 +1,5 @@
 """Seconds that a request lost to others, by cause: what a miss is put down to. Worked out from the step log once a
-request has missed, or when it moves; steps that nobody asks about cost nothing."""
+request has missed, or when it moves; steps that are not asked about cost nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_chunk(latency: LatencyModel, predicted: float, decodes: Shape, tokens: in
 
 
 def of_idle(whole: Shape, decodes: Shape) -> Cause:
-    """Who had the step that a running sequence had no part in."""
+    """What delays a running sequence in a step that it has no part in."""
     return "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
 
 

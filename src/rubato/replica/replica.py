@@ -3,12 +3,12 @@
 A life in six calls: `submit` puts a request in `waiting`; `view` shows the replica to a policy; `begin` checks the
 policy's plan and makes it a run of steps; `end` books what they brought; `cancel` and `fail` end requests early. Each
 returns the events it caused. An engine is given a batch with an entry for each sequence (`apply`, `commit`: one step);
-whoever simulates says of a run only how its steps ended and who has to be looked at. What a plan hands off is another
+a simulator says of a run only how its steps ended and which sequences to look at. What a plan hands off is another
 replica's from then on: here it only keeps its KV until `release`; there `reserve` and `arrive` take the place of
 `submit`. What a router recalls (`recall`) is handed off without KV before the next plan (`hand_back`). A request that
-waits for a tool is neither waiting nor running until `resume`; its KV is kept as that of a prefix is, as long as nobody
-needs the memory. There is no prefill phase and no decode phase: a sequence has `length` tokens of which `cached` are in
-KV, and the difference is pending. Who has one pending is in the `DecodePool`, and a step costs it nothing.
+waits for a tool is neither waiting nor running until `resume`; its KV is kept as that of a prefix is, until the memory
+is needed. There is no prefill phase and no decode phase: a sequence has `length` tokens of which `cached` are in KV,
+and the difference is pending. A sequence with one pending is in the `DecodePool`: a step does no work for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rubato.replica.sequence import Seq, Wait
 from rubato.replica.step_log import Chunk, Run, Speculation, StepLog
 from rubato.replica.view import ReplicaState
 
-KEPT = 4096  # steps kept before anybody asks which are still wanted
+KEPT = 4096  # steps kept before checking which are still wanted
 
 
 def refusal_reason(request: Request, limits: Limits) -> str | None:
@@ -62,7 +62,7 @@ class Replica(ReplicaState):
     """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
 
     prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first has ended.
-    counts: KV blocks have no ids; then nothing is shared, nobody waits for tools, and a run may have many steps.
+    counts: KV blocks have no ids; then nothing is shared, no request waits for tools, and a run may have many steps.
     tokens: tell of each token (`Tokens`). causes: work out why requests miss. decodes: called with each sequence that
     joins those that decode. ended: called with each end and the times it was judged by. output_ids: the ids of output
     tokens first, ..., after - 1, where the steps do not tell them.
@@ -113,7 +113,7 @@ class Replica(ReplicaState):
         self._untold: list[Event] = []  # of a call that raised half-way: `fail` tells them
         self._drafted: list[Seq] = []  # whose draft is to be verified in the next step that they are in, or never
         self._looked_up = -1  # the version of `kv` at which those that wait were looked up
-        self._unseen = False  # whether somebody waits since
+        self._unseen = False  # whether a request has come to wait since
 
     # ----------------------------------------------------------------- coming and going
 
@@ -266,8 +266,8 @@ class Replica(ReplicaState):
         return self.shown
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[Run | None, list[Event]]:
-        """Carry out a plan up to the engine's part: the run of one step that it is, if anybody is in it. Whoever
-        simulates gives it more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
+        """Carry out a plan up to the engine's part: the run of one step that it is, unless it is empty. A simulator
+        gives it more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
         if not self._plainly_possible(plan):
@@ -319,8 +319,8 @@ class Replica(ReplicaState):
 
     def end(self, emitted: Mapping[str, Emitted], now: float) -> list[Event]:
         """The run's last step has ended now, or when `Run.ends` says. emitted: what sequences got out of it, in the
-        order of the batch; of those that decode, who is not named got one token and goes on. Raises RuntimeError for
-        tokens that verification cannot have brought (`check_emitted`)."""
+        order of the batch; a decode that is not named got one token and goes on. Raises RuntimeError for tokens that
+        verification cannot have brought (`check_emitted`)."""
         run = self.run
         assert run is not None, "no run is under way"
         self.book(run)
@@ -329,7 +329,7 @@ class Replica(ReplicaState):
                 self._catch_up(seq)
         self.kv.end(run)
         self._landed(now)
-        run.order = ()  # the log keeps the run, and need not keep who has long ended
+        run.order = ()  # the log keeps the run, and need not keep sequences that have ended
         events: list[Event] = []
         if not (emitted or run.chunks or self.resting or self.ending or self._drafted or self._groups):
             return events
@@ -633,7 +633,7 @@ class Replica(ReplicaState):
         return first.cached >= first.request.stages[0].prompt // block * block
 
     def _release_group(self, name: str) -> None:
-        """Let those wait in the queue who were held behind the first of their group, or the next of them."""
+        """Move to the queue those held behind the first of their group, or the next of them."""
         group = self._groups.get(name, [])
         for at, seq in enumerate(group):
             if seq.held and (at == 0 or self._prompt_is_in(group[0])):
@@ -733,7 +733,7 @@ class Replica(ReplicaState):
             self._forget_steps()
 
     def _forget_steps(self) -> None:
-        """Of those before anybody now here ran nothing is asked any more."""
+        """Forget the steps before any sequence now here first ran."""
         before = min((seq.begun[0][0] for seq in self._seqs.values() if seq.begun), default=self.steps.tick)
         self._log.forget(before)
         self.steps.forget(before - 1)  # the first step kept begins when the one before it ended

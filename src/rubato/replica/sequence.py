@@ -1,5 +1,5 @@
-"""One request being served: what it has received, what is due, what it holds. Changed by its replica alone, and by
-whoever folds a replica's events from afar."""
+"""One request being served: what it has received, what is due, what it holds. Changed only by its replica, or by a fold
+of the events of a remote one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NO_STEPS.under_way = True
 class Seq:
     """One request being served (a `SeqView` to policies).
 
-    While it decodes, each step of its replica brings it a token, and nobody counts them one by one: `_output` and
+    While it decodes, each step of its replica brings it a token, and these are not counted one by one: `_output` and
     `_cached` then hold what the numbers would have been when the replica's first step began, so that adding the count
     of steps gives them as they are. Tokens from `_logged` on came when the steps of these numbers ended.
     """
@@ -135,7 +135,7 @@ class Seq:
         self.block_ids: list[int] = []  # where blocks have numbers
         self.shared = 0  # while it waits: blocks it would share with two or more
         self.seen = -1  # the version of the KV ledger at which `cached` was looked up
-        self.milestone = -1  # for whoever drives: the step after which this one is to be looked at
+        self.milestone = -1  # for a simulator: the step after which this one is to be looked at
         self.recompute = False  # preempted, and not started since: its prefill is the price of that
         self.waits: list[Wait] = []
         self.begun: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now
@@ -215,7 +215,7 @@ class Seq:
     def due(self) -> float:
         due = self._deadlines or self._renewed()
         i = self._output + self.steps.tick if self.decoding else self._output
-        at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of everyone, every step
+        at = due.first + i * due.tpot if i else due.first  # `token`, without the calls: asked of each one, every step
         return at if at < due.end else due.end
 
     @property

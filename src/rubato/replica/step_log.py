@@ -47,9 +47,9 @@ class Run:
     """Equal steps in a row, the first of which is number `tick` and begins at `begin`: one token of each of `seqs`
     sequences that decode and together have `kv` tokens in KV before the first, and chunks.
 
-    order: whom the plan named, in its order; decode: after all that decode. speculation: of those in it that verify or
-    draft, by id; only a single step has any. ends: when each step ends, as far as it is known beforehand. steps: how
-    many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far as anybody asked.
+    order: sequences that the plan named, in its order; decode: after all that decode. speculation: of those in it that
+    verify or draft, by id; only a single step has any. ends: when each step ends, as far as it is known beforehand.
+    steps: how many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far as asked for.
     """
 
     begin: float
@@ -119,7 +119,7 @@ class Run:
 
 
 class StepLog:
-    """The runs of a replica, for the cause of a miss, as long as somebody is there who was in them."""
+    """The runs of a replica, for the cause of a miss, while a sequence that ran in them is there."""
 
     def __init__(self, steps: StepEnds) -> None:
         self._steps = steps

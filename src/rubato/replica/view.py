@@ -23,7 +23,7 @@ from rubato.replica.step_log import Run
 class ReplicaState:
     """Sequences by where they are, counts of them, and the run of steps under way. `Replica` changes it.
 
-    clock: the time of whoever drives; steps of a run whose ends are known are booked as it passes them (`sync`).
+    clock: the time, set by the caller; steps of a run whose ends are known are booked as it passes them (`sync`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ReplicaState:
         self.role = ANY
         self.run: Run | None = None
         self.idle_since = 0.0  # when the last run ended
-        self._dues: DueTimes | None = None  # once somebody has asked for them
+        self._dues: DueTimes | None = None  # once they have been asked for
         self.shown = LiveView(self)
 
     # ----------------------------------------------------------------- time passes
@@ -104,11 +104,11 @@ class ReplicaState:
 
 
 class LiveView(View):
-    """One for each replica, always of now: whoever reads it finds the steps booked that are over; but for `pending`,
-    which is of the last `sync` while a run of several steps with chunks is under way."""
+    """One for each replica, always of now: a read books the steps that are over; but for `pending`, which is of the
+    last `sync` while a run of several steps with chunks is under way."""
 
     __slots__ = ("_state", "count", "pending")
-    __setattr__ = object.__setattr__  # frozen for those who read it, says mypy
+    __setattr__ = object.__setattr__  # frozen for readers, says mypy
 
     _state: ReplicaState
     count: int  # kept as numbers, for routers that ask every replica at every arrival
