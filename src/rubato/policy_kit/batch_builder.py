@@ -73,7 +73,7 @@ class BatchBuilder:
 
     def steady(self) -> int:
         """`Plan.steady` of a policy that gives decodes a token, prefills what is left of a fixed budget, and starts
-        who fits, in order. For ever while nobody prefills (who does not fit now will not: KV only shrinks), and when
+        what fits, in order. For ever while none prefills (what does not fit now will not: KV only shrinks), and when
         all prompts go through now, or the only one takes all that is left; else while one takes all that is left."""
         if not self.decode or self.preempted:
             return 0
@@ -142,7 +142,7 @@ class BatchBuilder:
         if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
         cached = [s.cached for s in seqs]
-        # only who has filled its last block needs one more
+        # only one that has filled its last block needs another
         blocks = sum([s.blocks * block <= c for c, s in zip(cached, seqs, strict=True) if c % block == 0])
         if blocks > self.kv_left:
             return False
@@ -162,7 +162,7 @@ class BatchBuilder:
 
     def fold_decodes(self) -> None:
         """Say `decode` instead of naming each, where every running sequence that has one token pending is in the batch
-        with just that: who carries the plan out is done sooner. The last thing before `plan`."""
+        with just that: the plan is carried out sooner. The last thing before `plan`."""
         running, prefilling = self.running, {s.id for s in self.view.prefilling}
         each = {
             id for id, (_, tokens, verify, draft) in self.work.items()
@@ -218,7 +218,7 @@ class BatchBuilder:
 
 
 def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; nobody if all would not do.
+    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; none if all would not do.
     Whether it has them now."""
     if not builder.lacks(seq, tokens):
         return True
@@ -227,26 +227,26 @@ def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterabl
         if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
             taken.append(victim)
             lacking -= own
-            if lacking <= 0:  # whoever goes leaves a slot, too
+            if lacking <= 0:  # each victim leaves a slot, too
                 break
     else:
         return False
     for one in taken:
-        if builder.lacks(seq, tokens):  # less, once somebody was taken out of the batch
+        if builder.lacks(seq, tokens):  # less, once a victim was taken out of the batch
             builder.preempt(one)
     return True
 
 
 def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:
-    """All that run (`run_all`), then who waits (`starting`)."""
+    """All that run (`run_all`), then those that wait (`starting`)."""
     builder = run_all(view, budget)
     admit_in_order(builder, starting(view, whole))
     return builder
 
 
 def run_all(view: View, budget: int | None = None) -> BatchBuilder:
-    """Every decode, then running prefills in order of start. Who lacks KV takes it from the one started last, in vLLM's
-    way."""
+    """Every decode, then running prefills in order of start. One that lacks KV takes it from the one started last, as
+    in vLLM."""
     builder = BatchBuilder(view, budget)
     if not builder.decode_all() or not run_chunks(builder):
         builder = BatchBuilder(view, budget)
@@ -256,7 +256,7 @@ def run_all(view: View, budget: int | None = None) -> BatchBuilder:
 
 
 def decodes_only(view: View) -> Plan:
-    """Of a replica that decodes what others have prefilled: every decode. Who needs a prefill gives up its KV and,
+    """Of a replica that decodes what others have prefilled: every decode. One that needs a prefill gives up its KV and,
     holding none, goes back."""
     back: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting}
     prefilling = view.prefilling
@@ -288,8 +288,8 @@ def run_in_order(
     draft: tuple[int, int] | None = None,
 ) -> None:
     """vLLM's rule for the running: each gets its pending tokens, and of the drafted ones to `verify` (parents before
-    their children) the first for which the budget leaves room, in order of start; who lacks KV takes it from the one
-    started last (itself in the end). Who samples has a tree of this (depth, width) drafted."""
+    their children) the first for which the budget leaves room, in order of start; one that lacks KV takes it from the
+    one started last (itself in the end). Those that sample have a tree of this (depth, width) drafted."""
     order = list(running)
     at = 0
     while at < len(order):
@@ -309,8 +309,8 @@ def run_in_order(
 
 
 def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:
-    """First come, first served, by chunks; stop at the first that does not fit. Nobody is admitted in a step that
-    preempted: it would take the KV just freed. Who samples has a tree of this (depth, width) drafted."""
+    """First come, first served, by chunks; stop at the first that does not fit. A step that preempted admits none: it
+    would take the KV just freed. Those that sample have a tree of this (depth, width) drafted."""
     if builder.preempted:
         return
     for seq in waiting:
@@ -327,8 +327,8 @@ def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int],
 
 
 def starting(view: View, whole: bool) -> Iterable[SeqView]:
-    """Who waits, in order. whole: as long as the KV that each takes to its end is left beside what all others take to
-    theirs, so that with exact predictions nobody is ever preempted."""
+    """Those that wait, in order. whole: as long as the KV that each takes to its end is left beside what all others
+    take to theirs, so that with exact predictions none is ever preempted."""
     return _fitting(view) if whole else view.waiting
 
 

@@ -23,9 +23,9 @@ class KVForecast:
         self._first = 0  # the step at which the first stretch begins
         self._after = WIDTH * np.arange(1, STRETCHES + 1, dtype=np.int64)  # steps from there to each stretch's end
         self._sums = np.zeros(STRETCHES, dtype=np.int64)
-        self._used = 0  # stretches of which somebody is a resident
+        self._used = 0  # stretches that have a resident
         self._of: dict[str, tuple[int, int]] = {}  # resident -> (length less the step it had it at, end)
-        self._ends: list[tuple[int, str]] = []  # by end, some of those who have left
+        self._ends: list[tuple[int, str]] = []  # by end, some of them gone already
 
     def __len__(self) -> int:
         return len(self._of)

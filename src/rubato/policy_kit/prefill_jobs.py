@@ -21,7 +21,7 @@ Job = tuple[float, float, int, int, SeqView]  # due, arrival, place among all he
 
 class PrefillRate:
     """How fast prefill can go beside the decodes: at full speed while they have time to spare, then at what each TPOT
-    leaves after a token for everyone."""
+    leaves after a token for each."""
 
     def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
         latency = view.latency
@@ -83,7 +83,7 @@ def fitting_beside(
 ) -> list[Job]:
     """Those of `more`, cheapest first, that fit beside all that are kept, by a margin.
 
-    All stand in line by deadline. One of p tokens fits where nobody behind it has fewer than p tokens to spare; that is
+    All stand in line by deadline. One of p tokens fits where none behind it has fewer than p tokens to spare; that is
     found in tokens, to rounding, and then decided in seconds."""
     able = [job for job in more if rate.seconds(int(job[3] * MARGIN)) <= job[0] - now]
     if not able:
@@ -97,7 +97,7 @@ def fitting_beside(
     back: list[Job] = []
 
     def room() -> NDArray[np.float64]:
-        """Tokens that whoever stands here, and all behind, can spare."""
+        """Tokens that the job at each place, and all behind it, can spare."""
         spare = np.where(taken, within - done, inf)
         return np.minimum.accumulate(spare[::-1])[::-1]
 
@@ -121,7 +121,7 @@ def fitting_beside(
 
 
 class DecodesToBe:
-    """Those that hold KV, who decode together sooner or later: could one more, with all of them within the tightest
+    """Those that hold KV, which decode together sooner or later: could one more, with all of them within the tightest
     TPOT? (The first always may.)"""
 
     def __init__(self, view: View, seqs: Sequence[SeqView], safety: float, share: float) -> None:
@@ -129,7 +129,7 @@ class DecodesToBe:
         self._count = len(seqs)
         self._length = sum([s.length for s in seqs])
         self._tpot = min(map(tpot_of, seqs), default=inf)
-        self._refused = (inf, -inf)  # length and TPOT: whoever is as long, with as tight a one, is too much
+        self._refused = (inf, -inf)  # length and TPOT: one as long, with as tight a TPOT, is too much
 
     def sustain(self, seq: SeqView) -> bool:
         tpot, length = min(self._tpot, tpot_of(seq)), seq.length
