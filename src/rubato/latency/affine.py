@@ -84,7 +84,7 @@ class Model(FittedModel):
         return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf
 
     def knee(self, base: Shape) -> int:
-        """Where the planes cross; by default where they do not."""
+        """Tokens beyond `base` to where the two planes intersect; `knee_of` if they do not."""
         k, b, k_, b_ = self._flat[:4]
         found = crossing((k, b), (k_, b_), base.tokens)
         return knee_of(self, base) if found is None else found

@@ -6,7 +6,7 @@ The coefficients change slowly: every `EVERY` steps they are refitted to the win
 explains the most recent steps clearly better than the present coefficients times a factor; else drift would be
 written into coefficients that it does not belong to (KV grows with time, so a slowdown looks like dearer KV).
 
-Without steps nothing is learnt, and a policy that refuses everybody by a prediction runs none. So what was slow is
+Without steps nothing is learnt, and a policy that refuses all requests by a prediction runs none. So what was slow is
 forgotten while nothing runs (`idle`). A slowdown, and the spread, stand for `STALE` seconds; then its logarithm halves
 every `HALVING`, down to what the coefficients say. A slow spell may be in these, too (a first refit comes after 16
 steps): so after `DOUBTED` seconds predictions halve every `DOUBTING`, down to 1/`FACTOR`, until a step has run, which

@@ -58,7 +58,7 @@ class Model(FittedModel):
         return high if high > low else low
 
     def knee(self, base: Shape) -> int:
-        """Where the planes cross; by default where they do not."""
+        """Tokens beyond `base` to where the two planes intersect; `knee_of` if they do not."""
         k, s, b, k_, s_, b_ = self._flat
         steps = base.spec_steps
         found = crossing((k, s * steps + b), (k_, s_ * steps + b_), base.tokens)

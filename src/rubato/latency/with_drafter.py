@@ -4,7 +4,7 @@ The first draft step runs what the batch has brought, prompts included (SLOs-Ser
 drafter), each further one the last layer of every sequence's tree: a token of a chain, `width` of a beam search
 (AdaServe, section 4.3). A `Shape` says how many these are in all (`draft_tokens`), not whose: they are spread evenly
 over steps and sequences, at least one of each sequence in the batch. That is no less than it takes, but for prompts
-whose last part alone is in the batch; for trees of one depth and width of all who are in it, the steps are those of the
+whose last part alone is in the batch; where all in it have trees of one depth and width, the steps are those of the
 simulated engine.
 """
 

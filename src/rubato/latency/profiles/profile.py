@@ -21,7 +21,7 @@ FORMAT = "rubato-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of a step spent outside the device: of every step, and of each sequence in it; source: who says so."""
+    """Seconds of a step spent outside the device: of every step, and of each sequence in it; source: its origin."""
 
     host: float
     host_per_seq: float
@@ -30,7 +30,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What a part of the kernel times is multiplied by (`components.Factors`); source: who says so."""
+    """What a part of the kernel times is multiplied by (`components.Factors`); source: its origin."""
 
     value: float
     source: str
