@@ -48,7 +48,7 @@ def deadline(seq: SeqView) -> float:
 
 
 def edf(seq: SeqView, view: View) -> float:
-    """Who must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
+    """What must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
     due = deadline(seq)
     return (
         -inf
@@ -73,7 +73,7 @@ def ljf(seq: SeqView, view: View) -> float:
 
 
 def fcfs(seq: SeqView, view: View) -> float:
-    """Who came first; of those that came together, who is first in the queue."""
+    """First come, first served; of those that came together, the first in the queue."""
     return -seq.request.arrival
 
 
@@ -110,7 +110,7 @@ class Scheduler:
     own, `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
     offloaded prompt to wait for there, in [0, 1]: the larger, the sooner it offloads. hp_tokens: of a step of an HP.
     elastic: an HP starts prompts as long as there is KV for them and for what the running ones will need, else as long
-    as it runs fewer than an LP may. drop: who waits beyond its TTFT is refused, if it has not begun."""
+    as it runs fewer than an LP may. drop: one that waits beyond its TTFT is refused, if it has not begun."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "handoff"})
     value: str = "edf"
@@ -144,7 +144,7 @@ class Scheduler:
         """Algorithm 1: whole prompts by falling value, strictly within what is left; it stops at the first that is
         not."""
         builder = run_all(view)
-        if builder.preempted:  # who starts now would take the KV just freed
+        if builder.preempted:  # one that starts now would take the KV just freed
             return builder
         alone = not any(s.id in builder.work for s in view.prefilling)
         idle = not view.running
@@ -181,8 +181,8 @@ class Scheduler:
         return [seq for _, seq in keyed]
 
     def _offloaded(self, view: View, left: Sequence[SeqView], batch: Shape) -> dict[str, HandoffReason]:
-        """Who, not begun, would be late if it waited for this batch and then, at an HP, for its share theta of one of
-        the largest batches there. Who cannot be in time anywhere stays, and who was offloaded before."""
+        """Prompts not begun that would be late if they waited for this batch and then, at an HP, for the share theta of
+        one of the largest batches there. One that cannot be in time anywhere stays, and one offloaded before."""
         if "handoff" not in view.supports:
             return {}
         latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_num_batched_tokens)
@@ -215,7 +215,7 @@ class Scheduler:
         if builder.work:
             return builder
         builder = BatchBuilder(view)
-        if not builder.decode_all() or not builder.decode:  # where nobody decodes, prompts that run lack KV
+        if not builder.decode_all() or not builder.decode:  # where none decodes, prompts that run lack KV
             builder = BatchBuilder(view)
             run_in_order(builder, view.running)
         return builder
@@ -249,8 +249,8 @@ def _short_of_kv(hp: View) -> bool:
 
 
 def _until_due(view: View, batch: Shape) -> float:
-    """Algorithm 1's compute budget C: seconds that the batch may still take longer. Who is late already is not waited
-    for: with a TPOT shorter than any step nobody would start."""
+    """Algorithm 1's compute budget C: seconds that the batch may still take longer. A decode that is late already is
+    not waited for: with a TPOT shorter than any step none would start."""
     dues = view.dues
     due = float(dues[dues >= view.now].min(initial=inf))
     return due - view.now - (view.latency.step_time(batch) if batch.seqs else 0.0)

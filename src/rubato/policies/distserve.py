@@ -69,7 +69,7 @@ class Scheduler:
         for seq in begun:  # a prompt longer than a batch, part of the way; all of its KV was there when it began
             if tokens := builder.room(seq):
                 builder.add(seq, tokens)
-        arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # who comes back for another prefill goes first
+        arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # one back for another prefill goes first
         for seq in arrived if not begun else ():
             fits = seq.pending <= builder.tokens_left or not builder.work  # longer than a batch it has one for itself
             if not fits or builder.tokens_left == 0 or builder.seqs_left == 0 or builder.lacks(seq, seq.pending):
@@ -122,7 +122,7 @@ class Router:
                 to = min(load, key=lambda id: load[id])
                 place[seq.id] = to
                 load[to] += seq.pending
-            elif not full:  # first come, first served: who is small does not pass who waits for memory
+            elif not full:  # first come, first served: a small one does not pass one that waits for memory
                 tokens = _longest(request) if self.reserve_kv else seq.cached
                 taker = self._taker(decodes, free, request, tokens)
                 if taker is None:

@@ -83,7 +83,7 @@ class Scheduler:
                 self._given_up.discard(event.id)
                 tier = self._tiers.pop(event.id, None)
                 if tier is not None:
-                    # what a client took back is nobody's loss
+                    # what its client cancelled is no loss
                     self._book(event.id, tier, lost=not event.verdict.met and event.outcome != "cancelled")
                     self._counted.discard(event.id)
             elif isinstance(event, HandedOff):  # it ends elsewhere; what it counts for here stays
@@ -120,7 +120,7 @@ class Scheduler:
             drop=drop,
         )
 
-    # ----------------------------------------------------------------- who is tried
+    # ----------------------------------------------------------------- what is tried
 
     def _book(self, id: str, tier: str, *, lost: bool) -> None:
         """Count a request as lost, or as lost no more: once, however often it is set aside and comes back."""
@@ -149,9 +149,9 @@ class Scheduler:
             self._ttfts.append(ttft)
 
     def _part(self, view: View, running: Sequence[SeqView]) -> _Parts:
-        """Who is tried now, and who is not: best effort by wish, late already, or set aside for the others' sake.
+        """The requests tried now, and those not: best effort by wish, late already, or set aside for the others' sake.
 
-        Who is late misses, and stays so: once demoted for it, as who asked for no more, it is not looked at again,
+        A late one misses, and stays so: once demoted for it, as if it asked for no more, it is not looked at again,
         however many such wait."""
         now, tiers, given_up = view.now, self._tiers, self._given_up
         decodes: list[Job] = []
@@ -270,7 +270,7 @@ class Scheduler:
         return least
 
     def _prefills(self, builder: BatchBuilder, parts: _Parts, rest: _Rest, bound: float, deep: float) -> None:
-        """By deadline, until not even a token fits. Who gets none now takes nobody's KV either."""
+        """By deadline, until not even a token fits. One that gets none now preempts none either."""
         view, running = builder.view, builder.running
         block = view.limits.block_size
         behind = self._behind() if parts.jobs else set()
@@ -286,7 +286,7 @@ class Scheduler:
             if pending < 1 or seq in builder.preempted:
                 continue
             if seq.id not in running:
-                need = pending + block * (len(running) + 1)  # and a block for everyone to grow
+                need = pending + block * (len(running) + 1)  # and a block for each to grow
                 lacking = builder.lacking(seq, need)
                 lacks = lacking > 0 or builder.slots_left < 1
                 if lacks and victims is None:
@@ -309,8 +309,8 @@ class Scheduler:
                 shut = _shut(builder, bound, deep)
 
     def _leftover(self, builder: BatchBuilder, rest: _Rest, bound: float) -> None:
-        """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO. Who waits
-        starts where there is KV for its prompt, and a block for everyone to grow."""
+        """Best effort, oldest first: what is left of the step, the engine and the KV; never another's SLO. One that
+        waits starts where there is KV for its prompt, and a block for each to grow."""
         view, running = builder.view, builder.running
         block = view.limits.block_size
         shut = _shut(builder, bound, bound) >= bound
@@ -330,13 +330,13 @@ class Scheduler:
                 if builder.lacks(seq, 1):
                     left = [s for s in todo if s.id in running]
                     gone = len(builder.preempted)
-                    if make_room(builder, seq, 1, left) and len(builder.preempted) > gone:  # who waits may find KV now
+                    if make_room(builder, seq, 1, left) and len(builder.preempted) > gone:  # one waiting may fit now
                         todo = rest.up_to(room(), left[::-1], seq.request.arrival)[::-1]
             elif seq.pending > room() or builder.lacks(seq, seq.pending + block * (len(builder.work) + 1)):
                 continue
             if not shut and self._chunk(builder, seq, bound):
                 shut = _shut(builder, bound, bound) >= bound
-                if shut:  # nobody starts any more
+                if shut:  # none starts any more
                     todo = [s for s in todo if s.id in running]
 
     def _leading_decodes(self, builder: BatchBuilder, todo: list[SeqView], bound: float) -> bool:
@@ -380,8 +380,8 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Parts:
-    """decodes, jobs: who is tried, by deadline; aside: ids of those who are not, but for those long given up; declined:
-    of these, who is so from now on; tightest: TPOT -> when the first of the decodes that has it is due."""
+    """decodes, jobs: those tried, by deadline; aside: ids of those that are not, but for those long given up; declined:
+    of these, those newly so; tightest: TPOT -> when the first of the decodes that has it is due."""
 
     decodes: list[Job]
     jobs: list[Job]
@@ -391,7 +391,7 @@ class _Parts:
 
 
 class _Rest:
-    """Best effort. Those that wait, who may be thousands, are looked for when somebody asks."""
+    """Best effort. Those that wait, maybe thousands, are looked up on demand."""
 
     def __init__(self, view: View, running: Sequence[SeqView], given_up: Container[str], aside: Container[str]) -> None:
         self._view, self._given_up, self._aside = view, given_up, aside
@@ -402,7 +402,7 @@ class _Rest:
         return [s for s in seqs if s.id in given_up or s.id in aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
-        """These that run (or all), and who waits with at most so many tokens pending and came no sooner; oldest
+        """These that run (or all), and those that wait with at most so many tokens pending and came no sooner; oldest
         first."""
         held = self.running if running is None else running
         if pending < 1:
@@ -422,7 +422,7 @@ class _Rest:
 
 
 def _shut(builder: BatchBuilder, bound: float, deep: float) -> float:
-    """The longest of these seconds in which no token more of anybody fits, -inf if even one fits in the shorter: of all
+    """The longest of these seconds in which not one token more fits, -inf if even one fits in the shorter: of all
     entries one token on top of none takes least."""
     if builder.tokens_left == 0 or builder.seqs_left == 0:
         return deep

@@ -95,8 +95,8 @@ class _Load:
 
 
 def _running(view: View) -> tuple[Shape, Sequence[SeqView]]:
-    """The decodes of the next iteration, in one shape, and who prefills. As the replica counts them, unless more decode
-    than a batch takes."""
+    """The decodes of the next iteration, in one shape, and those that prefill. As the replica counts them, unless more
+    decode than a batch takes."""
     decodes, prefills = view.decodes, view.prefilling
     if decodes.seqs <= view.limits.max_num_seqs:
         return decodes, prefills

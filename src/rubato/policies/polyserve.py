@@ -3,14 +3,14 @@
 Each TPOT tier has replicas of its own, taken from a pool that serves best effort, and given back when empty. A request
 goes to the most loaded replica of its tier that can keep its SLO; if there is none, to one of a tighter tier, the
 nearest first (lazy promotion); then its tier gets a replica from the pool; else it is held. Never a looser tier's.
-A replica that only guests of looser tiers are left on admits nobody: their tier may claim it, else it goes back to the
+A replica that only guests of looser tiers are left on admits none: their tier may claim it, else it goes back to the
 pool when empty. All queues are the router's.
 
 Two modes. co: a replica runs its tier's prompts in chunks beside decodes, so that a step keeps within the TPOT. pd:
 prompts go to prefill replicas shared by all tiers, nearest deadline first, and their KV to a decode replica.
 
-Ours where the paper is silent: the order among tighter tiers, that a pending replica admits nobody, that a request
-which could not be in time even alone is served as best effort, and that a replica without decodes takes a prompt whole.
+Ours where the paper is silent: the order among tighter tiers, that a pending replica admits none, that a request which
+could not be in time even alone is served as best effort, and that a replica without decodes takes a prompt whole.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Scheduler:
         return self._mixed(view)
 
     def _prefill(self, view: View) -> Plan:
-        """Nearest deadline first. Dynamic chunking: who has less than two budgets left gets all of it; others only what
-        is left of one."""
+        """Nearest deadline first. Dynamic chunking: a prompt with less than two budgets left gets all of it; others
+        only what is left of one."""
         builder = BatchBuilder(view)
         ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
         left = self.budget
@@ -99,7 +99,7 @@ def _dynamic(left: int, budget: int) -> int:
 
 
 def _nearest(seq: SeqView) -> tuple[float, float]:
-    """Best effort last; who came first where that says nothing."""
+    """Best effort last; ties in order of arrival."""
     return (inf if seq.best_effort else seq.due, seq.request.arrival)
 
 
@@ -191,7 +191,7 @@ class _Job(NamedTuple):
 
 class _Replica:
     """group: the tier it serves, `len(tiers)` if it prefills, None in the pool. draining: it has guests of looser tiers
-    only, and admits nobody. guests: its residents by tier. jobs: prompts, nearest deadline first."""
+    only, and admits none. guests: its residents by tier. jobs: prompts, nearest deadline first."""
 
     def __init__(self, view: View, index: int, tiers: int, steps: _StepTable) -> None:
         self.id = view.id
@@ -293,7 +293,7 @@ class Router:
     _where: dict[str, tuple[_Replica, int | None]] = field(init=False, repr=False, default_factory=dict)  # and its tier
     _pending: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # until when it may be in time
     _parked: set[str] = field(init=False, repr=False, default_factory=set)  # best effort, waits for the pool
-    _eased: dict[str, _Replica] = field(init=False, repr=False, default_factory=dict)  # somebody has left it
+    _eased: dict[str, _Replica] = field(init=False, repr=False, default_factory=dict)  # a request has left it
 
     def __post_init__(self) -> None:
         if self.mode not in ("co", "pd"):
@@ -340,7 +340,7 @@ class Router:
         if replica.group is not None:
             self._unsorted.add(replica.group)
 
-    # ----------------------------------------------------------------- who goes where
+    # ----------------------------------------------------------------- what goes where
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         self._meet(fleet)
@@ -376,7 +376,7 @@ class Router:
                         roles, turn.why)  # fmt: skip
 
     def _meet(self, fleet: Sequence[View]) -> None:
-        """Who is in the fleet, and what they show now."""
+        """The replicas in the fleet, and what they show now."""
         replicas = self._replicas
         if len(fleet) != len(replicas) or any(view.id not in replicas for view in fleet):
             here = {view.id for view in fleet}
@@ -490,7 +490,7 @@ class Router:
 
     def _fits(self, replica: _Replica, group: int, want: _Want, now: float, alone: bool = False) -> float | None:
         """When its next token would be out; None if that is too late, or a step or the KV would come to be too much.
-        alone: whoever is there leaves."""
+        alone: all that are there leave."""
         if group == len(self.tiers):
             return _fits_prefill(replica, want, now)
         step = replica.look(now)
@@ -532,7 +532,7 @@ class Router:
         turn.roles[replica.id] = self._role(group)
 
     def _forget_guests(self, replica: _Replica) -> None:
-        """Whoever was there is placed nowhere."""
+        """Requests that were there are placed nowhere."""
         self._where = {id: at for id, at in self._where.items() if at[0] is not replica}
 
     def _role(self, group: int) -> Role:

@@ -40,7 +40,7 @@ class Scheduler:
         if prefills.work:
             return prefills.plan()
         decodes = BatchBuilder(view)
-        if not decodes.decode_all() or not decodes.decode:  # where nobody decodes, later stages' prompts lack KV
+        if not decodes.decode_all() or not decodes.decode:  # where none decodes, later stages' prompts lack KV
             run_in_order(decodes, view.running)
         return decodes.plan(steady=decodes.steady())
 

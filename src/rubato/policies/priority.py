@@ -1,12 +1,12 @@
-"""Strict priority by tightness: whoever has the tighter SLO goes first, and takes KV from the loosest that runs.
+"""Strict priority by tightness: the request with the tighter SLO goes first, and takes KV from the loosest that runs.
 
 A request's priority is its tightest TTFT, then TPOT, then e2e over all stages; no SLO comes last; within one
 priority the first to arrive goes first. Each step is filled in that order under one token budget, so a looser request
 that finds no tokens or no place in the batch pauses with its KV. KV that a tighter one lacks is taken from the loosest
-(its tokens are kept, it resumes by one prefill of them all). Nobody is refused or demoted.
+(its tokens are kept, it resumes by one prefill of them all). None is refused or demoted.
 
 As in vLLM's `--scheduling-policy priority`: the order, the victims, and a running request that lacks KV and finds
-nobody looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting*
+none looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting*
 request takes KV from running ones of looser priority too (vLLM's waits for free KV). Added: strict priority starves
 the loosest, so the oldest request of a priority behind the tightest, once it has been here for `max_wait`, goes first
 in one step of `turn_every` and keeps its KV.
@@ -74,7 +74,7 @@ class Scheduler:
             runs = seq.id in running
             if not runs and not admitting:
                 continue
-            # Who waits takes KV from a looser priority only: from its own it would be taken back, and so on.
+            # One that waits takes KV from a looser priority only: from its own it would be taken back, and so on.
             victims = (
                 v
                 for v in order[:at:-1]

@@ -351,7 +351,7 @@ class Router:
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
-        """Drop who was cancelled and replicas that were lost. Returns who is assigned to one of the others."""
+        """Drop cancelled requests and lost replicas. Returns the ids assigned to one of the others."""
         self._batches = {
             replica: kept
             for replica, batches in self._batches.items()

@@ -45,6 +45,6 @@ class Scheduler:
         return builder.plan(steady=builder.steady())
 
     def _prefills_last(self, view: View) -> bool:
-        """Whether order of start and decodes first come to the same: nobody decodes who started after a prefill."""
+        """Whether order of start and decodes first come to the same: no decode started after a prefill."""
         begun = view.prefilling
         return not begun or (len(begun) == 1 and begun[0] is view.newest)

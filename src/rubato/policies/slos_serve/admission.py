@@ -1,4 +1,4 @@
-"""Whom to admit (SLOs-Serve, §3.2.1): the set of new requests of the largest value that leaves everybody in time.
+"""Admission (SLOs-Serve, §3.2.1): the set of new requests of the largest value that leaves all in time.
 
 A dynamic programme over the new requests in order of deadline, on one grid of batches. A state is how many were
 accepted of each class, a TPOT with a value; of two sets with the same counts the one with the larger prefill budget is
@@ -25,8 +25,8 @@ from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """What admission has to work with. longest: seconds of a batch while no TPOT is tighter. capacity: tokens of a
-    batch of so many seconds; beside: of one in which no more than so many decode (None: nobody knows). memory, seats:
-    KV blocks, and places in a batch, that the forced leave."""
+    batch of so many seconds; beside: of one in which no more than so many decode (None: unknown). memory, seats: KV
+    blocks, and places in a batch, that the forced leave."""
 
     longest: float
     capacity: Callable[[float], int]
@@ -48,7 +48,7 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimit
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
     Equal deadlines are decided in the order given. The grid is laid for those accepted alone wherever they all are in
-    time on it then too: who is declined has no say in how long batches are, which best effort lives on.
+    time on it then too: declined requests have no say in how long batches are, which best effort lives on.
     """
     served = rows(forced)
     found = _best(served, new, terms)
@@ -61,7 +61,7 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimit
 
 
 def _best(served: Floats, new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
-    """As `admit`, on a grid that may be laid for some who are declined. served: rows of the forced."""
+    """As `admit`, on a grid that may be laid for some that are declined. served: rows of the forced."""
     asked = columns(new)
     grids, sizes = grids_to_try(served, asked, terms)
     most = ceiling(new, terms.memory, terms.seats)
@@ -103,7 +103,7 @@ def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
 
 
 def first_grid(forced: Sequence[Demand], terms: AdmissionLimits) -> Grid:
-    """The first grid that is tried where nobody is new, whether they are in time there or not."""
+    """The first grid that is tried where none is new, whether the forced are in time there or not."""
     grids, sizes = grids_to_try(rows(forced), columns(()), terms)
     return Grid.of(grids[0, : sizes[0]])
 

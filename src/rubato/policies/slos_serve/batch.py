@@ -1,4 +1,4 @@
-"""The next batch: whoever is due first, as far as its time goes; what is left of it is for best effort."""
+"""The next batch: entries by deadline, as far as its time goes; the rest is for best effort."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rubato.policy_kit.batch_builder import BatchBuilder, memory
 class BatchFiller:
     """A batch of at most `bound` seconds by the latency model, however much that is; its first entry may take longer.
 
-    victims: those whose KV anyone in need may take, the last one first. drafted: how many tokens there are to verify
-    for a decode, by id, as far as time goes and memory is free. drafts: (depth, width) of what to draft at its end, by
-    id, for those that sample.
+    victims: those whose KV a sequence in need may take, the last one first. drafted: how many tokens there are to
+    verify for a decode, by id, as far as time goes and memory is free. drafts: (depth, width) of what to draft at its
+    end, by id, for those that sample.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BatchFiller:
         return not (self.builder.work or self.builder.decode)
 
     def decodes(self, order: Sequence[SeqView]) -> bool:
-        """`fill` in one go where all who run are in `order`, and the decodes among them come first and fit: the same
+        """`fill` in one go where all that run are in `order`, and the decodes among them come first and fit: the same
         batch. False, and nothing done, where not."""
         builder, many = self.builder, self.builder.decodes
         if self._drafted or builder.shape.spec_steps:

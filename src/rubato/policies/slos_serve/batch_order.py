@@ -1,5 +1,5 @@
-"""What all who were promised can do without in the next batch, and who gets it: decodes that are behind by chance, for
-whom it is cut short; decodes that were left out; drafts beyond those planned on; decodes that are ahead."""
+"""What all admitted requests can do without in the next batch, and what gets it: decodes that are behind by chance, for
+which it is cut short; decodes that were left out; drafts beyond those planned on; decodes that are ahead."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, de
 
 @dataclass
 class BatchOrder:
-    """seqs: who was promised, and `jobs` what they demand, one each. light: what a token of prefill counts. entries:
-    the jobs, with what is verified in each entry. order: by deadline. skipped: ids of decodes that the last batches
-    went without, who has waited longest first."""
+    """seqs: the admitted, and `jobs` what they demand, one each. light: what a token of prefill counts. entries: the
+    jobs, with what is verified in each entry. order: by deadline. skipped: ids of decodes that the last batches went
+    without, the longest wait first."""
 
     view: View
     grid: Grid
@@ -52,11 +52,11 @@ class BatchOrder:
         return self._left
 
     def bounds(self) -> tuple[float, int]:
-        """Seconds of the batch, and how many tokens to draft for everybody in it.
+        """Seconds of the batch, and how many tokens to draft for each in it.
 
         The grid's seconds, or until the first token is due of a decode that is behind by chance; as deep as is fastest
         once memory fills; where all others can spare what the batch then lacks, and all decodes are in it: not in a
-        short one for a prompt, for which those wait who are ahead.
+        short one for a prompt, for which those ahead wait.
         """
         first, planned = self.grid.phases[0], self.drafts.in_force.steps
         if not self.drafts.able:
@@ -124,7 +124,7 @@ class BatchOrder:
 
     def _in_turn(self, order: list[SeqView]) -> list[SeqView]:
         """Its decodes that were left out come first, as far as their tokens can be spared: where a batch does not
-        hold all who are ahead they take turns, instead of those furthest ahead waiting for all others to get as far."""
+        hold all ahead they take turns, instead of those furthest ahead waiting for all others to get as far."""
         if not self.skipped or self.grid.leads:
             return order
         able = {s.id: s for s in order if s.pending == 1}

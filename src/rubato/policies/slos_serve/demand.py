@@ -114,7 +114,7 @@ def peak_kv_tokens(jobs: Sequence[Demand], block: int) -> int:
     just before one of them does. Less than what all hold at their ends, for these are at different times."""
     left = np.array([j.left for j in jobs])
     final = np.array([j.memory for j in jobs]) * block
-    last = np.argsort(-left)  # who ends last first
+    last = np.argsort(-left)  # the last to end first
     together = (final - left)[last].cumsum() + left[last] * np.arange(1, len(jobs) + 1)
     return ceil(float(together.max(initial=0.0)))
 

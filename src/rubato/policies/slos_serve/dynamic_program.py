@@ -4,7 +4,7 @@
 function is kept on disk until its own file changes, whatever it calls. Compiled when first imported, some seconds, then
 loaded.
 
-A grid is an array of rows (count, seconds, tokens), the last without end; who is served anyway, `forced`, rows (due,
+A grid is an array of rows (count, seconds, tokens), the last without end; those served anyway, `forced`, rows (due,
 tokens, tpot, verified) in order of `due`; the `new`, in the order given, rows (due, tokens, tpot, verified, memory,
 value). Sums are taken in the order of the rows.
 """
@@ -86,7 +86,7 @@ def rounding_allowance(grid: Floats, tpot: float) -> float:
     where batches divide the TPOT, and each other, else less than what it needs in a batch."""
     if tpot == inf:
         return 0.0
-    begin = 1 if len(grid) > 1 and grid[0, SECONDS] < grid[1, SECONDS] else 0  # nobody's begin before its end
+    begin = 1 if len(grid) > 1 and grid[0, SECONDS] < grid[1, SECONDS] else 0  # no stairs begin before its end
     before, longest = tpot, 0.0
     for p in range(begin, len(grid)):
         seconds = grid[p, SECONDS]
@@ -106,8 +106,8 @@ def rounding_allowance(grid: Floats, tpot: float) -> float:
 @compiled(f"Tuple(({COLUMN}, {COLUMN}, {COLUMN}, {COLUMN}, float64))({TABLE}, {TABLE})")
 def demand_line(grid: Floats, forced: Floats) -> tuple[Floats, Floats, Floats, Floats, float]:
     """at: the batches, ascending, by which something of theirs is due. owed, rates: owed + rates · t is what those due
-    by then demand by time t, from 0 on: of nobody. room: tokens left by then. slope: tokens a second that are left in
-    the long run. Those due at 0 are late already: they are due with the first batch."""
+    by then demand by time t; the first, from 0 on, of none. room: tokens left by then. slope: tokens a second that are
+    left in the long run. Those due at 0 are late already: they are due with the first batch."""
     count = len(forced)
     k = np.empty(count)
     first, late = 1.0, 0
@@ -168,7 +168,7 @@ def insert_sorted(values: Floats, count: int, value: float) -> int:
 
 @compiled()
 def earliest(dues: Floats, count: int, rows: Floats, before: float, fit: bool) -> int:
-    """The first distinct deadlines, later than now. fit: of those only to whom batches are fitted."""
+    """The first distinct deadlines, later than now. fit: only of those that batches are fitted to."""
     for i in range(len(rows)):
         due = rows[i, DUE]
         if 0.0 < due < before and (not fit or rows[i, PENDING] > 1.0 or due < rows[i, TPOT]):
@@ -353,12 +353,12 @@ def build_grids(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> t
     return made[:total], sizes[:total]
 
 
-# --------------------------------------------------------------------------- whom to admit
+# --------------------------------------------------------------------------- which to admit
 
 
 @compiled()
 def able_alone(grid: Floats, new: Floats, memory: int) -> Ints:
-    """Who could be in time if nobody else were there, in order of the batch that is each one's last."""
+    """Those that could be in time alone, in order of the batch that is each one's last."""
     able = np.empty(len(new), dtype=np.int64)
     after = np.empty(len(new))
     count = 0
@@ -606,9 +606,9 @@ def improve(
 def best_set(
     grids: Floats, sizes: Ints, forced: Floats, new: Floats, memory: int, seats: int, most: float
 ) -> tuple[int, float, Ints]:
-    """Which grid (-1: not even the forced are in time on any), what the best set is worth there, and who is in it.
+    """Which grid (-1: not even the forced are in time on any), what the best set is worth there, and which are in it.
 
-    The grids that could hold most if nobody else were there come first, and none is tried that cannot better what is
+    The grids that could hold most, each request taken alone, come first, and none is tried that cannot better what is
     found: most is what no set is worth more than. Of equal sets it is that of the first grid.
     """
     bounds = np.empty(len(sizes))

@@ -67,7 +67,7 @@ class Router:
         reject: dict[str, str] = {}
         for seq in held:
             request = seq.request
-            # who comes from elsewhere was admitted, or declined, there
+            # one from elsewhere was admitted, or declined, there
             promised = not request.best_effort and request.progress is None and request.handoff is None
             taker = self._admitting(seq, replicas) if promised else None
             if taker is None:
@@ -97,7 +97,7 @@ class Router:
 
 
 class _Replica:
-    """placed: who waits there and was not declined, and who has just been placed. added: tokens that came along."""
+    """placed: those that wait there and were not declined, and those just placed. added: tokens that came along."""
 
     def __init__(self, view: View, scheduler: Scheduler, declined: set[str]) -> None:
         self.view = view

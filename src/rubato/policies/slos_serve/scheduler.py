@@ -1,4 +1,4 @@
-"""One replica's scheduler: who is promised what, and what the next batch holds; the package says when and why."""
+"""One replica's scheduler: which requests it admits, and what the next batch holds; the package says when and why."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _worth(admitted: Admitted | None) -> float:
 
 @dataclass
 class _PlanState:
-    """One plan in the making: who is there, and what is decided of them."""
+    """One plan in the making: the requests there, and what is decided of them."""
 
     view: View
     promises: DemandReader
@@ -84,7 +84,7 @@ class _PlanState:
 
     @property
     def undecided_running(self) -> list[SeqView]:
-        """Those who run, with the KV of earlier prompts, while the next prompt is not decided yet."""
+        """Those that run, with the KV of earlier prompts, while the next prompt is not decided yet."""
         running = self.view.running_ids if self.undecided else ()  # made anew whenever it is asked for
         return [s for s in self.undecided if s.id in running]
 
@@ -112,8 +112,8 @@ class Scheduler:
     kept, as far as all promises allow; batches are shorter for it, also where drafts would allow longer ones, and fewer
     requests are admitted. tier_values: what attaining a request of a tier is worth, 1 if not named. tier_reserve: share
     of memory, places and batches that is kept for requests worth most. max_waiting: requests without a promise that may
-    wait for their first batch, any number if None; more are refused, so that they do not fill the queue that those who
-    could be promised must pass. Who is in the next batch does not wait. max_draft: tokens drafted for an entry at most,
+    wait for their first batch, any number if None; more are refused, so that they do not fill the queue that those that
+    could be promised must pass. Those in the next batch do not wait. max_draft: tokens drafted for an entry at most,
     where the engine drafts (0: none). pessimism: standard deviations of luck, over 20 tries, that plans allow for.
     prior_acceptance: chance that a drafted token is right, as long as few were tried.
     """
@@ -237,12 +237,12 @@ class Scheduler:
         self._came |= {id: had for id, had in before.items() if id in self._came and self._came[id][0] == had[0]}
 
     def admits(self, view: View, seq: SeqView, placed: Sequence[SeqView]) -> bool:
-        """Whether it would promise this one, beside those that run there with a promise and `placed`, who wait there or
-        are on their way. Changes nothing, and goes by what the replica shows and has told of drafts, so a controller
+        """Whether it would promise this one, beside those that run there with a promise and `placed`, which wait there
+        or are on their way. Changes nothing, and goes by what the replica shows and has told of drafts, so a controller
         may ask."""
         promises = self._promises(view)
         running = [s for s in view.running if not s.best_effort]
-        if self.steady_tokens:  # nobody here knows since when each has had its last token: as if just now
+        if self.steady_tokens:  # when each had its last token is unknown here: as if just now
             promises = replace(promises, since={s.id: view.now for s in running if s.output})
         jobs = [promises.job(s) for s in running]
         if view.busy_until > view.now:
@@ -253,7 +253,7 @@ class Scheduler:
         found = self._choose(view, machine, forced, new).admitted
         return found is not None and bool(found.accepted)
 
-    # ----------------------------------------------------------------- who is promised what
+    # ----------------------------------------------------------------- what is promised
 
     def _promises(self, view: View) -> DemandReader:
         now = max(view.now, view.busy_until)
@@ -273,8 +273,7 @@ class Scheduler:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
     def _tighten_late_decodes(self, view: View, jobs: list[Demand]) -> list[Demand]:
-        """Those who are behind, whose token is due before even a batch of that decode alone would end, count as
-        tighter."""
+        """Decodes behind, whose token is due before a batch of that decode alone would end, count as tighter."""
         decodes = view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = view.latency.step_time(alone) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
@@ -282,18 +281,18 @@ class Scheduler:
 
     @property
     def promised(self) -> Collection[str]:
-        """Ids of those here whom it has admitted."""
+        """Ids of those here that it has admitted."""
         return self._promised.keys()
 
     def _classify(self, view: View) -> _PlanState:
-        """Who was promised to be in time, who is to be decided, and best effort."""
+        """The admitted, those still to be decided, and best effort."""
         state = _PlanState(view, self._promises(view))
         before, self._promised = self._promised, {}
         for seq in view.running:
             round_ = prompt_stage(seq)
             if seq.best_effort:
                 state.best_effort.append(seq)
-            elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if nobody remembers
+            elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if none is recorded
                 self._promised[seq.id] = round_
                 state.admitted.append(seq)
             else:
@@ -333,7 +332,7 @@ class Scheduler:
         )
 
     def _decide(self, state: _PlanState, jobs: Sequence[Demand]) -> None:
-        """Admit who can be in time beside those who were promised, and lay the grid for all of them."""
+        """Admit those that can be in time beside the admitted, and lay the grid for all of them."""
         again = self._declined_before(state)
         forced = self._with_oldest_best_effort(state, jobs)
         state.jobs.update((s.id, state.promises.job(s)) for s in [*state.undecided, *again])
@@ -354,7 +353,7 @@ class Scheduler:
         if chosen is None or (chosen.admitted is None and len(forced) > len(jobs)):
             self._oldest_best_effort = replace(
                 self._oldest_best_effort, due=inf
-            )  # it has to wait until others end; nobody is added meanwhile
+            )  # it has to wait until others end; none is added meanwhile
             chosen = self._choose(state.view, machine, jobs, [])
         if chosen.admitted is None and self.steady_tokens:
             chosen = self._choose(state.view, machine, self._fall_back_to_deadlines(state), [])
@@ -368,7 +367,7 @@ class Scheduler:
         self._decided, self._finished = state.now, 0
 
     def _choose(self, view: View, machine: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand]) -> _Decision:
-        """Whom of the new to admit beside the forced, and how."""
+        """Which of the new to admit beside the forced, and how."""
         entries = self._drafts.entries
         best: _Decision | None = None
         for speculation in (
@@ -450,7 +449,7 @@ class Scheduler:
         return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
 
     def _answer(self, state: _PlanState, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
-        """Take up who was admitted, and tell who was declined."""
+        """Take up the admitted, and answer the declined."""
         for seq in asked:
             if seq.id in accepted and seq.demoted:
                 state.promote(seq)
@@ -516,7 +515,7 @@ class Scheduler:
             needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *state.undecided]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filler.add_best_effort(rest, view.kv_total - held, block)
-        if filler.empty:  # for lack of memory: those who were promised first, the oldest after them, then the undecided
+        if filler.empty:  # for lack of memory: the admitted first, the oldest after them, then the undecided
             first = sorted(next_batch.order, key=lambda s: s is oldest)
             able = [s for s in [*first, *undecided, *rest] if s not in filler.builder.preempted]
             if able:

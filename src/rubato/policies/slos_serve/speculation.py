@@ -105,7 +105,7 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 
 # --------------------------------------------------------------------------- drafting for decodes
 
-# Drafting for decodes: how long batches may be because of it, what entries cost then, how deep to draft for whom.
+# Drafting for decodes: how long batches may be because of it, what entries cost then, how deep to draft for each.
 #
 # A `SpeculationPlan` has the seconds of a batch that every decode keeps up with, by the smallest length of its own:
 # an entry of `verified` tokens, `expected` of which come out, is wanted every TPOT · expected instead of a token every
@@ -113,9 +113,9 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 # them is early by as much as the last is just in time: a prompt is wanted so much sooner.
 #
 # What comes out is random. Plans are made on what drafts bring on average, as in the paper, or on less
-# (`pessimism`). Who was unlucky has the next batch cut short for it where others can spare that. And where they can and
-# memory fills, drafts are as deep as makes decodes fastest, whatever was planned: who has ended holds no memory, which
-# admits others.
+# (`pessimism`). An unlucky decode has the next batch cut short for it where others can spare that. And where they can
+# and memory fills, drafts are as deep as makes decodes fastest, whatever was planned: an ended request holds no memory,
+# which admits others.
 
 HORIZON = 20.0  # tries over which a plan allows for bad luck
 LONGER_BATCH_GAIN = 1.5  # times the prefill throughput of plain decoding: what makes longer batches worth their risk
@@ -192,7 +192,7 @@ class Drafts:
 
     def chance(self, seq: SeqView) -> float:
         """What is planned on for it: less than the mean, but for certainty; nothing where deadlines run from the first
-        token, for nobody is ahead of such."""
+        token, for no decode is ahead of such."""
         if not self.able:
             return 0.0
         slo = seq.request.stages[prompt_stage(seq)].slo
@@ -273,7 +273,7 @@ class Drafts:
         return best
 
     def remember(self, work: Iterable[Work], view: View) -> None:
-        """Who drafts in the next batch: the drafter will know all their tokens."""
+        """Note which draft in the next batch: the drafter will know all their tokens."""
         if drafting := [given.seq for given in work if given.draft is not None]:
             known = view.known
             self._seen.update((id, known[id].length) for id in drafting)

@@ -5,10 +5,10 @@ deadline at or after its end, so a deadline d is met by the first `index(d)` bat
 on into the next interval. A request demands its pending tokens by its next due token (one token of a decode: there is
 no difference), then one a TPOT.
 
-Served earliest deadline first, one token a batch for each decode and prefill in any chunks, everybody is in time if and
-only if for each k what is due within k batches is no more than these k hold. Only if is plain. If: take the first k
-that fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each decode
-that still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in all of
+Served earliest deadline first, one token a batch for each decode and prefill in any chunks, all are in time if and only
+if for each k what is due within k batches is no more than these k hold. Only if is plain. If: take the first k that
+fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each decode that
+still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in all of
 b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It holds
 again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The bound
 is kept by `dynamic_program.demand_line` with decodes as straight lines, never below their stairs, so that counts
