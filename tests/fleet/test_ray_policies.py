@@ -28,8 +28,9 @@ def a_ray_cluster() -> Iterator[None]:
 
 
 def on_ray() -> dict[str, str]:
-    """Policy -> its cell of README's table below Ray."""
-    rows = [line.removeprefix("> | ").split(" | ") for line in PAGES["README.md"].splitlines() if "| `" in line]
+    """Policy -> its cell below Ray in the table of docs/policies.md."""
+    section = PAGES["policies.md"].split("## The packaged policies\n")[1].split("\n## ")[0]
+    rows = [line.removeprefix("| ").split(" | ") for line in section.splitlines() if "| `" in line]
     table = [row for row in rows if len(row) == 5]
     return {name.strip(" `"): cells[2] for names, *cells in table for name in names.split(",")}
 
