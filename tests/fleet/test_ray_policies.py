@@ -1,4 +1,4 @@
-"""One request through every policy that README says runs on Ray, as `rubato serve` builds it, all clusters at once."""
+"""One request through every policy that docs/policies.md says runs on Ray, as `rubato serve` builds it, all clusters at once."""
 
 from __future__ import annotations
 
