@@ -1,4 +1,4 @@
-"""One request through every policy that docs/policies.md says runs on Ray, as `rubato serve` builds it, all clusters at once."""
+"""One request through every policy that docs/policies.md says runs on Ray, as `rubato serve` builds it, all at once."""
 
 from __future__ import annotations
 
