@@ -198,3 +198,13 @@ def test_the_readmes_claims_of_papers_are_counted_as_their_index_has_it() -> Non
     assert re.findall(
         r"Of (\d+) claims (\d+) miss, (\d+) are .*, (\d+) were not run and (\d+)\s+hold", PAGES["README.md"]
     ) == [counts]
+
+
+def test_the_readmes_caption_counts_what_the_demos_file_has() -> None:
+    values = json.loads((FOLDER / "demo.json").read_text(encoding="utf-8"))["values"]
+    caption = " ".join(re.findall(r"^\*The same .*?\*$", PAGES["README.md"], re.MULTILINE | re.DOTALL)[0].split())
+    met = values["in time"]
+    assert f"The same {values['requests']} requests" in caption
+    assert f"vLLM's order {met['vllm']}, Sarathi-Serve's {met['sarathi']}, Rubato's default" in caption
+    assert f"{met['edf']}; `edf` misses the other {values['missed by edf']}" in caption
+    assert values["missed by edf"] == values["requests"] - met["edf"]
