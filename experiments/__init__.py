@@ -166,7 +166,7 @@ def run(
         "wall": done.wall,
         "cpu": done.cpu,
         "notes": done.notes,
-        "versions": versions("numpy", "scipy"),
+        "versions": versions("numpy"),
         "data": found.data,
     }
 

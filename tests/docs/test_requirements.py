@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from itertools import chain
@@ -60,3 +61,18 @@ def test_the_manual_names_extras_that_exist() -> None:
     lists = [found for page in PAGES.values() for found in re.findall(r"rubato-llm\[([\w,]+)\]", page)]
     named = {name for each in lists for name in each.split(",")}
     assert named <= set(EXTRAS)
+
+
+def test_results_state_the_versions_of_what_is_always_installed() -> None:
+    """A result file that names another package could not be written where that is missing."""
+    core = {Requirement(each).name for each in PROJECT["dependencies"]}
+    calls = [
+        node
+        for folder in (ROOT / "src" / "rubato", ROOT / "experiments")
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "versions"
+    ]
+    assert len(calls) >= 4
+    named = {each.value for call in calls for each in call.args if isinstance(each, ast.Constant)}
+    assert named <= core

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import rubato
 from rubato.config.build import drafter_of, fair_share_of, most_in_flight, simulation_limits, token_drafter_of
 from rubato.config.schema import Config, ConfigError, load
 from rubato.core.clock import VirtualClock
@@ -343,6 +344,7 @@ def test_the_version_is_the_changelogs() -> None:
     root = Path(__file__).parents[2]
     newest = (root / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1].split()[0]
     assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"] == newest
+    assert rubato.__version__ == newest
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class CapacityResult:
             "wall": self.done.wall,
             "cpu": self.done.cpu,
             "notes": self.notes,
-            "versions": versions("numpy", "scipy"),
+            "versions": versions("numpy"),
         }  # fmt: skip
 
     def text(self) -> str:

@@ -251,7 +251,7 @@ class FleetPlan:
             "wall": self.done.wall,
             "cpu": self.done.cpu,
             "notes": self.notes,
-            "versions": versions("numpy", "scipy"),
+            "versions": versions("numpy"),
         }
 
     def text(self) -> str:

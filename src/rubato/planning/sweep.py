@@ -115,7 +115,7 @@ class SweepResult:
             "wall": self.done.wall,
             "cpu": self.done.cpu,
             "notes": self.notes,
-            "versions": versions("numpy", "scipy"),
+            "versions": versions("numpy"),
         }  # fmt: skip
 
     @property
