@@ -50,7 +50,7 @@ ONE = Hardware("one", replace(MACHINE.model, k=(0.0, 0.0), b=(0.01, 0.0), a=0.0)
 
 
 def test_the_capacity_of_a_server_with_even_arrivals_is_its_service_rate() -> None:
-    """Up to 100 requests/s nobody waits. Above, the n-th waits n times (10 ms - gap): 90 % are within 5 ms where the
+    """Up to 100 requests/s none waits. Above, the n-th waits n times (10 ms - gap): 90 % are within 5 ms where the
     180th is, at a gap of 10 ms - 5 ms / 180."""
     settings = (RunSpec(ONE, PolicyChoice("vllm")),)
     outcome = capacity.run(CapacityQuestion(Even(), settings, (0, 1), (0.9,), 0.0001), workers=1)

@@ -1,7 +1,7 @@
 """`edf` as it was first written, by the loops its rules are read from: what it decides is held against this.
 
-Its time grows with the square of the queue. One thing is not as it was (`FORMER`): who gets no token
-in this step takes no KV from others, and no place among those who decode together.
+Its time grows with the square of the queue. One thing is not as it was (`FORMER`): a sequence without a token
+in this step takes no KV from others, and no place among those that decode together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scheduler:
             if isinstance(event, Finished):
                 tier = self._tiers.pop(event.id, None)
                 if tier is not None:
-                    # what a client took back is nobody's loss
+                    # what a client took back is no loss
                     self._book(event.id, tier, lost=not event.verdict.met and event.outcome != "cancelled")
                     self._counted.discard(event.id)
             elif isinstance(event, HandedOff):  # it ends elsewhere; what it counts for here stays
@@ -90,7 +90,7 @@ class Scheduler:
             drop=drop,
         )
 
-    # ----------------------------------------------------------------- who is tried
+    # ----------------------------------------------------------------- which requests are tried
 
     def _book(self, id: str, tier: str, *, lost: bool) -> None:
         """Count a request as lost, or as lost no more: once, however often it is set aside and comes back."""
@@ -295,7 +295,7 @@ class Scheduler:
                 builder.add(seq, tokens)
 
     def _make_room(self, builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-        """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; nobody if even all would not do."""
+        """Preempt `victims`, in their order, until `tokens` of `seq` fit in KV; none if even all would not do."""
         able = [v for v in victims if v.own_blocks and v is not seq and v not in builder.preempted]
         lacking = builder.view.limits.blocks(seq.cached + tokens) - seq.blocks - builder.kv_left
         if lacking > sum(v.own_blocks for v in able) or (builder.lacks_slot(seq) and not able):

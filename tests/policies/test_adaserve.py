@@ -64,7 +64,7 @@ def test_each_takes_what_its_tpot_needs_and_the_most_probable_get_the_rest() -> 
     plan = load("adaserve", policy).plan(seen([loose, tight], now=0.022, latency=Drafting(0.011)))
     assert verified(plan) == {"t": (0, 1, 2), "l": (0, 2)}
     plan = load("adaserve", policy).plan(seen([loose, drafted("t", FIG5[1])], now=0.022, latency=Drafting(0.011)))
-    assert verified(plan) == {"l": (0, 2, 4), "t": (0, 1)}  # nobody needs any: 0.7, 0.6, 0.5 and 0.5, 0.4
+    assert verified(plan) == {"l": (0, 2, 4), "t": (0, 1)}  # no request needs any: 0.7, 0.6, 0.5 and 0.5, 0.4
 
 
 def test_who_needs_most_comes_first() -> None:
@@ -139,7 +139,7 @@ def test_trees_are_as_deep_as_pays() -> None:
 
 def test_nodes_take_only_free_kv() -> None:
     """A block holds 10 tokens: `r` has 19 of 20 in its two, so its next token needs none and its nodes do; `s` has 8
-    of 10, so there is room for one more. With one block free it goes to who started first."""
+    of 10, so there is room for one more. With one block free it goes to the request that started first."""
     free = Linear(0.01, 0.0)
     for blocks, nodes in [(0, {"s": (0,)}), (1, {"r": (0, 1, 2, 3), "s": (0,)}), (9, {"r": (0, 1, 2, 3)})]:
         running = [drafted("r", CHAIN, 20), drafted("s", CHAIN, 9)]

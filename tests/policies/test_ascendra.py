@@ -1,4 +1,4 @@
-"""Ascendra: who runs, who is offloaded, who has a ticket; the paper's Fig. 1 from end to end."""
+"""Ascendra: which requests run, are offloaded or have a ticket; the paper's Fig. 1 from end to end."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_prompt_must_be_through_before_the_next_token_is_due() -> None:
 
     assert (started(52), started(54), started(54, late=9.9)) == (True, False, False)
     alone = seen(LP, [prompt("a", 54, 99.0)], [decode("s", due=9.9)], now=10.0)
-    assert work(alone) == {"s": 1, "a": 54}, "who is late already is not waited for"
+    assert work(alone) == {"s": 1, "a": 54}, "a request that is late already is not waited for"
 
 
 def test_an_lp_runs_128_at_most() -> None:
@@ -162,7 +162,7 @@ def by_id(seq: SeqView, view: View) -> float:
 @pytest.mark.parametrize(
     ("value", "order"),
     [
-        ("edf", "bdca"),  # latest starts 0.8, 0.75 and 0.75: of equal ones the later; then who has no TTFT
+        ("edf", "bdca"),  # latest starts 0.8, 0.75 and 0.75: of equal ones the later; then the one without a TTFT
         ("edf_plain", "bcda"),
         ("sjf", "cdab"),
         ("ljf", "bdac"),

@@ -33,7 +33,7 @@ def test_whole_starts_nobody_who_would_have_to_give_its_memory_up(name: str) -> 
     shown = seen([first, second], [running], kv_free=30)
     assert work(load(name).plan(shown)).keys() >= {"a", "b"}
     assert work(load(name, {"reserve_kv": True}).plan(shown)).keys() & {"a", "b"} == {"a"}
-    huge = replace(prompt("a", 30), predicted=999.0)  # a guess that no memory holds: it starts where nobody else is
+    huge = replace(prompt("a", 30), predicted=999.0)  # a guess that no memory holds: it starts on an empty replica
     assert work(load(name, {"reserve_kv": True}).plan(seen([huge], []))) == {"a": 30}
 
 

@@ -69,7 +69,7 @@ def test_a_loose_job_is_left_out_of_the_batch_that_it_would_slow() -> None:
 
 
 def test_a_job_that_cannot_be_in_time_is_deferred() -> None:
-    """Figure 5: whoever puts the strict job first loses the other one, too."""
+    """Figure 5: with the strict job first the other one is lost, too."""
     jobs = predicted([[3.0], [2.0]], due=[2.5, 4.0])
     assert worth(jobs, [[0], [1]])[0] == 0
     found = anneal(jobs, Annealing(), np.random.default_rng(0))
@@ -266,7 +266,7 @@ def test_batches_are_sent_a_tenth_of_a_millisecond_apart() -> None:
 
 
 def test_asked_just_before_a_batch_is_due_it_sends_it() -> None:
-    """Events come at any time, and nobody may ask to be woken within a microsecond."""
+    """Events come at any time, and no policy may ask to be woken within a microsecond."""
     late = requests(("late", 8, 9.0), at=0.0001 - 5e-7)
     sent, _ = placed([*requests(*((f"q{i}", 8, 9.0) for i in range(5))), *late])
     assert [e.at for e in sent[:4]] == pytest.approx([0.0, 0.0, 0.0001, 0.0001], abs=1e-6)

@@ -66,7 +66,7 @@ def test_vllm_fills_the_budget_with_decodes_then_the_oldest_prompts() -> None:
 def test_vllm_takes_kv_from_the_one_started_last() -> None:
     plan = load("vllm").plan(seen([prompt("w", 5)], [decode("r"), decode("s")], kv_free=0))
     assert plan.preempt == ("s",)
-    assert work(plan) == {"r": 1}  # and admits nobody in a step that preempted
+    assert work(plan) == {"r": 1}  # and admits none in a step that preempted
 
 
 def test_prefill_first_stalls_decodes_and_takes_whole_prompts() -> None:
@@ -180,7 +180,7 @@ def test_edf_sets_the_longest_aside_unless_its_tier_would_fall_behind() -> None:
 
     assert set(kept(0)) == {"o"}
     assert set(kept(8)) == {"x"}
-    assert set(kept(8, "cancelled")) == {"o"}  # what clients took back is nobody's loss
+    assert set(kept(8, "cancelled")) == {"o"}  # what clients took back is no loss
 
 
 def test_edf_keeps_a_bounded_number_of_tiers_and_drops_only_the_long_unseen() -> None:
@@ -337,7 +337,7 @@ def test_distserve_prefills_whole_prompts_in_order_and_hands_them_off() -> None:
     policy = load("distserve")
     plan = policy.plan(replace(seen(waiting, [done]), role=PREFILL))
     assert plan.handoff == {"done": "prefilled"}
-    assert work(plan) == {"a": 60, "b": 30}  # c does not fit, and nobody passes it
+    assert work(plan) == {"a": 60, "b": 30}  # c does not fit, and none passes it
     plan = policy.plan(replace(seen([prompt("long", 120)], []), role=PREFILL))
     assert work(plan) == {"long": 100}
     plan = policy.plan(replace(seen(waiting, [begun]), role=PREFILL))

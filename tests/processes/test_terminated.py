@@ -54,7 +54,7 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], s
     until = time.monotonic() + SECONDS
     while alive(process.pid) and time.monotonic() < until:  # Python's own, that looks after semaphores, ends by itself
         time.sleep(0.02)
-    assert not alive(process.pid), "somebody of its session is left"
+    assert not alive(process.pid), "a process of its session is left"
 
 
 STUCK = """

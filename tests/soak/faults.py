@@ -121,7 +121,7 @@ async def cancels(server: Server, rng: Random, seen: Seen) -> None:
 
 
 async def infeasible(server: Server, rng: Random, seen: Seen) -> None:
-    """A flood of requests that nobody could serve in time, as many as 4 connections get through; then one of a good
+    """A flood of requests that cannot be served in time, as many as 4 connections get through; then one of a good
     length, which must still be served."""
     one = _post(_chat(slo={"ttft_ms": 0.001, "on_decline": "refuse"}))
     until = time.monotonic() + 2 * SECONDS

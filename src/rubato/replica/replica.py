@@ -768,7 +768,9 @@ class Replica(ReplicaState):
         assert sorted(ids) == sorted(self._seqs), "waiting, held, calling, running and arriving are not a partition"
         assert not held or len(held) < len(self._seqs), "all are held behind one that is not here"
         running = [s for s in self.running.values() if not s.ended]
-        assert sorted(self.here) == sorted(s.id for s in [*self.waiting, *running]), "who a plan can be about"
+        assert sorted(self.here) == sorted(s.id for s in [*self.waiting, *running]), (
+            "the sequences that a plan can name"
+        )
         assert self.shown.count == len(self.here)
         assert self.shown.pending == sum(s.pending for s in self.here.values()), "pending tokens"
         decodes = [s for s in self.running.values() if s.decoding]

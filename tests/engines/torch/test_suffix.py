@@ -273,7 +273,7 @@ def test_no_tenant_is_shown_anothers_text() -> None:
     assert drafted(drafter, 5, "one") == (6, 7, 8)
     assert drafted(drafter, 5, "two") == drafted(drafter, 5, "") == ()
     finished(drafter, "b", [15, 16, 17], "")
-    assert drafted(drafter, 15, "") == drafted(drafter, 15, "one") == ()  # whose it is nobody knows
+    assert drafted(drafter, 15, "") == drafted(drafter, 15, "one") == ()  # its request is unknown
     drafter.draft([Wanted("c", [5, 9], 3, 3, "one")])  # under the same id, first the one's, then the other's
     drafter.draft([Wanted("c", [5, 9, 15], 3, 3, "two"), Wanted("c", [5, 9, 15, 16], 3, 3, "two")])
     drafter.forget("c")

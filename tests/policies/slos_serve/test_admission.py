@@ -38,7 +38,7 @@ def check(instance: Instance) -> None:
         chosen = [*forced, *(new[i] for i in found.accepted)]
         assert found.value == best
         assert on_one_grid(found.grid, chosen[len(forced) :]) or not found.accepted
-        if not found.accepted:  # who is declined has no say in how long batches are
+        if not found.accepted:  # declined requests do not shorten batches
             alone = admit(forced, [], terms)
             assert alone is None or alone.grid.phases == found.grid.phases
         assert token_by_token(found.grid, chosen)

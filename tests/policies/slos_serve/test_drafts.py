@@ -130,7 +130,7 @@ def test_impossible_settings(wrong: dict[str, object]) -> None:
 
 
 class Recording:
-    """The policy, whom it has promised to be in time, and the deepest draft beyond an end."""
+    """The policy, the requests that it promised to be in time, and the deepest draft beyond an end."""
 
     needs = Scheduler.needs
 

@@ -1,4 +1,4 @@
-"""Whom `slos_serve` admits is in time to the end: step times by tokens alone, lengths known, KV for all of them."""
+"""Requests that `slos_serve` admits are in time: step times by tokens alone, lengths known, KV for all of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def promised(draw: st.DrawFn) -> tuple[Load, Model]:
 
 
 class Recording:
-    """The policy, and whom it has promised to be in time."""
+    """The policy, and the requests that it promised to be in time."""
 
     def __init__(self, **settings: Any) -> None:
         self.inner = Scheduler(**settings)
@@ -91,7 +91,7 @@ class Recording:
 def played(
     load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
 ) -> tuple[set[str], set[str]]:
-    """Ids of those who were promised to be in time, and of those who were."""
+    """Ids of the requests promised to be in time, and of those that were."""
     lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
     setup = SimulationSetup(
         lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise
@@ -121,7 +121,7 @@ def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
 def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for_long(
     case: tuple[Load, Model], longest: float, even: bool, patience: float
 ) -> None:
-    """`max_batch_seconds`: where a batch does not hold all who decode they take turns."""
+    """`max_batch_seconds`: where a batch does not hold all decodes they take turns."""
     admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even, best_effort_patience=patience)
     assert admitted <= met
 
@@ -143,7 +143,7 @@ def test_prompts_done_early_take_no_token_of_others_to_be_even() -> None:
 
 
 def test_nor_where_the_first_tokens_of_a_prompt_cost_more_than_the_others() -> None:
-    """On kernels, in batches that do not hold all who decode: prompts due after 28.5 ms, of which they take nine."""
+    """On kernels, in batches that do not hold all decodes: prompts due after 28.5 ms, of which they take nine."""
     profile = profiles.load("qwen2.5-1.5b-a100-40g")
     decoding, short = SLO(20.0, 0.05), SLO(0.0285, 0.05)
     requests = [Request(f"d{i}", (Stage(2000, decoding),), 0.0, sampling=Sampling(max_tokens=900)) for i in range(90)]
@@ -191,7 +191,7 @@ def steady() -> affine.Model:
     ids=["whose clients ask for it", "by a router", "edf"],
 )
 def test_a_slow_spell_is_no_reason_to_refuse_for_ever(policy: str, decline: OnDecline, fleet: dict[str, Any]) -> None:
-    """One request a second, whose TPOT no step keeps in the spell: who is refused runs no step that would tell."""
+    """One request a second, whose TPOT no step keeps in the spell: a refused request runs no step that would tell."""
     stage = Stage(50, SLO(1.0, 0.05))
     requests = [
         Request(f"q{i}", (stage,), float(i), on_decline=decline, sampling=Sampling(max_tokens=20)) for i in range(120)

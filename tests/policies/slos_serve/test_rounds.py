@@ -1,4 +1,4 @@
-"""Requests of several prompts: whoever has begun the next one keeps the KV of those before until that is decided."""
+"""Requests of several prompts: one that has begun its next prompt keeps earlier KV until that is decided."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_whatever_is_undecided_every_request_ends_once_and_no_step_fails(
 
 
 def test_nobody_is_promised_memory_that_is_held_by_who_is_not_decided_yet() -> None:
-    """All KV is theirs whose second prompt has begun, and more who are due sooner came than are decided at once."""
+    """Requests whose second prompt has begun have all KV; more that are due sooner came than are decided at once."""
     events, finished = ends(crowd(20, ASKED, 0.5, 0.045, 40))
     assert not [e for e in events if isinstance(e, Preempted)]
     assert all(end.verdict.met for id, end in finished.items() if id.startswith("t"))

@@ -236,7 +236,7 @@ def served(router: str, seed: int, rate: float, count: int = 150) -> tuple[list[
 @pytest.mark.parametrize("router", ["slos_serve", "round_robin", "least_loaded"])
 @pytest.mark.parametrize("rate", [20.0, 60.0])
 def test_a_fleet_keeps_its_promises(router: str, rate: float) -> None:
-    """Step times as predicted, by tokens alone, and all the same length: whoever was not declined is in time."""
+    """Step times as predicted, by tokens alone, and all the same length: a request that was not declined is in time."""
     events, requests = served(router, 0, rate)
     ends = [e for e in events if isinstance(e, Finished)]
     assert Counter(e.id for e in ends) == Counter(r.id for r in requests)

@@ -118,7 +118,7 @@ def test_a_reserve_is_kept_for_those_worth_most() -> None:
     settings = {"tier_values": {"gold": 2.0}, "tier_reserve": 0.5}
     assert plan(seen([low], []), **settings).demote == ("low",)
     assert not plan(seen([gold], []), **settings).demote
-    assert not plan(seen([low], []), tier_reserve=0.5).demote  # nobody is worth more
+    assert not plan(seen([low], []), tier_reserve=0.5).demote  # no request is worth more
 
 
 def test_without_a_promise_no_more_wait_than_the_backlog_the_youngest_are_refused() -> None:
@@ -140,7 +140,7 @@ def test_who_starts_at_once_needs_no_backlog() -> None:
 
 
 def test_one_token_has_no_pace() -> None:
-    """No batch is as short as 5 ms, but nobody waits for a second token."""
+    """No batch is as short as 5 ms, but no request waits for a second token."""
     asked = prompt("a", 30, ttft=0.1, tpot=0.005, refuse=True)
     one = replace(asked, request=replace(asked.request, sampling=Sampling(max_tokens=1)))
     assert plan(seen([asked], [])).drop
@@ -423,7 +423,7 @@ def test_even_decodes_have_a_token_a_tpot_however_far_ahead() -> None:
 
 @pytest.mark.parametrize(("tpot", "taken"), [(1.0, "mnoabcdefghi"), (0.025, "abcdefghijkl")])
 def test_decodes_that_are_ahead_take_turns_where_a_batch_does_not_hold_all(tpot: float, taken: str) -> None:
-    """Batches of 22 ms hold 12. Whoever is further ahead goes without, but not twice: unless the others need them."""
+    """Batches of 22 ms hold 12. The decodes furthest ahead get no token, but not twice: unless the others need them."""
     served = SpelledOut("slos_serve", {"max_batch_seconds": 0.01})
     dues = dict.fromkeys("abcdefghijkl", tpot) | dict.fromkeys("mno", 50.0)
     for now, expected in ((0.0, "abcdefghijkl"), (0.022, taken)):

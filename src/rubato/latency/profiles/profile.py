@@ -104,7 +104,7 @@ def parsed(data: Mapping[str, Any], where: str) -> Profile:
     tokens = fields.get("kv_tokens")
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(
-            f"{where} has no KV capacity (kv_tokens is {tokens!r}): the weights leave no room, or nobody measured it; "
+            f"{where} has no KV capacity (kv_tokens is {tokens!r}): the weights leave no room, or it was not measured; "
             "give kv_tokens=..."
         )
     try:

@@ -108,7 +108,7 @@ class Scheduler:
     the latency model has been off of late (root mean square; none where it is exact, or does not learn).
     max_batch_seconds: seconds of a batch that no TPOT bounds. best_effort_patience: seconds that a prompt without a
     TTFT, or best effort, may wait before it is counted as promised. steady_tokens: decodes that are ahead of their
-    deadlines get a token every TPOT all the same, for readers (and judges) who see a pause where a deadline is still
+    deadlines get a token every TPOT all the same, for readers and SLO rules that see a pause where a deadline is still
     kept, as far as all promises allow; batches are shorter for it, also where drafts would allow longer ones, and fewer
     requests are admitted. tier_values: what attaining a request of a tier is worth, 1 if not named. tier_reserve: share
     of memory, places and batches that is kept for requests worth most. max_waiting: requests without a promise that may
