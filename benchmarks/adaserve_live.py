@@ -28,11 +28,11 @@ from speculation_speed import LONGEST, MOST, class_of, cluster_of, drawn, engine
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.engines.torch.tokenizer import Text
 from rubato.fleet.cluster import Cluster
 from rubato.measure.confidence import over_seeds
 from rubato.workloads import traces
 from rubato.workloads.arrivals import Gamma
+from rubato_torch.tokenizer import Text
 
 SYSTEMS = ("adaserve", "edf", "vllm_spec:n=4", "sarathi")
 TPOT = {"code": 1.2, "chat": 2.0, "summary": 5.0}  # times the unloaded one

@@ -34,7 +34,6 @@ from rubato.core.request import SLO
 from rubato.core.timeline import steps
 from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
-from rubato.engines.torch import bundled_model
 from rubato.latency import operation_count
 from rubato.latency.fit import coefficients
 from rubato.latency.model_dims import Dims
@@ -44,6 +43,7 @@ from rubato.measure.server_process import ServerProcess
 from rubato.planning.spec import PolicyChoice, packaged_hardware
 from rubato.workloads import Workload, scenarios
 from rubato.workloads.request_kinds import Kind
+from rubato_torch import bundled_model
 
 SYSTEMS = {
     "ascendra": "ascendra@ascendra:groups=1L1H",

@@ -22,8 +22,8 @@ from statistics import median
 
 import aiohttp
 
-from rubato.engines.torch import bundled_model
 from rubato.measure.server_process import ServerProcess
+from rubato_torch import bundled_model
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import rubato.engines.torch as torch_engine
+import rubato_torch as torch_engine
 from rubato.core.request import Request, Sampling
-from rubato.engines.torch import Engine, bundled_model, trees
-from rubato.engines.torch.drafters import Drafter
-from rubato.engines.torch.drafters.suffix import SuffixDrafter
-from rubato.engines.torch.model import bytes_per_token
-from rubato.engines.torch.model_config import load_config
-from rubato.engines.torch.sequence import Sequence as Running
+from rubato_torch import Engine, bundled_model, trees
+from rubato_torch.drafters import Drafter
+from rubato_torch.drafters.suffix import SuffixDrafter
+from rubato_torch.model import bytes_per_token
+from rubato_torch.model_config import load_config
+from rubato_torch.sequence import Sequence as Running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.engines.driver import Driver, started_behind_replica

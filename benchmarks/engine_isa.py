@@ -34,7 +34,7 @@ from engine_vs_vllm import (
     vllm,
 )
 
-from rubato.engines.torch.cpu.llvm_jit import SHOWN_AS
+from rubato_torch.cpu.llvm_jit import SHOWN_AS
 
 MASKS: dict[str, dict[str, str]] = {"none": {}, **SHOWN_AS}
 AUTO, BEFORE, FLOAT32, VLLM = "auto", "bfloat16 before", "float32", "vLLM"

@@ -72,8 +72,8 @@ CASES = {
 
 def rubato_engine(model: str, threads: int | Literal["auto"], dtype: str = "auto", form: str = "") -> Any:
     """The torch engine as it serves, with the limits that vLLM gets. form: of the weights (a class of `products`)."""
-    from rubato.engines.torch import Engine, weights
-    from rubato.engines.torch.cpu import matmul_backends
+    from rubato_torch import Engine, weights
+    from rubato_torch.cpu import matmul_backends
 
     if form:
         forced = matmul_backends.Choice(getattr(matmul_backends, form), f"{form}, by the benchmark")
@@ -465,7 +465,7 @@ def report(results: list[Measured], sides: list[str], described: dict[str, Any],
 
 
 def _bundled_model() -> str:
-    from rubato.engines.torch import bundled_model
+    from rubato_torch import bundled_model
 
     return str(bundled_model.ensure())
 

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rubato.engines.torch import bundled_model
 from rubato.measure.server_process import ServerProcess
+from rubato_torch import bundled_model
 
 TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TTFT, TPOT
 KEYS = {"quiet": "sk-quiet-tenant", "loud": "sk-loud-tenant"}

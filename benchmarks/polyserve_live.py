@@ -28,10 +28,10 @@ from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import steps
-from rubato.engines.torch import Engine, bundled_model
 from rubato.fleet.build import local_cluster
 from rubato.latency import operation_count
 from rubato.planning.spec import PolicyChoice
+from rubato_torch import Engine, bundled_model
 
 TIGHT, LOOSE = 2.5, 8.0  # TPOT in unloaded decode steps
 PREFILLS = 8.0  # TTFT in unloaded prefills of a median prompt

@@ -34,12 +34,12 @@ from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.engines.torch import Engine, bundled_model
 from rubato.fleet.build import local_cluster
 from rubato.latency import bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.measure.confidence import over_seeds
 from rubato.workloads import Workload, scenarios
+from rubato_torch import Engine, bundled_model
 
 SCALE = 0.12  # of all lengths: a full-length request takes 5 s alone here
 LONGEST = 512  # tokens that a client asks for, not knowing how long the answer will be

@@ -24,12 +24,12 @@ from typing import Any
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
-from rubato.engines.torch import bundled_model
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run
 from rubato.planning.spec import PolicyChoice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
+from rubato_torch import bundled_model
 
 POLICIES = ("prefill_first", "vllm", "sarathi", "edf", "slos_serve", "slos_serve:safety_margin=0.1")
 PATIENT = "batch"  # the tier without an SLO

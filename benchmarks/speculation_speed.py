@@ -29,9 +29,6 @@ import numpy as np
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Tokens
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.engines.torch import Engine, bundled_model
-from rubato.engines.torch.drafters.suffix import SuffixDrafter
-from rubato.engines.torch.tokenizer import Text
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.latency import affine
@@ -40,6 +37,9 @@ from rubato.planning.spec import PolicyChoice
 from rubato.policies import load
 from rubato.workloads import traces
 from rubato.workloads.prompts import fresh_text
+from rubato_torch import Engine, bundled_model
+from rubato_torch.drafters.suffix import SuffixDrafter
+from rubato_torch.tokenizer import Text
 
 MOST = 128  # output tokens
 LONGEST = 1200  # tokens of a prompt

@@ -27,11 +27,11 @@ from speculation_speed import drawn, engine, engine_with, prompts, served, size
 from rubato.core.clock import WallClock
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Sample
-from rubato.engines.torch.drafters import Draft, Wanted
-from rubato.engines.torch.drafters.suffix import SuffixDrafter
 from rubato.fleet.build import local_cluster
 from rubato.latency import affine
 from rubato.policies import adaserve
+from rubato_torch.drafters import Draft, Wanted
+from rubato_torch.drafters.suffix import SuffixDrafter
 
 PARTS = ("drafting", "verification", "selection")
 CLOCK = WallClock()

@@ -143,7 +143,7 @@ class Load:
     """The requests: made once, so that every contender gets the same."""
 
     def __init__(self, model: Path, seed: int) -> None:
-        from rubato.engines.torch.tokenizer import Text
+        from rubato_torch.tokenizer import Text
 
         text = Text(model)
         self.seed = seed
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every run to this file")
     options = parser.parse_args()
-    from rubato.engines.torch import bundled_model
+    from rubato_torch import bundled_model
 
     began = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)

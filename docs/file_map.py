@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "file_map.md"
-# What is mapped: the packages in the one, and the other as one package, where there is such a folder.
-PACKAGES, BESIDE = ROOT / "src" / "rubato", ROOT / "experiments"
+# What is mapped: the packages in the first, and each of the others as one package, where there is such a folder.
+PACKAGES = ROOT / "src" / "rubato"
+BESIDE = (ROOT / "packages" / "rubato-torch" / "src" / "rubato_torch", ROOT / "experiments")
 HEAD = """# File map
 
 What each module is, in the first sentence of its docstring. `make file-map` writes this page.
@@ -23,8 +24,7 @@ What each module is, in the first sentence of its docstring. `make file-map` wri
 def page() -> str:
     """The page as the tree has it now. Raises ValueError for a module without a docstring."""
     folders = [folder for folder in sorted(PACKAGES.iterdir()) if (folder / "__init__.py").is_file()]
-    if (BESIDE / "__init__.py").is_file():
-        folders.append(BESIDE)
+    folders += [folder for folder in BESIDE if (folder / "__init__.py").is_file()]
     return "\n".join([HEAD, *(section(folder) for folder in folders)])
 
 

@@ -237,8 +237,8 @@ def apart(events: Sequence[Event], count: int) -> list[list[Event]]:
 def torch_rig(out: Path, threads: int | Literal["auto"] = "auto") -> LiveRig:
     """The embedded engine with the bundled model. threads: of the engine. Raises ImportError without
     the torch extra."""
-    from rubato.engines.torch import Engine, bundled_model
-    from rubato.engines.torch.tokenizer import Text
+    from rubato_torch import Engine, bundled_model
+    from rubato_torch.tokenizer import Text
 
     model = str(bundled_model.ensure())
     text = Text(Path(model))

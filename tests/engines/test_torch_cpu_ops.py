@@ -13,12 +13,12 @@ pytest.importorskip("llvmlite")
 
 from rubato.core.plan import Batch, Entry  # noqa: E402
 from rubato.core.request import Sampling  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.batch_tensors import pack  # noqa: E402
-from rubato.engines.torch.cpu import llvm_jit, native  # noqa: E402
-from rubato.engines.torch.model import Model  # noqa: E402
-from rubato.engines.torch.model_config import Config, load_config  # noqa: E402
-from rubato.engines.torch.weights import _rotation, load_weights  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
+from rubato_torch.batch_tensors import pack  # noqa: E402
+from rubato_torch.cpu import llvm_jit, native  # noqa: E402
+from rubato_torch.model import Model  # noqa: E402
+from rubato_torch.model_config import Config, load_config  # noqa: E402
+from rubato_torch.weights import _rotation, load_weights  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")

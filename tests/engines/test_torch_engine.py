@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from rubato.core.cpu_usage import FreeCores  # noqa: E402
 from rubato.core.plan import Batch, Entry  # noqa: E402
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple(range(1000, 1030))
@@ -240,10 +240,10 @@ def test_a_folder_that_lacks_a_tensor_is_an_error_that_names_it(tiny_folder: Pat
 def test_steps_use_as_many_threads_as_cores_are_free(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer while other programs use them, and all again; the tokens are the same."""
     before, taken, used = torch.get_num_threads(), [0.0], []
-    monkeypatch.setattr("rubato.engines.torch.THREADS", 2)
-    monkeypatch.setattr("rubato.engines.torch.usable", lambda: frozenset({0, 1}))
-    monkeypatch.setattr("rubato.engines.torch.TakenCores.now", lambda self: taken[0])
-    monkeypatch.setattr("rubato.engines.torch.FreeCores", partial(FreeCores, patience=0.0))
+    monkeypatch.setattr("rubato_torch.THREADS", 2)
+    monkeypatch.setattr("rubato_torch.usable", lambda: frozenset({0, 1}))
+    monkeypatch.setattr("rubato_torch.TakenCores.now", lambda self: taken[0])
+    monkeypatch.setattr("rubato_torch.FreeCores", partial(FreeCores, patience=0.0))
     try:
         with Driver(Engine(tiny_folder, device="cpu", kv_gib=0.01)) as drive:
             drive.add("a", [5, 6, 7], Sampling(max_tokens=4, ignore_eos=True))

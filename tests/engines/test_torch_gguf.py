@@ -18,10 +18,10 @@ from safetensors.torch import load_file  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
 
 from rubato.core.request import Sampling  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch import gguf as ours  # noqa: E402
-from rubato.engines.torch.gguf_tokenizer import tokenizer  # noqa: E402
-from rubato.engines.torch.tokenizer import Text  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
+from rubato_torch import gguf as ours  # noqa: E402
+from rubato_torch.gguf_tokenizer import tokenizer  # noqa: E402
+from rubato_torch.tokenizer import Text  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from rubato.core.request import Sampling  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 NEW = 20

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from rubato.core.clock import WallClock, run_strict  # noqa: E402
 from rubato.core.events import Assigned, Event, Finished, Stepped, Tokens, Transferred  # noqa: E402
 from rubato.core.request import SLO, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
 from rubato.fleet.build import local_cluster  # noqa: E402
 from rubato.latency import affine  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
 
 NONE = SLO()
 PROMPTS = {"a": 45, "b": 7, "c": 33}

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch.sampling import Choice, choose, logprobs  # noqa: E402
+from rubato_torch.sampling import Choice, choose, logprobs  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 VOCAB = 3000
@@ -213,7 +213,7 @@ def test_penalties_see_what_came_out_and_not_what_waits(tiny: Driver) -> None:
 
 
 def test_a_second_stages_prompt_counts_for_the_repetition_penalty(tiny: Driver) -> None:
-    from rubato.engines.torch.sequence import Sequence
+    from rubato_torch.sequence import Sequence
 
     stages = (Stage(2, ends="</think>", token_ids=(5, 6)), Stage(2, token_ids=(7, 8)))
     literal = 9

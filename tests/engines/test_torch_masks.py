@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("llvmlite")
 
-from rubato.engines.torch.cpu import llvm_jit
+from rubato_torch.cpu import llvm_jit
 
 pytestmark = pytest.mark.skipif(not llvm_jit.available(), reason="no x86-64 Linux")
 

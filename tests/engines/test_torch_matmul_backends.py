@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rubato.engines.torch.cpu import matmul_backends  # noqa: E402
-from rubato.engines.torch.cpu.matmul_backends import FBGEMM, Form, OneDNN, Plain, choose  # noqa: E402
+from rubato_torch.cpu import matmul_backends  # noqa: E402
+from rubato_torch.cpu.matmul_backends import FBGEMM, Form, OneDNN, Plain, choose  # noqa: E402
 
 FORMS: dict[str, tuple[Form, bool]] = {
     "plain": (Plain, True),

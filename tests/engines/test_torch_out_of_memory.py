@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 from rubato.core.clock import WallClock  # noqa: E402
 from rubato.core.events import Event, Finished, Tokens  # noqa: E402
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
 from rubato.fleet.build import local_cluster  # noqa: E402
 from rubato.latency import affine  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
 
 HANG = 60.0  # seconds, generous
 

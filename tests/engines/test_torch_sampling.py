@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch.sampling import Choice, choose  # noqa: E402
+from rubato_torch.sampling import Choice, choose  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple(range(1000, 1040))

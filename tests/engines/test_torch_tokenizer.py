@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from rubato.core.plan import Emitted  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato.core.stop_strings import StopText  # noqa: E402
-from rubato.engines.torch.sequence import Sequence  # noqa: E402
-from rubato.engines.torch.tokenizer import Detokeniser, Text, _sentencepiece  # noqa: E402
+from rubato_torch.sequence import Sequence  # noqa: E402
+from rubato_torch.tokenizer import Detokeniser, Text, _sentencepiece  # noqa: E402
 
 TEXTS = (
     "Plain words, 12345 digits and\n\ttabs.",

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 from rubato.core.interfaces import KV  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.cpu import llvm_jit  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
+from rubato_torch.cpu import llvm_jit  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple((7 * i * i + 3) % 256 for i in range(45))

@@ -22,10 +22,10 @@ from rubato.core.plan import (  # noqa: E402
     blocks_for,
 )
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.model import bytes_per_token  # noqa: E402
-from rubato.engines.torch.model_config import load_config  # noqa: E402
 from rubato.replica.replica import Replica  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
+from rubato_torch.model import bytes_per_token  # noqa: E402
+from rubato_torch.model_config import load_config  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
 from tests.engines.driver import started_behind_replica  # noqa: E402
 

@@ -68,7 +68,7 @@ def test_a_full_run_says_what_it_lacks_before_it_begins(monkeypatch: pytest.Monk
     assert [cell.key for cell in figure.jobs(False)] == [
         f"{policy} load={load}" for policy in ("vllm", "edf") for load in (0.6, 0.9, 1.2)
     ]
-    for name in [name for name in sys.modules if name.startswith("rubato.engines.torch")]:
+    for name in [name for name in sys.modules if name.startswith("rubato_torch")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r"pip install 'rubato-llm\[torch\]'"):

@@ -24,16 +24,20 @@ def run(*words: str | Path, cwd: Path, **more: str) -> str:
     return done.stdout
 
 
+def built(source: Path, scratch: Path) -> Path:
+    """The wheel of `source`, from a copy: setuptools builds in the tree and would add what an earlier build left."""
+    shutil.copytree(source / "src", scratch / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        if (source / name).exists():
+            shutil.copy(source / name, scratch)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", scratch, scratch, cwd=scratch)
+    (found,) = scratch.glob("*.whl")
+    return found
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out, tree = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-        shutil.copy(ROOT / name, tree)
-    # from a copy: setuptools builds in the tree and would put what an earlier build left there into the wheel
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, tree, cwd=out)
-    (found,) = out.glob("rubato_llm-*.whl")
-    return found
+    return built(ROOT, tmp_path_factory.mktemp("tree"))
 
 
 def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
@@ -44,6 +48,13 @@ def test_everything_is_in_it_and_nothing_else(wheel: Path) -> None:
     info = {name for name in names if ".dist-info/" in name}
     assert set(names) - info == wanted
     assert {Path(name).name for name in info} >= {"LICENSE", "NOTICE", "entry_points.txt", "METADATA"}
+
+
+def test_the_embedded_engine_is_a_wheel_of_its_own(tmp_path: Path) -> None:
+    folder = ROOT / "packages" / "rubato-torch"
+    names = zipfile.ZipFile(built(folder, tmp_path)).namelist()
+    wanted = {str(p.relative_to(folder / "src")) for p in (folder / "src" / "rubato_torch").rglob("*.py")}
+    assert {name for name in names if ".dist-info/" not in name} == wanted | {"rubato_torch/py.typed"}
 
 
 @pytest.mark.parametrize(

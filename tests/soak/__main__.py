@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-from rubato.engines.torch import bundled_model
+from rubato_torch import bundled_model
 from tests.soak import faults
 from tests.soak.clients import Seen, load, metrics, probe
 from tests.soak.faults import Fault

@@ -81,7 +81,7 @@ def _composed(args: argparse.Namespace) -> Profile:
 
 
 async def _measured(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:
-    from rubato.engines import torch as embedded  # needs the torch extra
+    import rubato_torch as embedded  # needs the torch extra
 
     engine = embedded.Engine(args.model[0], device=args.device, kv_gib=args.kv_gib)
     device = args.device if args.device != "auto" else "this machine"

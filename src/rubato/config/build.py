@@ -41,7 +41,7 @@ SIMULATED = {
 # With `max_in_flight: auto`: batches that run or wait, at a replica or in the router, and requests at least.
 BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
-DRAFTERS = {"suffix": ("rubato.engines.torch.drafters.suffix", "SuffixDrafter")}
+DRAFTERS = {"suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter")}
 
 
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
@@ -122,7 +122,7 @@ def drafter_of(config: Config) -> Drafter | None:
 
 def token_drafter_of(config: Config) -> object | None:
     """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or any module with a class
-    `Drafter` (`rubato.engines.torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
+    `Drafter` (`rubato_torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None

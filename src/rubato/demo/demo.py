@@ -31,7 +31,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
         import matplotlib  # noqa: F401
 
         import rubato.serving  # noqa: F401
-        from rubato.engines.torch import bundled_model
+        from rubato_torch import bundled_model
 
     _check_able(policy)
     if seconds is not None and not 1.0 <= seconds <= 3600.0:
@@ -67,7 +67,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
 
 def _check_able(policy: str) -> None:
     """Raises PolicyError for one that is not there, or that one replica of the embedded engine cannot run."""
-    from rubato.engines.torch import Engine
+    from rubato_torch import Engine
 
     if lacking := load_policy(policy).needs - Engine.supports:
         raise PolicyError(f"policy {policy!r} needs an engine that can {', '.join(sorted(lacking))}; the demo's cannot")

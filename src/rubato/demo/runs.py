@@ -317,7 +317,7 @@ class Stage:
         return dataclasses.replace(load, arrivals=(alone,), duration=1.0)
 
     def _count(self) -> Count:
-        from rubato.engines.torch.tokenizer import Text
+        from rubato_torch.tokenizer import Text
 
         text = Text(Path(self.model))
         return lambda content: len(text.encode(content))

@@ -13,11 +13,11 @@ from rubato.core.events import Event, Finished, Preempted, Tokens
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Entry, Logprob, Plan, Tree, Work
 from rubato.core.request import Request, Sampling, Stage
-from rubato.engines.torch import Engine
-from rubato.engines.torch.drafters import Draft, Wanted
-from rubato.engines.torch.tokenizer import Text
 from rubato.replica.replica import Replica
 from rubato.workloads.prompts import TEXTS
+from rubato_torch import Engine
+from rubato_torch.drafters import Draft, Wanted
+from rubato_torch.tokenizer import Text
 
 DEEP, WIDE = 4, 3
 CHUNKS = (1, 3, 8, 50)

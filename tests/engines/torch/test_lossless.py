@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 from rubato.core.interfaces import View  # noqa: E402
 from rubato.core.plan import Plan  # noqa: E402
 from rubato.core.request import Request, Sampling  # noqa: E402
-from rubato.engines.torch import Engine, bundled_model  # noqa: E402
-from rubato.engines.torch.drafters import Drafter  # noqa: E402
-from rubato.engines.torch.drafters.suffix import SuffixDrafter  # noqa: E402
-from rubato.engines.torch.model import bytes_per_token  # noqa: E402
-from rubato.engines.torch.model_config import load_config  # noqa: E402
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order  # noqa: E402
+from rubato_torch import Engine, bundled_model  # noqa: E402
+from rubato_torch.drafters import Drafter  # noqa: E402
+from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
+from rubato_torch.model import bytes_per_token  # noqa: E402
+from rubato_torch.model_config import load_config  # noqa: E402
 from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
 from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, mixed_requests, some_nodes  # noqa: E402
 

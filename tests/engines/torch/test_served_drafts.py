@@ -19,12 +19,12 @@ from rubato.config.build import believed_of, token_drafter_of  # noqa: E402
 from rubato.config.schema import ConfigError, load  # noqa: E402
 from rubato.core.clock import VirtualClock, WallClock  # noqa: E402
 from rubato.core.events import Event, Tokens  # noqa: E402
-from rubato.engines.torch.drafters.suffix import SuffixDrafter  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
 from rubato.latency.with_drafter import Drafted  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
 from rubato.serving.serve import build, service_of, tiers_of  # noqa: E402
 from rubato.serving.tenants import Tenants  # noqa: E402
+from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
 
 MODEL = {
     "engine": {"kind": "torch", "dtype": "float32", "device": "cpu", "kv_gib": 0.001, "block_size": 4, "threads": 1}

@@ -15,9 +15,9 @@ from scipy.optimize import isotonic_regression
 
 pytest.importorskip("torch")
 
-from rubato.engines.torch.drafters import Draft, Drafter, Wanted
-from rubato.engines.torch.drafters.calibration import REFIT, WEIGHT, Calibration
-from rubato.engines.torch.drafters.suffix import (
+from rubato_torch.drafters import Draft, Drafter, Wanted
+from rubato_torch.drafters.calibration import REFIT, WEIGHT, Calibration
+from rubato_torch.drafters.suffix import (
     EDGES,
     LONGEST,
     MOST,

@@ -19,15 +19,15 @@ pytest.importorskip("transformers")
 from rubato.core.interfaces import KV  # noqa: E402
 from rubato.core.plan import Batch, Entry, Tree  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
-from rubato.engines.torch import Engine  # noqa: E402
-from rubato.engines.torch.cpu import llvm_jit  # noqa: E402
-from rubato.engines.torch.drafters import Draft, Wanted  # noqa: E402
-from rubato.engines.torch.model import Model, bytes_per_token  # noqa: E402
-from rubato.engines.torch.model_config import load_config  # noqa: E402
-from rubato.engines.torch.sampling import choose  # noqa: E402
-from rubato.engines.torch.sequence import Sequence as Running  # noqa: E402
-from rubato.engines.torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
-from rubato.engines.torch.weights import load_weights  # noqa: E402
+from rubato_torch import Engine  # noqa: E402
+from rubato_torch.cpu import llvm_jit  # noqa: E402
+from rubato_torch.drafters import Draft, Wanted  # noqa: E402
+from rubato_torch.model import Model, bytes_per_token  # noqa: E402
+from rubato_torch.model_config import load_config  # noqa: E402
+from rubato_torch.sampling import choose  # noqa: E402
+from rubato_torch.sequence import Sequence as Running  # noqa: E402
+from rubato_torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
+from rubato_torch.weights import load_weights  # noqa: E402
 from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
 from tests.engines.torch.harness import DEEP, WIDE, Harness, Toy, random_tree  # noqa: E402
 

@@ -19,7 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
-from rubato.engines.torch.model_config import read_json
+from rubato_torch.model_config import read_json
 
 
 class Text:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rubato.core.plan import Entry
-from rubato.engines.torch.cpu import kernels, llvm_jit
-from rubato.engines.torch.cpu.kernels import ROWS, STEP, UNIT, Arguments
-from rubato.engines.torch.model_config import Config
+from rubato_torch.cpu import kernels, llvm_jit
+from rubato_torch.cpu.kernels import ROWS, STEP, UNIT, Arguments
+from rubato_torch.model_config import Config
 
 NO_WINDOW = 1 << 40  # tokens: more than any context
 TILE = 32  # tokens of a chunk that pass over the keys together

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from rubato.engines.torch.gguf_tokenizer import special_ids, tokenizer, tokenizer_config
-from rubato.engines.torch.model_config import FAMILIES, Rope, frequencies
+from rubato_torch.gguf_tokenizer import special_ids, tokenizer, tokenizer_config
+from rubato_torch.model_config import FAMILIES, Rope, frequencies
 
 EDITION = 1  # of the conversion: folders of another one are not read
 SHARD = 2 << 30  # bytes of tensors in one file, and so what a conversion holds in memory

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rubato.core.plan import Emitted, Logprob
-from rubato.engines.torch.drafters import Draft, Wanted
-from rubato.engines.torch.sampling import choose, logprobs
-from rubato.engines.torch.sequence import Sequence as Running
+from rubato_torch.drafters import Draft, Wanted
+from rubato_torch.sampling import choose, logprobs
+from rubato_torch.sequence import Sequence as Running
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
 from rubato.core.request import NOTHING
-from rubato.engines.torch.attention_groups import Chunks, Decodes, Seen
-from rubato.engines.torch.batch_tensors import Packed, pack
-from rubato.engines.torch.cpu import native
-from rubato.engines.torch.model_config import Config
-from rubato.engines.torch.trees import Candidates
-from rubato.engines.torch.weights import Weights
+from rubato_torch.attention_groups import Chunks, Decodes, Seen
+from rubato_torch.batch_tensors import Packed, pack
+from rubato_torch.cpu import native
+from rubato_torch.model_config import Config
+from rubato_torch.trees import Candidates
+from rubato_torch.weights import Weights
 
 
 def bytes_per_token(config: Config, dtype: torch.dtype) -> int:

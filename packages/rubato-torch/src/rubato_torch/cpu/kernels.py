@@ -10,9 +10,9 @@ from __future__ import annotations
 from operator import add
 from typing import Generic, NamedTuple, TypeVar
 
-from rubato.engines.torch.cpu import llvm_jit
-from rubato.engines.torch.cpu.llvm_jit import Code, Value, Variable
-from rubato.engines.torch.model_config import Config
+from rubato_torch.cpu import llvm_jit
+from rubato_torch.cpu.llvm_jit import Code, Value, Variable
+from rubato_torch.model_config import Config
 
 UNIT = 16  # tokens
 STEP = 4 * UNIT  # keys that are scored together

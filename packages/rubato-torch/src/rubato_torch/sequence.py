@@ -7,9 +7,9 @@ from collections.abc import Sequence as Items
 from rubato.core.plan import Emitted, FinishReason, Logprob
 from rubato.core.request import Progress, Request
 from rubato.core.stop_strings import StopText
-from rubato.engines.torch.drafters import Draft
-from rubato.engines.torch.sampling import Choice
-from rubato.engines.torch.tokenizer import Detokeniser
+from rubato_torch.drafters import Draft
+from rubato_torch.sampling import Choice
+from rubato_torch.tokenizer import Detokeniser
 
 
 class Sequence:

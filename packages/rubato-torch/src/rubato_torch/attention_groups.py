@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rubato.core.plan import Entry
-from rubato.engines.torch.trees import Candidates
+from rubato_torch.trees import Candidates
 
 SPREAD = 1.5  # decodes, or trees, share one attention call when the longest has at most this many times the blocks of
 # the shortest

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rubato.engines.torch.cpu.matmul_backends import Choice, Form, Linear, Plain, choose
-from rubato.engines.torch.model_config import Config, amplitude, frequencies, read_json
+from rubato_torch.cpu.matmul_backends import Choice, Form, Linear, Plain, choose
+from rubato_torch.model_config import Config, amplitude, frequencies, read_json
 
 
 @dataclass(frozen=True, slots=True)

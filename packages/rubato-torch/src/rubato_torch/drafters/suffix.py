@@ -14,8 +14,8 @@ from heapq import nlargest
 from operator import itemgetter
 
 from rubato.core.plan import Tree
-from rubato.engines.torch.drafters import Draft, Wanted
-from rubato.engines.torch.drafters.calibration import Calibration
+from rubato_torch.drafters import Draft, Wanted
+from rubato_torch.drafters.calibration import Calibration
 
 LONGEST = 6  # tokens of the longest context
 MOST = 8  # next tokens of a context that count, the most frequent

