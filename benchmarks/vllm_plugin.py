@@ -33,6 +33,7 @@ from vllm_env import ROOT, ensure_env
 from rubato.core.request import SLO
 from rubato.demo.runs import HOLDS, PROMPT, Unloaded, held, kinds
 from rubato.measure import load_generator, results
+from rubato.measure.http_client import Endpoint, TierField
 from rubato.measure.records import Run, summarise
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
@@ -61,7 +62,7 @@ class Contender:
     label: str
     scheduler: str
     flags: tuple[str, ...] = ()
-    slos: load_generator.TierField = "none"
+    slos: TierField = "none"
 
 
 @dataclass
@@ -169,8 +170,8 @@ class Load:
 def ask(server: Server, load: Workload) -> Run:
     return asyncio.run(
         load_generator.run(
-            load, server.url, MODEL, label=server.contender.label, tier_field=server.contender.slos, warmup=0,
-            progress=False,
+            load, Endpoint(server.url, MODEL, tier_field=server.contender.slos), label=server.contender.label,
+            warmup=0, progress=False,
         )
     )  # fmt: skip
 

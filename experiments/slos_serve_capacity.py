@@ -19,16 +19,15 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside, drafts, held
-from rubato.core.slo import StageTimes, judge
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.measure.records import Run
+from rubato.measure.records import Run, rejudged
 from rubato.planning import capacity
 from rubato.planning.jobs import Job
 from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
 from rubato.planning.sweep import markdown
-from rubato.workloads import Arrival, Workload, scenarios
+from rubato.workloads import Workload, scenarios
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
 SECONDS = 15000.0
@@ -249,20 +248,7 @@ class RateTrials:
 
 def verdicts(run: Run, slo_rule: str) -> list[bool]:
     """Whether each request of a run is attained by this rule."""
-    offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
-    return [judge(request, stages(a, r.times, r.tokens), r.outcome, slo_rule).met for request, a, r in offered]
-
-
-def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> list[StageTimes]:
-    """A request's stages from when so many tokens were out; tools take no time."""
-    each = np.repeat(times, np.diff(tokens, prepend=0)) if times else np.zeros(0)
-    made, start, done = [], arrival.at, 0
-    for output in arrival.outputs:
-        out = each[done : done + output]
-        if len(out):
-            made.append(StageTimes(start, out))
-            start, done = float(out[-1]), done + output
-    return made
+    return [r.verdict.met for r in rejudged(run, slo_rule).records]
 
 
 @cache

@@ -17,7 +17,7 @@ from rubato.core.timeline import Timeline, steps, timelines
 from rubato.latency import affine
 from rubato.latency.fit import fit
 from rubato.latency.fit_error import Report
-from rubato.measure.records import Record, Run, verdict
+from rubato.measure.records import Record, Run, rejudged
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
 
@@ -118,14 +118,11 @@ def outside(records: Sequence[Record], lines: Sequence[Timeline]) -> tuple[float
 
 def delivered(run: Run, what: LearnedModel) -> Run:
     """The simulated run as a client would have seen it: every token later by what requests spend outside."""
-    requests = {request.id: request for request in run.workload.requests()}
     records = []
     for r in run.records:
         times = tuple(t + (what.first if i == 0 else what.last) for i, t in enumerate(r.times))
-        records.append(
-            replace(r, times=times, verdict=verdict(requests[r.id], times, r.tokens, r.outcome, run.slo_rule))
-        )
-    return replace(run, records=tuple(records))
+        records.append(replace(r, times=times))
+    return rejudged(replace(run, records=tuple(records)), run.slo_rule)
 
 
 def promises(model: affine.Model) -> dict[str, SLO]:

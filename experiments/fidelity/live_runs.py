@@ -24,6 +24,7 @@ from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
+from rubato.measure.http_client import BenchError, Endpoint
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
@@ -117,14 +118,12 @@ class LiveRig:
         """Raises BenchError when a request fails."""
         run = asyncio.run(
             load_generator.run(
-                load, url, "fidelity", label=label, tier_field="slo", warmup=warmup, progress=sys.stderr.isatty()
+                load, Endpoint(url, "fidelity"), label=label, warmup=warmup, progress=sys.stderr.isatty()
             )
         )
         failed = [r for r in run.records if r.outcome == "failed"]
         if failed:
-            raise load_generator.BenchError(
-                f"{label}: {len(failed)} of {len(run.records)} requests failed: {failed[0].reason}"
-            )
+            raise BenchError(f"{label}: {len(failed)} of {len(run.records)} requests failed: {failed[0].reason}")
         for problem in run.problems:
             say(f"  {label}: {problem}")
         return run

@@ -29,9 +29,9 @@ from rubato.demo.runs import (
 )
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
-from rubato.measure.load_generator import BenchError
+from rubato.measure.compare import compare, saved
+from rubato.measure.http_client import BenchError
 from rubato.measure.records import Record, Run
-from rubato.measure.results import compare
 from rubato.policies import PolicyError
 from rubato.workloads import Workload
 
@@ -177,8 +177,9 @@ def test_the_sentence_and_the_intervals() -> None:
         "sarathi of 10."
     )
     assert "that vLLM's scheduling may hold (see below), edf" in demo.sentence(runs, doubtful=True)
-    assert demo.interval(compare(runs[2:], runs[1:2])).startswith("edf against sarathi: +50 points of attainment")
-    assert "too few requests to tell" in demo.interval(compare(runs[2:], runs[2:]))
+    _, sarathi, edf = ([saved(one)] for one in runs)
+    assert demo.interval(compare(edf, sarathi)).startswith("edf against sarathi: +50 points of attainment")
+    assert "too few requests to tell" in demo.interval(compare(edf, edf))
     assert demo.held_after_all(runs) == ""
     assert "attained 100% of a load that was to be 1.3 x" in demo.held_after_all(runs[2:])
 

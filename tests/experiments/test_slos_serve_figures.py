@@ -11,26 +11,16 @@ import pytest
 from experiments import claims
 from experiments import slos_serve_capacity as capacity
 from experiments._recording_slos_serve import PromiseLog, Scheduler
-from experiments.slos_serve_capacity import Rates, RateTrials, stages, verdicts
+from experiments.slos_serve_capacity import Rates, RateTrials, verdicts
 from experiments.slos_serve_coder_load import here
 from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
 from rubato.core.request import SLO
 from rubato.measure.records import Record, Run
-from rubato.workloads import Arrival, OfferedStage, Workload
+from rubato.workloads import Arrival, Workload
 from tests.policies.test_tables import prompt, seen
 
 TWO = SLO(ttft=1.0, tpot=0.1)
-LATER = SLO(tpot=0.2)
-STAGED = Arrival("q", 5.0, "chat", "", 10, 5, parts=(OfferedStage(10, 2, TWO), OfferedStage(0, 3, LATER)))
-
-
-def test_stages_are_told_apart_by_their_outputs() -> None:
-    first, second = stages(STAGED, (5.5, 5.6, 6.0), (1, 3, 5))
-    assert (first.start, list(first.tokens)) == (5.0, [5.5, 5.6])
-    assert (second.start, list(second.tokens)) == (5.6, [5.6, 6.0, 6.0])
-    assert len(stages(STAGED, (5.5,), (1,))) == 1
-    assert stages(STAGED, (), ()) == []
 
 
 def run(*times: float) -> Run:

@@ -7,13 +7,7 @@ import pytest
 
 from rubato.measure import compare, results
 from rubato.measure.goodput import Bounds
-from tests.measure.test_results import run, workload
-
-
-def steady(label, late, load=None, **changes):
-    """Every `late`-th request has its first token after 1.5 s instead of 0.2 s; the tier fast promises 1 s."""
-    load = load or workload(count=240, gap=0.5)
-    return run(label, [1.5 if i % late == 0 else 0.2 for i in range(240)], load, **changes)
+from tests.measure.test_results import run, steady, workload
 
 
 def written(tmp_path, name, *runs):
@@ -25,9 +19,12 @@ def written(tmp_path, name, *runs):
 def test_the_same_workload_is_paired(tmp_path):
     one, other = written(tmp_path, "a", steady("a", 10)), written(tmp_path, "b", steady("b", 2))
     report = compare.compare(one, other)
-    live = results.compare([steady("a", 10)], [steady("b", 2)])
     assert report.paired
-    assert {tier: c.attained for tier, c in report.tiers.items()} == dict(live.differences)
+    assert report == compare.compare([compare.saved(steady("a", 10))], [compare.saved(steady("b", 2))])
+    everything = report.tiers["all"].attained
+    assert everything.difference == pytest.approx(0.4)
+    assert everything.difference_low <= 0.4 <= everything.difference_high
+    assert report.tiers["fast"].attained.offered_a == 180
     assert report.tiers["all"].good is None
     assert report.tiers["fast"].latency["ttft", 0.5] == pytest.approx((0.2, 1.5))
     assert report.tiers["all"].latency["tpot", 0.99] == pytest.approx((0.05, 0.05))
@@ -90,6 +87,7 @@ def test_a_report_says_what_to_doubt(tmp_path):
     short = [run(label, [0.2] * 8) for label in "ab"]
     notes = compare.compare(*(written(tmp_path, r.label, r) for r in short)).notes
     assert any("only 8 s of arrivals" in note for note in notes)
+    assert any("without width" in note for note in notes)
 
 
 def test_the_json_is_json(tmp_path):
@@ -104,6 +102,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     one = written(tmp_path, "a", steady("a", 10))
     with pytest.raises(ValueError, match="different rules \\(deadline, mean\\)"):
         compare.compare(one, written(tmp_path, "b", dataclasses.replace(steady("b", 2), slo_rule="mean")))
+    other = steady("b", 2)
+    with pytest.raises(ValueError, match="is in one of two runs"):
+        compare.compare([compare.saved(dataclasses.replace(other, records=other.records[1:]))], one)
+    with pytest.raises(ValueError, match="is in one of two runs"):
+        compare.compare(one, [compare.saved(dataclasses.replace(other, records=other.records[1:]))])
     both = tmp_path / "both.json"
     results.write_json(both, [steady("a", 10), steady("b", 2)])
     with pytest.raises(ValueError, match=r"holds a, b: say which, as .*both.json:a"):

@@ -10,8 +10,7 @@ from aiohttp import web
 
 from rubato.core.request import SLO
 from rubato.measure import load_generator
-from rubato.measure.http_client import ServerModels
-from rubato.measure.load_generator import BenchError
+from rubato.measure.http_client import BenchError, Endpoint, ServerModels, list_models
 from rubato.workloads import Arrival, Workload
 
 PATIENT = 60.0  # a bound on the client's lateness that no busy test machine exceeds
@@ -229,8 +228,9 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def offer(workload, *, opens_at=0, key=None, model=None, suffix="", **options):
-    """Run the workload against a scripted server (of its own first model); the run and the server."""
+def offer(workload, *, opens_at=0, key=None, model=None, suffix="", fields=None, **options):
+    """Run the workload against a scripted server (of its own first model); the run and the server. fields: others of
+    the `Endpoint`."""
 
     async def main():
         server = Scripted()
@@ -247,7 +247,8 @@ def offer(workload, *, opens_at=0, key=None, model=None, suffix="", **options):
         try:
             arguments = {"progress": False, "warmup": 1, "max_delay": PATIENT} | options
             url = f"http://127.0.0.1:{port}{suffix}"
-            return await load_generator.run(workload, url, model or "tiny", **arguments), server
+            target = Endpoint(url, model or "tiny", **(fields or {}))
+            return await load_generator.run(workload, target, **arguments), server
         finally:
             await runner.cleanup()
 
@@ -336,7 +337,8 @@ def test_timelines_ascend_and_count_from_the_schedule(outcomes):
 )
 def test_the_body_says_what_the_server_must_know(tier_field, stated):
     slo = SLO(ttft=0.5, tpot=0.08, e2e=9.0)
-    _, server = offer(load("good", tokens=7, slo=slo), tier_field=tier_field, extra={"top_k": 5}, suffix="/v1/")
+    fields = {"tier_field": tier_field, "extra": {"top_k": 5}}
+    _, server = offer(load("good", tokens=7, slo=slo), fields=fields, suffix="/v1/")
     assert server.bodies == [
         {
             "model": "tiny",
@@ -353,8 +355,8 @@ def test_the_body_says_what_the_server_must_know(tier_field, stated):
 
 
 def test_a_server_that_is_not_known_gets_standard_fields_only():
-    options = {"tier_field": "none", "ignore_eos": False, "continuous_usage": False}
-    _, server = offer(load("good", tokens=7), **options)
+    fields = {"tier_field": "none", "ignore_eos": False, "continuous_usage": False}
+    _, server = offer(load("good", tokens=7), fields=fields)
     assert server.bodies == [
         {
             "model": "tiny",
@@ -368,19 +370,20 @@ def test_a_server_that_is_not_known_gets_standard_fields_only():
 
 
 def test_text_completions_are_counted_by_their_chunks():
-    run, server = offer(load("good", tokens=5), endpoint="completions", tier_field="none", warmup=0)
+    fields = {"endpoint": "completions", "tier_field": "none"}
+    run, server = offer(load("good", tokens=5), fields=fields, warmup=0)
     assert server.bodies[0]["prompt"] == "good"
     assert "messages" not in server.bodies[0]
     assert (run.records[0].outcome, run.records[0].tokens[-1], run.records[0].counted) == ("completed", 5, False)
 
 
 def test_keys_and_headers_are_sent_and_not_kept():
-    run, server = offer(load("good"), key="s3cret", api_key="s3cret", headers={"x-team": "blue"})
+    run, server = offer(load("good"), key="s3cret", fields={"api_key": "s3cret", "headers": {"x-team": "blue"}})
     assert server.headers["x-team"] == "blue"
     assert run.settings["headers"] == ["x-team"]
     assert "s3cret" not in str(run.settings)
     with pytest.raises(BenchError, match="HTTP 401: give a valid --api-key"):
-        offer(load("good"), key="s3cret", api_key="wrong")
+        offer(load("good"), key="s3cret", fields={"api_key": "wrong"})
 
 
 def test_what_a_server_is_follows_from_its_list_of_models():
@@ -438,18 +441,20 @@ def test_a_run_that_cannot_begin_says_why():
     with pytest.raises(BenchError, match="has no model 'large': it has 'tiny'"):
         offer(load("good"), model="large")
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(load_generator.run(load("good"), "http://127.0.0.1:1", "tiny", progress=False))
+        asyncio.run(load_generator.run(load("good"), Endpoint("http://127.0.0.1:1", "tiny"), progress=False))
     with pytest.raises(BenchError, match="no OpenAI-compatible server"):
-        asyncio.run(load_generator.list_models("http://127.0.0.1:1"))
+        asyncio.run(list_models("http://127.0.0.1:1"))
     bare = Workload("bare", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 5, 5),))
     with pytest.raises(BenchError, match="no prompt text: make some"):
-        asyncio.run(load_generator.run(bare, "http://127.0.0.1:1", "tiny", progress=False))
+        asyncio.run(load_generator.run(bare, Endpoint("http://127.0.0.1:1", "tiny"), progress=False))
 
 
 def test_a_server_that_vanishes_is_a_problem_of_the_whole_run():
     async def main():
         workload = load("good", "good")
-        return await load_generator.run(workload, "http://127.0.0.1:1", "tiny", progress=False, max_delay=PATIENT)
+        return await load_generator.run(
+            workload, Endpoint("http://127.0.0.1:1", "tiny"), progress=False, max_delay=PATIENT
+        )
 
     async def ready(*arguments):
         return None

@@ -1,4 +1,4 @@
-"""Summaries, comparisons, the JSON and the picture, from runs made by hand."""
+"""Summaries, the JSON and the picture, from runs made by hand."""
 
 import json
 from dataclasses import fields, replace
@@ -7,9 +7,10 @@ import orjson
 import pytest
 
 from rubato.core.request import SLO
-from rubato.measure import plot, results
-from rubato.measure.results import ClientLoad, Record, Run, compare, summarise, to_json, verdict
-from rubato.workloads import Arrival, Workload
+from rubato.core.slo import judge
+from rubato.measure import compare, plot, results
+from rubato.measure.records import ClientLoad, Record, Run, TierSummary, fingerprint, rejudged, stages, summarise
+from rubato.workloads import Arrival, OfferedStage, Workload
 
 TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}
 CLIENT = ClientLoad(5.0, 1.0, 0.001, 0.002, 0.003, 0.001, 0.05)
@@ -30,12 +31,18 @@ def run(label, fates, load=None, **changes):
         times = () if ended else (arrival.at + fate, arrival.at + fate + 0.1)
         tokens = () if ended else (1, 3)  # the last two come in one chunk
         outcome = fate if ended else "completed"
-        judged = verdict(request, times, tokens, outcome)
+        judged = judge(request, stages(arrival, times, tokens), outcome)
         record = Record(
             arrival.id, arrival.tier, "chat", arrival.at, outcome, judged, 3, tokens[-1] if tokens else 0, times, tokens
         )
         records.append(replace(record, sent=arrival.at + 0.001, reason="no room" if ended else ""))
     return Run(label, load, tuple(records), "deadline", CLIENT, **changes)
+
+
+def steady(label, late, load=None, **changes):
+    """Every `late`-th request has its first token after 1.5 s instead of 0.2 s; the tier fast promises 1 s."""
+    load = load or workload(count=240, gap=0.5)
+    return run(label, [1.5 if i % late == 0 else 0.2 for i in range(240)], load, **changes)
 
 
 FATES = [0.5, 0.9, 1.5, 2.0, "refused", 0.1, "failed", 12.0]
@@ -77,8 +84,8 @@ def test_a_burst_has_no_rate():
 
 
 def test_a_chunk_of_several_tokens_dates_them_all():
-    request = next(iter(workload().requests()))
-    late = verdict(request, (0.9, 1.25), (1, 3), "completed")  # token 1 is due at 1.1
+    load = workload()
+    late = judge(next(load.requests()), stages(load.arrivals[0], (0.9, 1.25), (1, 3)))  # token 1 is due at 1.1
     assert not late.met
     assert late.margin == pytest.approx(-0.15)
     assert late.tpot == pytest.approx(0.175)
@@ -88,62 +95,23 @@ def test_a_run_can_be_judged_by_another_rule():
     stalled = run("p", [0.2] * 4)
     first = replace(stalled.records[0], times=(0.2, 1.05), tokens=(1, 3))  # due by 1.1, but 0.425 s a token
     stalled = replace(stalled, records=(first, *stalled.records[1:]))
-    assert results.rejudged(stalled, "deadline").records[0].verdict.met
-    assert not results.rejudged(stalled, "mean").records[0].verdict.met
-    assert results.rejudged(stalled, "mean").slo_rule == "mean"
+    assert rejudged(stalled, "deadline").records[0].verdict.met
+    assert not rejudged(stalled, "mean").records[0].verdict.met
+    assert rejudged(stalled, "mean").slo_rule == "mean"
 
 
-# --------------------------------------------------------------------------- comparison
+STAGED = Arrival(
+    "q", 5.0, "fast", "", 12, 6, parts=(OfferedStage(10, 2), OfferedStage(0, 3), OfferedStage(2, 1, pause=0.5))
+)  # fmt: skip
 
 
-def long(label, late, load=None):
-    load = load or workload(count=240, gap=0.5)
-    return run(label, [1.5 if i % late == 0 else 0.2 for i in range(240)], load)
-
-
-def test_two_policies_are_compared_request_by_request():
-    result = compare([long("a", 10)], [long("b", 2)])
-    fast, everything = result.differences["fast"], result.differences["all"]
-    assert (everything.offered_a, everything.met_a, everything.met_b) == (240, 216, 120)  # all the late ones are fast
-    assert everything.difference == pytest.approx(0.4)
-    assert everything.difference_low <= 0.4 <= everything.difference_high
-    assert everything.ratio == pytest.approx(216 / 120)
-    assert fast.offered_a == 180
-    assert (result.a, result.b, result.rounds, result.blocks) == ("a", "b", 1, 12)
-    assert "moving-block bootstrap" in result.method
-    text = results.comparison_text(result)
-    assert "216 against 120 met of 240; attainment +40.0 points" in text
-    assert "12 blocks of 10 s" in text
-
-
-def test_rounds_pool_their_pairs():
-    loads = [workload("x", 240, 0.5), workload("y", 240, 0.5)]
-    result = compare([long("a", 10, w) for w in loads], [long("b", 2, w) for w in loads])
-    assert (result.rounds, result.differences["all"].offered_b, result.blocks) == (2, 480, 12)
-
-
-def test_a_comparison_over_few_blocks_says_so():
-    assert compare([long("a", 10)], [long("b", 2)], block=5.0).blocks == 24
-    assert "only 2 blocks" in compare([run("a", FATES)], [run("b", FATES)]).notes[0]
-
-
-def test_a_comparison_without_a_difference_does_not_claim_certainty():
-    assert any("no request fared differently" in note for note in compare([long("a", 10)], [long("b", 10)]).notes)
-    assert compare([long("a", 10)], [long("b", 2)]).notes == ()
-
-
-def test_what_does_not_pair_up_is_refused():
-    a, b = run("a", FATES), run("b", FATES)
-    with pytest.raises(ValueError, match="1 rounds of one policy and 2"):
-        compare([a], [b, b])
-    with pytest.raises(ValueError, match="different workloads"):
-        compare([a], [run("b", FATES, workload("other"))])
-    with pytest.raises(ValueError, match="different workloads"):
-        compare([a], [replace(b, workload=b.workload.with_slos({"fast": SLO()}))])
-    with pytest.raises(ValueError, match="judged by deadline and mean"):
-        compare([a], [replace(b, slo_rule="mean")])
-    with pytest.raises(ValueError, match="different requests"):
-        compare([a], [replace(b, records=b.records[1:])])
+def test_stages_are_told_apart_by_their_outputs_and_pauses():
+    first, second, third = stages(STAGED, (5.5, 5.6, 6.0, 7.0), (1, 3, 5, 6))
+    assert (first.start, list(first.tokens)) == (5.0, [5.5, 5.6])
+    assert (second.start, list(second.tokens)) == (5.6, [5.6, 6.0, 6.0])
+    assert (third.start, list(third.tokens)) == (6.5, [7.0])
+    assert len(stages(STAGED, (5.5,), (1,))) == 1
+    assert [list(stage.tokens) for stage in stages(STAGED, (), ())] == [[]]
 
 
 # --------------------------------------------------------------------------- files and text
@@ -152,13 +120,14 @@ def test_what_does_not_pair_up_is_refused():
 def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     none = run("b", ["failed"] * 8, problems=("the load generator could not keep its schedule",))
     runs = [run("a", FATES, settings={"timeout": 600.0}, versions={"numpy": "2"}, notes=("odd",)), none]
-    results.write_json(tmp_path / "r.json", runs, [compare(runs[:1], runs[1:])])
+    compared = compare.compare(*([compare.saved(one)] for one in runs)).to_json()
+    results.write_json(tmp_path / "r.json", runs, [compared])
     data = json.loads((tmp_path / "r.json").read_text())
     assert set(data) == {
         "format", "attainment", "attained_rps", "goodput_tokens_per_s", "policies", "runs", "comparisons",
     }  # fmt: skip
     assert set(data["policies"]) == {"a", "b"}
-    assert set(data["policies"]["a"][0]) == {field.name for field in fields(results.TierSummary)}
+    assert set(data["policies"]["a"][0]) == {field.name for field in fields(TierSummary)}
     first, second = data["runs"]
     assert set(first) == {
         "policy", "slo_rule", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
@@ -170,10 +139,9 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     assert first["workload"]["tiers"]["fast"] == {"ttft": 1.0, "tpot": 0.1, "e2e": None}
     assert first["workload"]["fingerprint"] == second["workload"]["fingerprint"]
     assert set(first["client"]) == {field.name for field in fields(ClientLoad)}
-    compared = data["comparisons"][0]["differences"]["all"]
+    compared = data["comparisons"][0]["tiers"]["all"]["attained"]
     assert (compared["met_a"], compared["met_b"], compared["ratio"]) == (4, 0, None)  # infinite: not JSON
-    assert to_json(runs)["comparisons"] == []
-    assert json.loads(results.dumps(runs, [compare(runs[:1], runs[1:])])) == data
+    assert json.loads(results.dumps(runs)) == data | {"comparisons": []}
 
 
 def test_raw_records_are_kept_one_a_line(tmp_path):
@@ -197,14 +165,16 @@ def test_the_table_shows_each_policy_and_tier_and_what_is_wrong():
 
 
 def test_equal_workloads_have_equal_fingerprints():
-    assert results.fingerprint(workload()) == results.fingerprint(workload())
-    assert results.fingerprint(workload()) != results.fingerprint(workload().rescaled(2.0))
+    assert fingerprint(workload()) == fingerprint(workload())
+    assert fingerprint(workload()) != fingerprint(workload().rescaled(2.0))
 
 
 def test_the_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "runs.png"
-    plot.plot(path, [long("a", 10), long("a", 10), long("b", 2), run("c", ["refused"] * 240, long("b", 2).workload)])
+    plot.plot(
+        path, [steady("a", 10), steady("a", 10), steady("b", 2), run("c", ["refused"] * 240, steady("b", 2).workload)]
+    )
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert len(data) > 20_000
@@ -216,7 +186,7 @@ def test_attainment_is_drawn_for_a_light_and_a_dark_page(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = []
     for ink in (plot.CLEAR, plot.DARK, plot.DARK):
-        plot.plot_attainment(tmp_path / "runs.svg", [long("a", 10), long("b", 2)], ink)
+        plot.plot_attainment(tmp_path / "runs.svg", [steady("a", 10), steady("b", 2)], ink)
         drawn.append((tmp_path / "runs.svg").read_text())
     light, dark, again = drawn
     assert "<svg" in light

@@ -7,7 +7,7 @@ import asyncio
 import os
 
 from rubato.cli import common_options, workload_options
-from rubato.measure import goodput, load_generator
+from rubato.measure import goodput, http_client, load_generator
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -43,28 +43,27 @@ def run(args: argparse.Namespace) -> int:
     loads = workload_options.loads(args)
     headers = dict(_header(text) for text in args.header)
     bounds = goodput.parse(args.goodput) if args.goodput else None
-    listed = asyncio.run(load_generator.list_models(args.url, args.api_key, headers))
-    slo_as: load_generator.TierField = "body" if listed.knows_slos else "none"
-    if args.slo_as != "auto":
-        slo_as = args.slo_as
-    fixed = listed.fixed_lengths
+    listed = asyncio.run(http_client.list_models(args.url, args.api_key, headers))
+    target = http_client.Endpoint(
+        args.url,
+        args.model or listed.first(args.url),
+        args.endpoint,
+        ("body" if listed.knows_slos else "none") if args.slo_as == "auto" else args.slo_as,
+        ignore_eos=listed.fixed_lengths if args.ignore_eos is None else args.ignore_eos,
+        continuous_usage=listed.fixed_lengths,
+        api_key=args.api_key,
+        headers=headers,
+    )
     runs = [
         asyncio.run(
             load_generator.run(
                 load,
-                args.url,
-                args.model or listed.first(args.url),
+                target,
                 label=args.label,
-                tier_field=slo_as,
                 slo_rule=args.slo_rule or "deadline",
                 timeout=args.timeout,
                 max_delay=args.max_delay,
                 progress=not args.no_progress,
-                endpoint=args.endpoint,
-                ignore_eos=fixed if args.ignore_eos is None else args.ignore_eos,
-                continuous_usage=fixed,
-                api_key=args.api_key,
-                headers=headers,
                 goodput=bounds,
             )
         )

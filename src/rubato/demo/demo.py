@@ -17,7 +17,9 @@ from pathlib import Path
 from rubato.core.extras import extra
 from rubato.demo.progress import Progress, say
 from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, kept
-from rubato.measure import load_generator, plot, results
+from rubato.measure import compare, plot, results
+from rubato.measure.http_client import BenchError
+from rubato.measure.records import Run
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
 from rubato.workloads import write
@@ -35,7 +37,7 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
 
     _check_able(policy)
     if seconds is not None and not 1.0 <= seconds <= 3600.0:
-        raise load_generator.BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
+        raise BenchError(f"--seconds is {seconds:g}: give 1 to 3600 seconds of load for each policy")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     stage = Stage(out, str(bundled_model.ensure()), seed, Progress(policy))
@@ -49,8 +51,8 @@ def demo(out: Path, *, policy: str = "edf", seconds: float | None = None, seed: 
     for name, settings in contestants:
         stage.progress.begin()
         runs.append(stage.contest(name, settings, warm, load))
-    comparisons = [results.compare([runs[-1]], [run]) for run in runs[:-1]]
-    results.write_json(out / "demo.json", runs, comparisons)
+    comparisons = [compare.compare([compare.saved(runs[-1])], [compare.saved(run)]) for run in runs[:-1]]
+    results.write_json(out / "demo.json", runs, [comparison.to_json() for comparison in comparisons])
     plot.plot(out / "demo.png", runs, title=f"{OVERLOAD} x the rate that vllm holds: {load.rate:.2f} requests/s")
     plot.plot_attainment(out / "attainment-light.svg", runs, plot.CLEAR)
     plot.plot_attainment(out / "attainment-dark.svg", runs, plot.DARK)
@@ -75,7 +77,7 @@ def _check_able(policy: str) -> None:
         raise PolicyError(f"policy {policy!r} runs on several replicas; the demo has one: try `rubato simulate`")
 
 
-def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
+def sentence(runs: Sequence[Run], doubtful: bool = False) -> str:
     """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
     *baselines, ours = runs
     met = {run.label: kept(run) for run in runs}
@@ -87,7 +89,7 @@ def sentence(runs: Sequence[results.Run], doubtful: bool = False) -> str:
     )
 
 
-def held_after_all(runs: Sequence[results.Run]) -> str:
+def held_after_all(runs: Sequence[Run]) -> str:
     """What to say where the load was no overload; "" where it was."""
     vllm = runs[0]
     if attained(vllm) < HOLDS:
@@ -98,9 +100,9 @@ def held_after_all(runs: Sequence[results.Run]) -> str:
     )
 
 
-def interval(comparison: results.Comparison) -> str:
+def interval(comparison: compare.ComparisonReport) -> str:
     """The difference to one baseline, of all requests, in points."""
-    d = comparison.differences["all"]
+    d = comparison.tiers["all"].attained
     value, low, high = (100 * v for v in (d.difference, d.difference_low, d.difference_high))
     told = "" if low > 0 or high < 0 else ": too few requests to tell which is better"
     return (

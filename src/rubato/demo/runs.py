@@ -20,6 +20,8 @@ from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
 from rubato.measure import load_generator, results
+from rubato.measure.http_client import BenchError, Endpoint, TierField
+from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
 from rubato.simulation.simulate import SimulationSetup, simulated_run
@@ -109,7 +111,7 @@ def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
     holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
     if not holding:
         lowest = min(rate for rate, _ in tries)
-        raise load_generator.BenchError(
+        raise BenchError(
             f"{policy} held none of {len(tries)} rates down to {lowest:.2f}/s: is something else using this machine?"
         )
     low, at_low = max(holding)
@@ -210,9 +212,7 @@ class Stage:
         records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
         ttft, tpot = ([v for r in records[1:] if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
         if len(ttft) + len(tpot) < 10:
-            raise load_generator.BenchError(
-                f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}"
-            )
+            raise BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
         return Unloaded(median(ttft), median(tpot))
 
     def _burst(self, url: str, requests: int) -> None:
@@ -257,7 +257,7 @@ class Stage:
         say(f"      sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'}")
         return best
 
-    def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> results.Run:
+    def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> Run:
         with (
             self._server(policy, settings, load.tiers, warm.model, policy) as server,
             self.progress.watched(f"{policy} served", server.pid),
@@ -306,11 +306,9 @@ class Stage:
             config["event_log"] = str(log)
         return ServerProcess(config, self.out / f"{name}.log")
 
-    def _bench(
-        self, url: str, load: Workload, label: str, slo: load_generator.TierField = "body", warmup: int = 0
-    ) -> results.Run:
-        how = load_generator.run(load, url, "demo", label=label, tier_field=slo, warmup=warmup, progress=False)
-        return asyncio.run(how)
+    def _bench(self, url: str, load: Workload, label: str, slo: TierField = "body", warmup: int = 0) -> Run:
+        target = Endpoint(url, "demo", tier_field=slo)
+        return asyncio.run(load_generator.run(load, target, label=label, warmup=warmup, progress=False))
 
     def _one(self, load: Workload, arrival: Arrival) -> Workload:
         alone = dataclasses.replace(arrival, at=0.0)
@@ -349,11 +347,11 @@ def poor_fit(report: Report) -> str:
     )
 
 
-def kept(run: results.Run) -> int:
+def kept(run: Run) -> int:
     """Requests that met their SLO."""
     return sum(record.verdict.met for record in run.records)
 
 
-def attained(run: results.Run) -> float:
+def attained(run: Run) -> float:
     """Attainment: the share of the offered requests that met their SLO."""
     return kept(run) / len(run.records)

@@ -1,4 +1,4 @@
-"""`rubato compare`: two result files against each other, tier by tier.
+"""Two policies against each other, tier by tier, from runs as result files keep them (`rubato compare`).
 
 Runs of the same workloads (by fingerprint) are paired, request by request, which cancels what made a request hard for
 both; otherwise each side is resampled by itself. Attainment and goodput come with intervals (`confidence`), latency
@@ -18,7 +18,8 @@ import orjson
 
 from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import ALL, Difference, PairedOutcome, RequestOutcome, default_block, paired, unpaired
-from rubato.measure.results import FORMAT
+from rubato.measure.records import Run
+from rubato.measure.results import FORMAT, run_json
 
 QUANTILES = (0.5, 0.9, 0.99)
 MEASURES = ("ttft", "tpot", "e2e")
@@ -114,6 +115,11 @@ def read(source: str) -> list[SavedRun]:
     return [run for run in runs if run.label == (label or labels[0])]
 
 
+def saved(run: Run) -> SavedRun:
+    """The run as a result file would keep it."""
+    return _kept(run.label, 1, run_json(run))
+
+
 def _runs(path: str, data: Mapping[str, Any]) -> list[Any]:
     runs = data.get("runs")
     if not isinstance(runs, list) or not runs:
@@ -153,6 +159,8 @@ def compare(a: Sequence[SavedRun], b: Sequence[SavedRun]) -> ComparisonReport:
     if round(seconds / default_block({"": seconds})) < FEW:
         notes.append(f"only {seconds:.0f} s of arrivals: the intervals are rough, run longer")
     attained = _differences(a, b, "met", alike)
+    if attained[ALL].difference_low == attained[ALL].difference_high == 0.0:
+        notes.append("no resample has a difference: an interval without width does not mean certainty")
     bounds = {str(run.goodput) for run in (*a, *b)}
     with_goodput = len(bounds) == 1 and a[0].goodput is not None
     if len(bounds) > 1:
@@ -171,9 +179,11 @@ def _differences(a: Sequence[SavedRun], b: Sequence[SavedRun], column: str, alik
     pairs: list[PairedOutcome] = []
     for one, other in zip(*sides, strict=True):
         theirs = dict(zip(other.requests["id"], other.requests[column], strict=True))
+        if single := theirs.keys() ^ set(one.requests["id"]):
+            raise ValueError(
+                f"request {min(single)!r} is in one of two runs of the same workload only: a file is damaged"
+            )
         for fate, id in zip(_fates([one], column), one.requests["id"], strict=True):
-            if id not in theirs:
-                raise ValueError(f"request {id!r} is in one of two runs of the same workload only: a file is damaged")
             pairs.append(PairedOutcome(fate.workload, fate.at, fate.tier, fate.met, theirs[id]))
     return paired(pairs, durations[0], block=default_block(durations[0]))
 

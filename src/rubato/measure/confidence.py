@@ -140,7 +140,11 @@ SHORTEST = 5.0  # but at least so many seconds
 
 
 def default_block(durations: Mapping[str, float]) -> float:
-    """Seconds of arrival time to resample together, for workloads that offer requests over `durations` seconds."""
+    """Seconds of arrival time to resample together, for workloads that offer requests over `durations` seconds.
+
+    Blocks should outlast a spell of congestion. With spells of about 8 s, twelve blocks covered a planted difference in
+    86 % of trials of 60 s, 91 % of 120 s and 93-95 % of 300 s and more; thirty blocks in 80, 86 and 91-93 %.
+    """
     return max(SHORTEST, sum(durations.values()) / BLOCKS)
 
 

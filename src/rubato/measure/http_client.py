@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import aiohttp
@@ -57,6 +57,12 @@ class Endpoint:
 
     def http_headers(self) -> dict[str, str]:
         return {"content-type": "application/json"} | authorised(self.api_key, self.headers)
+
+    def described(self) -> dict[str, Any]:
+        """For the results: never the key, nor what headers hold."""
+        values = asdict(self) | {"headers": sorted(self.headers)}
+        del values["api_key"]
+        return values
 
     def body(self, arrival: Arrival, slo: SLO) -> bytes:
         """Raises BenchError for a request without a text, or of several stages."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -24,21 +24,11 @@ from tqdm import tqdm
 
 from rubato.core.clock import process_cpu_time
 from rubato.core.request import Request
+from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
-from rubato.measure.http_client import (
-    BenchError,
-    Endpoint,
-    EndpointKind,
-    ResponseStream,
-    TierField,
-    list_models,
-    stream_request,
-    v1,
-)
-from rubato.measure.records import ClientLoad, Record, Run, verdict, versions
+from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, list_models, stream_request, v1
+from rubato.measure.records import ClientLoad, Record, Run, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
-
-__all__ = ["BenchError", "TierField", "delay_bound", "list_models", "run"]
 
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
 # Idle connections are dropped before the server does (uvicorn after 5 s): reusing one in that instant fails.
@@ -56,79 +46,48 @@ def delay_bound(workload: Workload) -> float:
 
 async def run(
     workload: Workload,
-    base_url: str,
-    model: str,
+    target: Endpoint,
     *,
     label: str = "server",
-    tier_field: TierField = "slo",
     slo_rule: str = "deadline",
     timeout: float = 600.0,  # noqa: ASYNC109 - per request, from its scheduled arrival; not of this call
     warmup: int = 4,
     progress: bool = True,
     max_delay: float | None = None,
-    endpoint: EndpointKind = "chat",
-    ignore_eos: bool = True,
-    continuous_usage: bool = True,
-    api_key: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    extra: Mapping[str, Any] | None = None,
     goodput: Bounds | None = None,
 ) -> Run:
-    """Offer the workload to the server at base_url (with or without "/v1") and judge what comes back by `rule`.
+    """Offer the workload to the server and judge what comes back by `slo_rule`.
 
     timeout: seconds after its scheduled arrival at which a request is given up as failed. warmup: that many short
     requests first, tiers in turn, not counted. max_delay: seconds, instead of `delay_bound`. goodput: bounds beside the
-    tiers' SLOs. The rest as in `Endpoint`. Raises BenchError when the run cannot begin.
+    tiers' SLOs. Raises BenchError when the run cannot begin.
     """
-    target = Endpoint(
-        base_url, model, endpoint, tier_field, ignore_eos, continuous_usage, api_key, headers or {}, extra or {}
-    )
     bodies = [target.body(a, workload.slo(a)) for a in workload.arrivals]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=never, headers=target.http_headers()) as session:
+    headers = target.http_headers()
+    async with aiohttp.ClientSession(connector=connector, timeout=never, headers=headers) as session:
         await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()
         before, start = process_cpu_time(), loop.time()
         with tqdm(total=len(bodies), unit="req", mininterval=0.5, disable=not progress, desc=label) as bar:
             answers, lags = await _offer(session, target.url, workload, bodies, timeout, bar)
         wall, cpu = loop.time() - start, process_cpu_time() - before
-    requests = {request.id: request for request in workload.requests()}
-    records = tuple(
-        _record(arrival, answer, requests[arrival.id], slo_rule)
-        for arrival, answer in zip(workload.arrivals, answers, strict=True)
-    )
+    offered = zip(workload.arrivals, workload.requests(), answers, strict=True)
+    records = tuple(_record(arrival, request, answer, slo_rule) for arrival, request, answer in offered)
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
-    problems, notes = tuple(_problems(client, records, answers)), tuple(_notes(records, answers))
-    settings = _settings(target, timeout, warmup)
     return Run(
         label,
         workload,
         records,
         slo_rule,
         client,
-        problems,
-        notes,
-        settings,
-        versions("aiohttp", "numpy", "orjson"),
-        goodput,
+        problems=tuple(_problems(client, records, answers)),
+        notes=tuple(_notes(records, answers)),
+        settings=target.described() | {"timeout": timeout, "warmup": warmup},
+        versions=versions("aiohttp", "numpy", "orjson"),
+        goodput=goodput,
     )
-
-
-def _settings(target: Endpoint, patience: float, warmup: int) -> dict[str, Any]:
-    """What the results keep; never the key, nor what headers hold."""
-    return {
-        "base_url": target.base_url,
-        "model": target.model,
-        "endpoint": target.endpoint,
-        "tier_field": target.tier_field,
-        "ignore_eos": target.ignore_eos,
-        "continuous_usage": target.continuous_usage,
-        "timeout": patience,
-        "warmup": warmup,
-        "headers": sorted(target.headers),
-        "extra": dict(target.extra),
-    }
 
 
 # --------------------------------------------------------------------------- before the clock starts
@@ -206,14 +165,14 @@ async def _lags() -> AsyncIterator[list[float]]:
 # --------------------------------------------------------------------------- afterwards
 
 
-def _record(arrival: Arrival, answer: ResponseStream, request: Request, slo_rule: str) -> Record:
+def _record(arrival: Arrival, request: Request, answer: ResponseStream, slo_rule: str) -> Record:
     return Record(
         id=arrival.id,
         tier=arrival.tier,
         app=arrival.app,
         at=arrival.at,
         outcome=answer.outcome,
-        verdict=verdict(request, answer.times, answer.tokens, answer.outcome, slo_rule),
+        verdict=judge(request, stages(arrival, answer.times, answer.tokens), answer.outcome, slo_rule),
         asked=arrival.output_tokens,
         output=max(answer.total, answer.tokens[-1] if answer.tokens else 0),
         times=tuple(answer.times),

@@ -19,11 +19,11 @@ import numpy as np
 import orjson
 
 from rubato.core.events import Verdict
-from rubato.core.request import Outcome, Request
+from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
-from rubato.workloads import Workload
+from rubato.workloads import Arrival, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +95,30 @@ class Run:
         return self.goodput.kept(record.outcome, v.ttft, v.tpot, v.e2e)
 
 
-def verdict(
-    request: Request,
-    times: Sequence[float],
-    tokens: Sequence[int],
-    outcome: Outcome,
-    slo_rule: str = "deadline",
-    outputs: Sequence[int] = (),
-    pauses: Sequence[float] = (),
-) -> Verdict:
-    """Judge a timeline in which tokens[i] tokens were out by times[i]: every token counts from the chunk it came in.
-
-    outputs: true output tokens of each stage, where there are several, and pauses: seconds of a tool before each.
-    """
-    each: list[float] = []
-    for at, total in zip(times, tokens, strict=True):
-        each += [at] * (total - len(each))
-    stages = [StageTimes(request.arrival, each[: outputs[0]] if outputs else each)]
-    done = len(stages[0].tokens)
-    for number, output in enumerate(outputs[1:], start=1):
+def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> list[StageTimes]:
+    """A request's stages, from a timeline in which tokens[i] tokens were out by times[i]: every token counts from the
+    chunk it came in. A stage that waits for a tool begins when it returns."""
+    each = np.repeat(times, np.diff(tokens, prepend=0)) if times else np.zeros(0)
+    if not arrival.parts:
+        return [StageTimes(arrival.at, each)]
+    made: list[StageTimes] = []
+    start, done = arrival.at, 0
+    for part in arrival.parts:
+        if made:
+            start = float(each[done - 1]) + part.pause
+        made.append(StageTimes(start, each[done : done + part.output]))
+        done += part.output
         if done >= len(each):
             break
-        start = each[done - 1] + (pauses[number] if pauses else 0.0)
-        stages.append(StageTimes(start, each[done : done + output]))
-        done += output
-    return judge(request, stages, outcome, slo_rule)
+    return made
 
 
 def rejudged(run: Run, slo_rule: str) -> Run:
     """The same run by another judging rule (`slo.SLO_RULES`)."""
-    requests = {request.id: request for request in run.workload.requests()}
-    truth, pauses = run.workload.truth(), run.workload.pauses()
+    offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
     records = tuple(
-        replace(
-            r,
-            verdict=verdict(requests[r.id], r.times, r.tokens, r.outcome, slo_rule, truth[r.id], pauses.get(r.id, ())),
-        )
-        for r in run.records
+        replace(r, verdict=judge(request, stages(arrival, r.times, r.tokens), r.outcome, slo_rule))
+        for request, arrival, r in offered
     )
     return replace(run, records=records, slo_rule=slo_rule)
 

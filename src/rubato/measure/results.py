@@ -1,24 +1,17 @@
-"""Comparisons of two policies on the same requests, and results as JSON and as text for the terminal."""
+"""Results of runs as JSON and as text for the terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from rubato.core.request import SLO
-from rubato.measure.confidence import Difference, PairedOutcome, default_block, paired
-from rubato.measure.records import ClientLoad, Record, Run, TierSummary, fingerprint, rejudged, summarise, verdict
-
-__all__ = [
-    "ClientLoad", "Comparison", "Record", "Run", "TierSummary", "as_json", "compare", "comparison_text", "dumps",
-    "fingerprint", "rejudged", "summarise", "table", "to_json", "verdict", "write_json", "write_records",
-]  # fmt: skip
+from rubato.measure.records import Run, TierSummary, fingerprint, summarise
 
 FORMAT = "rubato-results/2"
 INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
@@ -28,82 +21,26 @@ INTERVAL = (
 )
 
 
-# --------------------------------------------------------------------------- comparison
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Policy a against policy b on the same requests, paired by id, rounds pooled; per tier and "all"."""
-
-    a: str
-    b: str
-    slo_rule: str
-    rounds: int
-    block: float
-    blocks: int
-    differences: Mapping[str, Difference]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def method(self) -> str:
-        return (
-            f"pairs of the same request under both policies; 95 % intervals by moving-block bootstrap over arrival "
-            f"time (expanded percentile; {self.blocks} blocks of {self.block:g} s), since neighbours share one queue"
-        )
-
-
-def compare(a: Sequence[Run], b: Sequence[Run], *, block: float | None = None, resamples: int = 5000) -> Comparison:
-    """Compare rounds of policy a with rounds of policy b: a[i] and b[i] must have run the same workload.
-
-    block: seconds of arrival time resampled together; by default a twelfth of all offered time, at least 5 s. Blocks
-    should outlast a spell of congestion. With spells of about 8 s, twelve blocks covered a planted difference in 86 %
-    of trials of 60 s, 91 % of 120 s and 93-95 % of 300 s and more; thirty blocks in 80, 86 and 91-93 %. Raises
-    ValueError when rounds do not pair up: different numbers, workloads, judges, or requests.
-    """
-    if not a or len(a) != len(b):
-        raise ValueError(f"{len(a)} rounds of one policy and {len(b)} of the other: each round needs its counterpart")
-    pairs: list[PairedOutcome] = []
-    durations: dict[str, float] = {}
-    for number, (one, other) in enumerate(zip(a, b, strict=True), start=1):
-        if one.slo_rule != other.slo_rule or one.slo_rule != a[0].slo_rule:
-            raise ValueError(f"round {number}: judged by {one.slo_rule} and {other.slo_rule}; compare under one rule")
-        key = fingerprint(one.workload)
-        if key != fingerprint(other.workload):
-            raise ValueError(f"round {number}: {one.label} and {other.label} ran different workloads")
-        durations[key] = one.workload.duration
-        theirs = {record.id: record for record in other.records}
-        if theirs.keys() != {record.id for record in one.records}:
-            raise ValueError(f"round {number}: {one.label} and {other.label} hold records of different requests")
-        for mine in one.records:
-            pairs.append(PairedOutcome(key, mine.at, mine.tier, mine.verdict.met, theirs[mine.id].verdict.met))
-    if block is None:
-        block = default_block(durations)
-    blocks = max(1, round(sum(max(seconds, block) for seconds in durations.values()) / block))
-    notes: tuple[str, ...] = (f"only {blocks} blocks: the intervals are rough, run longer",) if blocks < 10 else ()
-    if all(pair.met_a == pair.met_b for pair in pairs):
-        notes += ("no request fared differently: intervals without width do not mean certainty",)
-    differences = paired(pairs, durations, block=block, resamples=resamples)
-    return Comparison(a[0].label, b[0].label, a[0].slo_rule, len(a), block, blocks, differences, notes)
-
-
 # --------------------------------------------------------------------------- files
 
 
-def to_json(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> dict[str, Any]:
-    """Everything but what each request was and its tokens' times, ready for JSON; infinite ratios become null."""
+def dumps(runs: Sequence[Run], comparisons: Sequence[Mapping[str, Any]] = ()) -> bytes:
+    """Everything but what each request was and its tokens' times. comparisons: as `ComparisonReport.to_json` has
+    them."""
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
-    data = {
-        "format": FORMAT,
-        "attainment": f"met / offered; interval: {INTERVAL}",
-        "attained_rps": "requests attained per second, over the seconds in which requests were offered",
-        "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
-        "policies": {label: [asdict(row) for row in summarise(own)] for label, own in by_label.items()},
-        "runs": [run_json(run) for run in runs],
-        "comparisons": [asdict(c) | {"method": c.method} for c in comparisons],
-    }
-    return _finite(data)  # type: ignore[no-any-return]
+    return as_json(
+        {
+            "format": FORMAT,
+            "attainment": f"met / offered; interval: {INTERVAL}",
+            "attained_rps": "requests attained per second, over the seconds in which requests were offered",
+            "goodput_tokens_per_s": "output tokens of attained requests per second, over the same seconds",
+            "policies": {label: summarise(own) for label, own in by_label.items()},
+            "runs": [run_json(run) for run in runs],
+            "comparisons": comparisons,
+        }
+    )
 
 
 def run_json(run: Run, requests: bool = True) -> dict[str, Any]:
@@ -150,25 +87,12 @@ def _columns(run: Run) -> dict[str, list[Any]]:
     return columns | {name: [m[i] for m in measures] for i, name in enumerate(("ttft", "tpot", "e2e"))}
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def dumps(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> bytes:
-    """`to_json` as indented text."""
-    return as_json(to_json(runs, comparisons))
-
-
 def as_json(value: Any) -> bytes:
     """Indented JSON of plain values and dataclasses; what is not finite becomes null."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def write_json(path: str | Path, runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> None:
+def write_json(path: str | Path, runs: Sequence[Run], comparisons: Sequence[Mapping[str, Any]] = ()) -> None:
     Path(path).write_bytes(dumps(runs, comparisons))
 
 
@@ -252,22 +176,3 @@ def _promise(slo: SLO) -> str:
         return "best effort"
     named = (("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e))
     return " ".join(f"{name} {1000 * value:.4g}" for name, value in named if value is not None)
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """The comparison in words and numbers, for the terminal."""
-    lines = [f"{comparison.a} against {comparison.b} ({comparison.slo_rule} rule, {comparison.rounds} round(s)):"]
-    for tier, d in comparison.differences.items():
-        if d.ratio is None:
-            ratio = "neither met any"
-        else:
-            ratio = f"met {_times(d.ratio)} [{_times(d.ratio_low)}, {_times(d.ratio_high)}]"
-        lines.append(
-            f"  {tier}: {d.met_a} against {d.met_b} met of {d.offered_a}; attainment {100 * d.difference:+.1f} points "
-            f"[{100 * d.difference_low:+.1f}, {100 * d.difference_high:+.1f}]; {ratio}"
-        )
-    return "\n".join([*lines, f"  {comparison.method}.", *(f"  {note}." for note in comparison.notes)])
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}×"
