@@ -14,9 +14,9 @@ import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
+from experiments._fleet_roles import FleetRoles
 from experiments._polyserve_runs import CHUNKS, MODES, OURS, REPLICAS, TARGET
 from rubato.measure.confidence import over_seeds
-from rubato.measure.fleet_roles import FleetRoles
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 

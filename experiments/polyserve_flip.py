@@ -17,11 +17,11 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments import polyserve_goodput as goodput
+from experiments._fleet_roles import FleetRoles
 from experiments._guest import beside
 from experiments._polyserve_runs import OURS, REPLICAS, TARGET, Tried
 from experiments.polyserve_goodput import PAPERS, POLYSERVE, SEEDS, SMALL, Table
 from rubato.measure.confidence import over_seeds
-from rubato.measure.fleet_roles import FleetRoles
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 

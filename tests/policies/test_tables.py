@@ -14,7 +14,7 @@ from rubato.core.plan import Limits, Plan, Role, Sample, Shape, Tree, Work
 from rubato.core.request import Handoff, Request
 from rubato.latency import affine
 from rubato.policies import PolicyError, describe, load_router, names
-from rubato.policies.distserve import Router, ideal_ratio
+from rubato.policies.distserve import Router
 from rubato.replica.plan_check import check, spelled_out
 from tests.doubles import Linear, Seq, request, shown, view
 
@@ -401,13 +401,6 @@ def test_distserve_divides_the_fleet(settings: tuple[int, int], replicas: int, p
     assert [role.phase for role in roles.values()] == ["prefill"] * prefill + ["decode"] * (replicas - prefill)
     with pytest.raises(ValueError, match="at least 2 replicas"):
         router.roles(["r0"])
-
-
-def test_distserves_ideal_ratio() -> None:
-    """(1 - C/TPOT) E[prompt]/E[output], with C 20 ms of 50."""
-    assert ideal_ratio(900.0, 300.0, 0.05, 0.02) == pytest.approx(1.8)
-    with pytest.raises(ValueError, match=r"overhead in \[0, tpot\)"):
-        ideal_ratio(900.0, 300.0, 0.05, 0.05)
 
 
 def chained(id: str, n: int) -> Seq:

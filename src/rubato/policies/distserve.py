@@ -24,20 +24,6 @@ from rubato.policy_kit.pools import split
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
 
 
-def ideal_ratio(prompt: float, output: float, tpot: float, overhead: float) -> float:
-    """Prefill replicas to one decode replica: (1 - C/TPOT)·E[prompt]/E[output] (from SLOs-Serve).
-
-    prompt, output: mean tokens of a request; tpot: their SLO in seconds; overhead: C, the fixed seconds of a batch.
-    Raises ValueError when no batch ends within the TPOT.
-    """
-    if not 0.0 <= overhead < tpot or prompt <= 0.0 or output <= 0.0:
-        raise ValueError(
-            f"prompt {prompt}, output {output}, tpot {tpot} s, overhead {overhead} s: tokens must be above 0 and the "
-            "overhead in [0, tpot)"
-        )
-    return (1.0 - overhead / tpot) * prompt / output
-
-
 @dataclass
 class Scheduler:
     """budget: tokens of a prefill batch (0 = what the engine takes)."""

@@ -343,9 +343,8 @@ class Engine:
 def _model(model: str | Path) -> tuple[Path, str]:
     """The Hugging Face folder to read, and the model's name."""
     if str(model) == "bundled":
-        from rubato_torch import (
-            bundled_model,  # not above: `python -m rubato_torch.bundled_model` would warn
-        )
+        # not above: `python -m rubato_torch.bundled_model` would warn
+        from rubato_torch import bundled_model
 
         return bundled_model.ensure(), bundled_model.NAME
     path = Path(model)
@@ -368,11 +367,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    if not re.fullmatch(r"cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device {name!r} is not supported by the torch engine: give auto, cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
+    if name != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, but PyTorch sees no CUDA device here: give cpu or auto")
     return torch.device(name)
 

@@ -6,6 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
+from rubato.latency.least_squares import isotonic
+
 WEIGHT = 20  # verified nodes that a share of the first table is worth: 14 of them, 280 nodes
 REFIT = 64  # verified nodes from one fit to the next
 
@@ -19,7 +23,7 @@ class Calibration:
 
     edges: of bins of probability, from 0 to 1. shares: the share right in each bin before anything is verified, rising.
     A bin's counts begin with `WEIGHT` nodes of that share, so that a few hundred nodes outweigh the table. Isotonic
-    regression over bins by pool-adjacent-violators, linear between their middles.
+    regression over bins, linear between their middles.
     """
 
     def __init__(self, edges: Sequence[float], shares: Sequence[float]) -> None:
@@ -48,12 +52,6 @@ class Calibration:
 
     def _fit(self) -> list[float]:
         """The share at each of `_middles`."""
-        pools: list[tuple[float, float, int]] = []  # (right, nodes, bins); the share rises from each to the next
-        for right, nodes in zip(self._right, self._nodes, strict=True):
-            bins = 1
-            while pools and pools[-1][0] * nodes >= right * pools[-1][1]:
-                more = pools.pop()
-                right, nodes, bins = right + more[0], nodes + more[1], bins + more[2]
-            pools.append((right, nodes, bins))
-        shares = [right / nodes for right, nodes, bins in pools for _ in range(bins)]
+        nodes = np.array(self._nodes)
+        shares = isotonic(np.array(self._right) / nodes, nodes).tolist()
         return [0.0, *shares, shares[-1]]

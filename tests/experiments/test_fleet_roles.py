@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments._fleet_roles import FleetRoles, label
 from rubato.core.events import Assigned, Preempted
 from rubato.core.plan import Role
-from rubato.measure.fleet_roles import FleetRoles, label
 from tests.conftest import few
 
 POOL, TIGHT, PREFILL = Role(kind="best_effort"), Role("decode", "0.02", kind="tier"), Role("prefill")
