@@ -7,20 +7,18 @@ meant for one. `rubato-workload/1`, which had neither stages nor SLOs of single 
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rubato.core.json_lines import json_object
+from rubato.core.did_you_mean import nearest
 from rubato.core.request import SLO
-from rubato.workloads.workload import HASH_BLOCK, Arrival, OfferedStage, Workload
+from rubato.workloads.workload import HASH_BLOCK, NO_SLO, Arrival, OfferedStage, Workload
 
 FORMAT = "rubato-workload/2"
-READABLE = ("rubato-workload/1", FORMAT)
 
 
 class WorkloadError(ValueError):
@@ -82,6 +80,57 @@ def _stage(part: OfferedStage) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- reading
 
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(ge=0.0)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Header(_Fields):
+    format: Literal["rubato-workload/1", "rubato-workload/2"]
+    name: str
+    tiers: dict[str, SLO] = Field(min_length=1)
+    seed: Whole = 0
+    rate: Annotated[float, Field(gt=0.0)] | None = None
+    duration: Number = 0.0
+    prompt_tokens: Literal["counted", "estimated"] = "estimated"
+    notes: dict[str, Any] = {}
+    profile: str = ""
+
+
+class _Stage(_Fields):
+    prompt_tokens: Whole
+    output_tokens: Positive
+    slo: SLO = NO_SLO
+    ends: str = "eos"
+    pause: Number = 0.0
+
+
+class _Message(BaseModel):
+    role: str
+    content: str
+
+
+class _Request(_Fields):
+    id: str
+    at: Number
+    tier: str
+    app: str = ""
+    prompt_tokens: Positive = 0
+    output_tokens: Positive = 0
+    prompt: str | None = None
+    messages: tuple[_Message, ...] = ()
+    temperature: Number = 0.0
+    seed: Whole | None = None
+    slo: SLO | None = None
+    stages: tuple[_Stage, ...] = ()
+    blocks: tuple[Whole, ...] = ()
+    tenant: str = "default"
+    acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+
 
 def read(path: str | Path) -> Workload:
     """Read a workload file. Raises WorkloadError naming file, line and field, and OSError when it cannot be opened."""
@@ -90,182 +139,86 @@ def read(path: str | Path) -> Workload:
         first = next(lines, None)
         if first is None:
             raise WorkloadError(f"{path} is empty: the first line should be a header with name, seed and tiers")
-        header = _Line(str(path), *first)
-        if header.values.get("format") not in READABLE:
-            raise header.error("format", f"is {header.values.get('format')!r}: expected {FORMAT!r}, in the first line")
-        tiers = _read_tiers(header)
+        header = _parsed(_Header, path, *first)
         arrivals: list[Arrival] = []
         ids: set[str] = set()
         slos: dict[SLO, SLO] = {}
         for number, line in lines:
-            row = _Line(str(path), number, line)
-            arrival = _read_arrival(row, tiers, slos)
-            if arrival.id in ids:
-                raise row.error("id", f"is {arrival.id!r}, which an earlier line has already: ids must be unique")
-            if arrivals and arrival.at < arrivals[-1].at:
-                raise row.error("at", f"is {arrival.at} s, before the line above ({arrivals[-1].at} s): sort by time")
-            ids.add(arrival.id)
-            arrivals.append(arrival)
+            row = _parsed(_Request, path, number, line)
+            try:
+                if row.id in ids:
+                    raise ValueError(f"id is {row.id!r}, which an earlier line has already: ids must be unique")
+                if arrivals and row.at < arrivals[-1].at:
+                    raise ValueError(f"at is {row.at} s, before the line above ({arrivals[-1].at} s): sort by time")
+                arrivals.append(_arrival(row, header.tiers, slos))
+            except ValueError as error:
+                raise WorkloadError(f"{path}, line {number}: {error}") from error
+            ids.add(row.id)
     if not arrivals:
         raise WorkloadError(f"{path} has a header but no requests")
-    duration = max(header.number("duration", least=0.0, default=arrivals[-1].at), arrivals[-1].at)
-    rate = header.number("rate", least=0.0, default=len(arrivals) / duration if duration else float(len(arrivals)))
-    if rate == 0.0:
-        raise header.error("rate", "is 0 requests/s: give a positive number")
-    counted = header.text("prompt_tokens", default="estimated")
-    if counted not in ("counted", "estimated"):
-        raise header.error("prompt_tokens", f'is {counted!r}: the header says "counted" or "estimated"')
-    notes = header.values.get("notes", {})
-    if not isinstance(notes, dict):
-        raise header.error("notes", "should be an object")
-    header.only("format", "name", "seed", "rate", "duration", "prompt_tokens", "tiers", "notes", "profile")
+    duration = max(header.duration, arrivals[-1].at)
+    rate = header.rate or (len(arrivals) / duration if duration else float(len(arrivals)))
     return Workload(
-        header.text("name"), header.integer("seed", least=0, default=0), rate, duration, tiers, tuple(arrivals),
-        counted == "counted", notes, header.text("profile", default=""),
+        header.name, header.seed, rate, duration, header.tiers, tuple(arrivals), header.prompt_tokens == "counted",
+        header.notes, header.profile,
     )  # fmt: skip
 
 
-def _read_tiers(header: _Line) -> dict[str, SLO]:
-    tiers = header.values.get("tiers")
-    if not isinstance(tiers, dict) or not tiers:
-        raise header.error("tiers", 'should map each tier to its SLOs in seconds, as {"chat": {"ttft": 1.5}}')
-    return {name: header.slo(slo, f"tiers.{name}") for name, slo in tiers.items()}
-
-
-_ROW = (
-    "id", "at", "tier", "app", "prompt_tokens", "output_tokens", "prompt", "messages", "temperature", "seed", "slo",
-    "stages", "blocks", "tenant", "acceptance",
-)  # fmt: skip
-_STAGE = ("prompt_tokens", "output_tokens", "slo", "ends", "pause")
-
-
-def _read_arrival(row: _Line, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> Arrival:
-    """slos: those met so far, so that equal ones are one object."""
-    tier = row.text("tier")
-    if tier not in tiers:
-        raise row.error("tier", f"is {tier!r}: the header has {', '.join(tiers)}")
-    row.only(*_ROW)
-    parts = _read_stages(row)
-    if parts:
-        prompt, output = sum(part.prompt for part in parts), sum(part.output for part in parts)
-    else:
-        prompt, output = row.integer("prompt_tokens", least=1), row.integer("output_tokens", least=1)
-    slo = row.slo(row.values["slo"], "slo") if "slo" in row.values else None
+def _arrival(row: _Request, tiers: Mapping[str, SLO], slos: dict[SLO, SLO]) -> Arrival:
+    """slos: those met so far, so that equal ones are one object. Raises ValueError naming the field."""
+    if row.tier not in tiers:
+        raise ValueError(f"tier is {row.tier!r}: the header has {', '.join(tiers)}")
+    given = row.model_fields_set
+    for field in ("prompt_tokens", "output_tokens", "slo"):
+        if row.stages and field in given:
+            raise ValueError(f"{field} stands beside stages, which say it")
+        if not row.stages and field not in given and field != "slo":
+            raise ValueError(f"{field} is missing")
+    if row.stages and not row.stages[0].prompt_tokens:
+        raise ValueError("stages[0].prompt_tokens is 0: the first stage has a prompt of 1 token or more")
+    prompt = row.stages[0].prompt_tokens if row.stages else row.prompt_tokens
+    if row.blocks and len(row.blocks) != -(-prompt // HASH_BLOCK):
+        raise ValueError(f"blocks has {len(row.blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK}")
+    if {"prompt", "messages"} <= given:
+        raise ValueError("messages stands beside prompt: give one of them")
+    messages = tuple((message.role, message.content) for message in row.messages)
     return Arrival(
-        id=row.text("id"),
-        at=row.number("at", least=0.0),
-        tier=tier,
-        app=row.text("app", default=""),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        messages=_read_messages(row),
-        temperature=row.number("temperature", least=0.0, default=0.0),
-        seed=row.integer("seed", least=0) if "seed" in row.values else None,
-        slo=slos.setdefault(slo, slo) if slo is not None else None,
-        parts=parts,
-        blocks=_read_blocks(row, parts[0].prompt if parts else prompt),
-        tenant=row.text("tenant", default="default"),
-        acceptance=row.number("acceptance", least=0.0, most=1.0) if "acceptance" in row.values else None,
+        id=row.id,
+        at=row.at,
+        tier=row.tier,
+        app=row.app,
+        prompt_tokens=row.prompt_tokens or sum(stage.prompt_tokens for stage in row.stages),
+        output_tokens=row.output_tokens or sum(stage.output_tokens for stage in row.stages),
+        messages=messages if row.prompt is None else (("user", row.prompt),),
+        temperature=row.temperature,
+        seed=row.seed,
+        slo=None if row.slo is None else slos.setdefault(row.slo, row.slo),
+        parts=tuple(OfferedStage(s.prompt_tokens, s.output_tokens, s.slo, s.ends, s.pause) for s in row.stages),
+        blocks=row.blocks,
+        tenant=row.tenant,
+        acceptance=row.acceptance,
     )
 
 
-def _read_stages(row: _Line) -> tuple[OfferedStage, ...]:
-    stages = row.values.get("stages", [])
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        raise row.error("stages", "should be a list of {prompt_tokens, output_tokens, slo, ends, pause}")
-    for field in ("prompt_tokens", "output_tokens", "slo"):
-        if stages and field in row.values:
-            raise row.error(field, "stands beside stages, which say it")
-    parts: list[OfferedStage] = []
-    for index, values in enumerate(stages):
-        stage = _Line(row.path, row.line, values, f"stages[{index}].")
-        stage.only(*_STAGE)
-        parts.append(
-            OfferedStage(
-                stage.integer("prompt_tokens", least=0 if index else 1),
-                stage.integer("output_tokens", least=1),
-                stage.slo(stage.values.get("slo", {}), "slo"),
-                stage.text("ends", default="eos"),
-                stage.number("pause", least=0.0, default=0.0),
-            )
+Schema = TypeVar("Schema", bound=_Fields)
+
+
+def _parsed(schema: type[Schema], path: str | Path, number: int, line: bytes) -> Schema:
+    try:
+        return schema.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    if first["type"] == "json_invalid":
+        problem = f"not JSON ({first['msg']})"
+    elif not field:
+        problem = f"should be a JSON object, is {line.decode(errors='replace').strip():.80}"
+    elif first["type"] == "missing":
+        problem = f"{field} is missing"
+    elif first["type"] == "extra_forbidden":
+        problem = f"{field} is not a field here{nearest(field, schema.model_fields)}"
+    else:
+        problem = (
+            f"{field} is {first['input']!r:.80}: {first['msg'].removeprefix('Value error, ').removeprefix('Input ')}"
         )
-    return tuple(parts)
-
-
-def _read_blocks(row: _Line, prompt: int) -> tuple[int, ...]:
-    blocks = row.values.get("blocks", [])
-    if not isinstance(blocks, list) or not all(type(b) is int and b >= 0 for b in blocks):
-        raise row.error("blocks", "should be a list of whole numbers, 0 or more")
-    if blocks and len(blocks) != -(-prompt // HASH_BLOCK):
-        raise row.error("blocks", f"has {len(blocks)} ids for {prompt} prompt tokens: give one for each {HASH_BLOCK}")
-    return tuple(blocks)
-
-
-def _read_messages(row: _Line) -> tuple[tuple[str, str], ...]:
-    if "prompt" in row.values and "messages" in row.values:
-        raise row.error("messages", "stands beside prompt: give one of them")
-    if "prompt" in row.values:
-        return (("user", row.text("prompt")),)
-    messages = row.values.get("messages", [])
-    if not isinstance(messages, list):
-        raise row.error("messages", "should be a list of {role, content}")
-    read: list[tuple[str, str]] = []
-    for index, message in enumerate(messages):
-        pair = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(pair[0], str) or not isinstance(pair[1], str):
-            raise row.error(f"messages[{index}]", "should have a role and a content, both text")
-        read.append((pair[0], pair[1]))
-    return tuple(read)
-
-
-class _Line:
-    """One JSON line of a file, or an object within it; its fields by type, with errors that say where."""
-
-    def __init__(self, path: str, line: int, content: bytes | dict[str, Any], within: str = "") -> None:
-        self.path, self.line, self.within = path, line, within
-        self.values = content if isinstance(content, dict) else json_object(path, line, content, WorkloadError)
-
-    def error(self, field: str, problem: str) -> WorkloadError:
-        return WorkloadError(f"{self.path}, line {self.line}: {self.within}{field} {problem}")
-
-    def only(self, *known: str) -> None:
-        for name in self.values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise self.error(name, f"is not a field here{f': did you mean {near[0]}?' if near else ''}")
-
-    def _get(self, field: str, default: Any) -> Any:
-        if field not in self.values and default is None:
-            raise self.error(field, "is missing")
-        return self.values.get(field, default)
-
-    def text(self, field: str, default: str | None = None) -> str:
-        value = self._get(field, default)
-        if not isinstance(value, str):
-            raise self.error(field, f"is {value!r}: expected text")
-        return value
-
-    def number(self, field: str, least: float, default: float | None = None, most: float = math.inf) -> float:
-        value = self._get(field, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (least <= value <= most and math.isfinite(value))
-        ):
-            span = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
-            raise self.error(field, f"is {value!r}: expected a number, {span}")
-        return float(value)
-
-    def integer(self, field: str, least: int, default: int | None = None) -> int:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(field, f"is {value!r}: expected a whole number, {least} or more")
-        return value
-
-    def slo(self, value: Any, field: str) -> SLO:
-        if not isinstance(value, dict) or not set(value) <= {"ttft", "tpot", "e2e"}:
-            raise self.error(field, f"is {value!r}: give ttft, tpot and e2e in seconds, each optional")
-        try:
-            return SLO(**value)
-        except (ValueError, TypeError) as error:
-            raise self.error(field, str(error)) from error
+    raise WorkloadError(f"{path}, line {number}: {problem}")
