@@ -184,10 +184,6 @@ def test_slo_scale_stretches_every_promise():
     for a, b in zip(load.arrivals, first.arrivals, strict=True):
         for before, after in zip(load.parts(a), first.parts(b), strict=True):
             assert after.slo == dataclasses.replace(before.slo, ttft=before.slo.ttft and 2 * before.slo.ttft)
-    only = load.with_slo_scale(0.5, "b")
-    assert {a.tier for a, b in zip(load.arrivals, only.arrivals, strict=True) if load.slo(a) != only.slo(b)} == {"b"}
-    with pytest.raises(ValueError, match="no tier 'z'"):
-        load.with_slo_scale(2.0, "z")
     with pytest.raises(ValueError, match="SLO scale is 0"):
         load.with_slo_scale(0.0)
 

@@ -14,8 +14,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+LEVEL = 0.95  # of every interval
 
-def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
+
+def wilson(met: int, offered: int) -> tuple[float, float]:
     """Wilson's score interval for the proportion met/offered, in [0, 1]; (0, 1) when nothing was offered.
 
     It takes requests as independent; see the module's text on why the true interval of one run is wider.
@@ -24,7 +26,7 @@ def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
         raise ValueError(f"{met} met of {offered} offered: give 0 <= met <= offered")
     if offered == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     p = met / offered
     centre = p + z * z / (2 * offered)
     half = z * sqrt(p * (1 - p) / offered + z * z / (4 * offered * offered))
@@ -34,11 +36,11 @@ def wilson(met: int, offered: int, level: float = 0.95) -> tuple[float, float]:
     return low, high
 
 
-def student_t(level: float, degrees: int) -> float:
-    """What a variable of Student's t with so many degrees of freedom is within, on both sides of 0, at this level."""
+def student_t(degrees: int) -> float:
+    """What a variable of Student's t with so many degrees of freedom is within, on both sides of 0, at `LEVEL`."""
     low, high = 0.0, pi / 2  # of atan(t / sqrt(degrees)), in which the distribution has a finite sum
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _student_within(middle, degrees) < level else (low, middle)
+        low, high = (middle, high) if _student_within(middle, degrees) < LEVEL else (low, middle)
     return tan(high) * sqrt(degrees)
 
 
@@ -76,7 +78,7 @@ class PairedOutcome:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """a against b. difference = attainment a - attainment b; ratio = requests met per second, a / b (inf when b met
-    none, None when neither met any; for the same workload that is met a / met b). Intervals at the level asked for."""
+    none, None when neither met any; for the same workload that is met a / met b)."""
 
     offered_a: int
     offered_b: int
@@ -113,7 +115,7 @@ class Estimate:
             return Estimate(*(float(np.exp(end)) for end in (self.value, self.low, self.high)))
 
 
-def over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
+def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, with Student's t interval; without bounds from fewer than two seeds."""
     if not values:
         raise ValueError("no seed, no estimate: give one value or more")
@@ -121,15 +123,15 @@ def over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
     mean = float(np.mean(values))
     if n < 2:
         return Estimate(mean, -inf, inf)
-    half = student_t(level, n - 1) * float(np.std(values, ddof=1)) / sqrt(n)
+    half = student_t(n - 1) * float(np.std(values, ddof=1)) / sqrt(n)
     return Estimate(mean, mean - half, mean + half)
 
 
-def attainment_over_seeds(met: Sequence[int], offered: Sequence[int], level: float = 0.95) -> Estimate:
+def attainment_over_seeds(met: Sequence[int], offered: Sequence[int]) -> Estimate:
     """The mean over seeds of met / offered, each seed one observation; on each side at least as wide as Wilson's
     interval of all requests pooled, which holds where every seed gave the same (all met). Within [0, 1]."""
-    mean = over_seeds([m / n for m, n in zip(met, offered, strict=True)], level)
-    low, high = wilson(sum(met), sum(offered), level)
+    mean = over_seeds([m / n for m, n in zip(met, offered, strict=True)])
+    low, high = wilson(sum(met), sum(offered))
     return Estimate(mean.value, max(0.0, min(low, mean.low)), min(1.0, max(high, mean.high)))
 
 
@@ -149,25 +151,20 @@ def default_block(durations: Mapping[str, float]) -> float:
 
 
 def proportion(
-    fates: Sequence[RequestOutcome],
-    durations: Mapping[str, float],
-    *,
-    resamples: int = 2000,
-    seed: int = 0,
-    level: float = 0.95,
+    fates: Sequence[RequestOutcome], durations: Mapping[str, float], *, resamples: int = 2000
 ) -> tuple[float, float]:
     """An interval for met / offered in [0, 1]: the wider, on each side, of Wilson's and a moving-block bootstrap's.
 
     Where all or none were met, or in a calm run, resampling finds no spread and Wilson's holds; where misses come in
     spells it is the bootstrap's. durations as in `paired`. (0, 1) when nothing was offered.
     """
-    low, high = wilson(sum(fate.met for fate in fates), len(fates), level)
+    low, high = wilson(sum(fate.met for fate in fates), len(fates))
     if not fates:
         return low, high
-    blocks = _Blocks([(f.workload, f.at) for f in fates], durations, default_block(durations), resamples, seed)
+    blocks = _Blocks([(f.workload, f.at) for f in fates], durations, default_block(durations), resamples)
     held = blocks.resampled(np.ones(len(fates)))
     met = blocks.resampled(np.array([fate.met for fate in fates], dtype=np.float64))
-    tail = _tail(blocks.count, level)
+    tail = _tail(blocks.count)
     below, above = (float(q) for q in np.quantile(met[held > 0] / held[held > 0], [tail, 1 - tail]))
     return min(low, below), max(high, above)
 
@@ -178,8 +175,6 @@ def paired(
     *,
     block: float = SHORTEST,
     resamples: int = 5000,
-    seed: int = 0,
-    level: float = 0.95,
 ) -> dict[str, Difference]:
     """Differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.
 
@@ -190,10 +185,10 @@ def paired(
     """
     if not pairs:
         raise ValueError("nothing to compare: no request is in both runs")
-    blocks = _Blocks([(pair.workload, pair.at) for pair in pairs], durations, block, resamples, seed)
+    blocks = _Blocks([(pair.workload, pair.at) for pair in pairs], durations, block, resamples)
     met_a = np.array([pair.met_a for pair in pairs], dtype=np.float64)
     met_b = np.array([pair.met_b for pair in pairs], dtype=np.float64)
-    tail = _tail(blocks.count, level)
+    tail = _tail(blocks.count)
     result: dict[str, Difference] = {}
     for tier, mask in _masks([pair.tier for pair in pairs]).items():
         one = _side(blocks, mask, mask * met_a, 1.0)
@@ -209,8 +204,6 @@ def unpaired(
     seconds: tuple[float, float],
     *,
     resamples: int = 5000,
-    seed: int = 0,
-    level: float = 0.95,
 ) -> dict[str, Difference]:
     """As `paired`, for runs of different requests: each side is resampled by itself, in blocks of `default_block`.
     seconds: how long each side offered requests, all its rounds together. Only tiers that both have. Raises ValueError
@@ -224,10 +217,10 @@ def unpaired(
     sides = []
     for number, (fates, durations) in enumerate(((a, durations_a), (b, durations_b))):
         places = [(fate.workload, fate.at) for fate in fates]
-        blocks = _Blocks(places, durations, default_block(durations), resamples, seed + number)
+        blocks = _Blocks(places, durations, default_block(durations), resamples, seed=number)
         sides.append((blocks, np.array([fate.met for fate in fates], dtype=np.float64), seconds[number]))
     (blocks_a, met_a, seconds_a), (blocks_b, met_b, seconds_b) = sides
-    tail = _tail(min(blocks_a.count, blocks_b.count), level)
+    tail = _tail(min(blocks_a.count, blocks_b.count))
     return {
         tier: _difference(
             _side(blocks_a, masks_a[tier], masks_a[tier] * met_a, seconds_a),
@@ -254,7 +247,7 @@ class _Blocks:
         durations: Mapping[str, float],
         block: float,
         resamples: int,
-        seed: int,
+        seed: int = 0,
     ) -> None:
         if block <= 0:
             raise ValueError(f"block is {block} s: give a positive length")
@@ -274,12 +267,12 @@ class _Blocks:
         return np.asarray((total[self._high] - total[self._low]).sum(axis=1), dtype=np.float64)
 
 
-def _tail(blocks: int, level: float) -> float:
+def _tail(blocks: int) -> float:
     """The quantile to cut off at each end. A percentile interval from few blocks is too narrow, as a normal one with
     an estimated variance is; the expanded percentile interval (Hesterberg, 2015) puts Student's t in its place."""
     if blocks < 2:
         return 0.0
-    t = student_t(level, blocks - 1) * sqrt(blocks / (blocks - 1))
+    t = student_t(blocks - 1) * sqrt(blocks / (blocks - 1))
     return NormalDist().cdf(-t)
 
 

@@ -22,11 +22,11 @@ _COPIES, _BLOCKS = 20, 22  # one random stream for each purpose, none of a workl
 
 
 def multiplied(
-    offers: Sequence[TraceRequest], factor: float, seed: int = 0, block: float = BLOCK, end: float | None = None
+    offers: Sequence[TraceRequest], factor: float, seed: int = 0, end: float | None = None
 ) -> list[TraceRequest]:
     """A trace with `factor` times the traffic and the same profile over time.
 
-    Each minute (`block`) holds that many copies of itself, each turned round within the minute by an offset of its own:
+    Each minute holds that many copies of itself, each turned round within the minute by an offset of its own:
     copies at the same instants would multiply every burst. Of a fraction, each request has a copy with that chance.
     end: of the trace (None: its last request); a last minute cut short is turned round within what there is of it.
     Factor 1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
@@ -39,24 +39,24 @@ def multiplied(
     last = max((offer.at for offer in offers), default=0.0) if end is None else end
     copies: list[TraceRequest] = []
     for copy in range(ceil(factor)):
-        offset = float(draw.uniform(0.0, block))
+        offset = float(draw.uniform(0.0, BLOCK))
         chance = min(1.0, factor - copy)
         kept = draw.random(len(offers)) < chance
         for o, keep in zip(offers, kept.tolist(), strict=True):
             if keep:
-                start = o.at - o.at % block
-                length = min(block, last - start)
+                start = o.at - o.at % BLOCK
+                length = min(BLOCK, last - start)
                 at = start + (o.at - start + offset) % length if length > 0.0 else o.at
                 # not `replace`, which takes three times as long: there can be millions
                 copies.append(TraceRequest(at, o.prompt, o.output, o.tier, o.tpot, o.tpot_slowdown, o.blocks, o.text))
     return sorted(copies, key=attrgetter("at"))
 
 
-def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
+def bootstrapped(load: Workload, seed: int) -> Workload:
     """As long a workload made of blocks of its time, drawn with replacement from a ring (a moving-block bootstrap)."""
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no time to resample")
-    block = min(block, load.duration)
+    block = min(BLOCK, load.duration)
     count = ceil(load.duration / block)
     starts = np.random.default_rng([seed, _BLOCKS]).uniform(0.0, load.duration, size=count)
     times = np.array([a.at for a in load.arrivals])
@@ -71,16 +71,16 @@ def bootstrapped(load: Workload, seed: int, block: float = BLOCK) -> Workload:
             at = index * block + float(ring[place]) - start
             made.append(replace(one, id=f"{load.name}-{len(made)}", at=at))
     if not made:
-        raise ValueError(f"workload {load.name!r}: the blocks drawn by seed {seed} hold no request; use longer ones")
+        raise ValueError(f"workload {load.name!r}: the blocks drawn by seed {seed} hold no request")
     made.sort(key=lambda one: one.at)
     rate = len(made) / load.duration
     return replace(load, seed=seed, rate=rate, arrivals=tuple(made), notes={**load.notes, "blocks": block})
 
 
-def sampled(load: Workload, share: float, block: float = BLOCK) -> Workload:
+def sampled(load: Workload, share: float) -> Workload:
     """The beginning of each block, a `share` of it, one after another: about as dense at about the same points. All of
     it, if nothing arrives then."""
-    block = min(block, load.duration)
+    block = min(BLOCK, load.duration)
     kept = block * share
     arrivals = [replace(a, at=a.at // block * kept + a.at % block) for a in load.arrivals if a.at % block < kept]
     length = load.duration // block * kept + min(load.duration % block, kept)
@@ -89,14 +89,14 @@ def sampled(load: Workload, share: float, block: float = BLOCK) -> Workload:
     return replace(load, rate=len(arrivals) / length, duration=length, arrivals=tuple(arrivals))
 
 
-def busiest(load: Workload, seconds: float, step: float = BLOCK) -> Stretch:
+def busiest(load: Workload, seconds: float) -> Stretch:
     """Begin and end of the stretch of `seconds` with the most tokens (prompt + output); it begins at a multiple of
-    `step`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
+    `BLOCK`. A shorter workload is its own stretch. Raises ValueError for one whose requests all arrive at once."""
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no stretch of time to size a fleet on")
     if load.duration <= seconds:
         return 0.0, load.duration
-    starts = np.arange(0.0, load.duration - seconds + step, step)
+    starts = np.arange(0.0, load.duration - seconds + BLOCK, BLOCK)
     times = np.array([a.at for a in load.arrivals])
     tokens = np.concatenate([[0], np.cumsum([a.prompt_tokens + a.output_tokens for a in load.arrivals])])
     work = tokens[np.searchsorted(times, starts + seconds)] - tokens[np.searchsorted(times, starts)]

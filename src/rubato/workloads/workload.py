@@ -7,7 +7,6 @@ What a policy may not know (`truth`, `pauses`, `acceptances`) stays out of the r
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -119,8 +118,8 @@ class Workload:
         if not self.duration > 0.0:
             raise ValueError(f"workload {self.name!r} offers all at once: it has no rate to scale")
         factor = self.rate / rate
-        arrivals = tuple(dataclasses.replace(a, at=a.at * factor) for a in self.arrivals)
-        return dataclasses.replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
+        arrivals = tuple(replace(a, at=a.at * factor) for a in self.arrivals)
+        return replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
 
     def with_slos(self, tiers: Mapping[str, SLO]) -> Workload:
         """The same requests with other SLOs for the tiers named, whatever SLOs of their own requests of them had.
@@ -135,32 +134,27 @@ class Workload:
             raise ValueError(f"requests of tier {min(staged)!r} have an SLO for each stage: use with_slo_scale")
         arrivals = self.arrivals
         if any(a.slo is not None for a in arrivals):
-            arrivals = tuple(dataclasses.replace(a, slo=None) if a.tier in tiers else a for a in arrivals)
-        return dataclasses.replace(self, tiers={**self.tiers, **tiers}, arrivals=arrivals)
+            arrivals = tuple(replace(a, slo=None) if a.tier in tiers else a for a in arrivals)
+        return replace(self, tiers={**self.tiers, **tiers}, arrivals=arrivals)
 
-    def with_slo_scale(self, factor: float, tier: str | None = None, what: str = "") -> Workload:
-        """The same requests with all SLOs, or those of one tier, times `factor` (2 = twice the time). what: "ttft",
-        "tpot" or "e2e", if it is to be only that one.
-
-        Raises ValueError for a tier it does not have or a factor that is not positive.
-        """
-        if tier is not None and tier not in self.tiers:
-            raise ValueError(f"workload {self.name!r} has no tier {tier!r}: it has {', '.join(self.tiers)}")
+    def with_slo_scale(self, factor: float, what: str = "") -> Workload:
+        """The same requests with all SLOs times `factor` (2 = twice the time). what: "ttft", "tpot" or "e2e", if it is
+        to be only that one. Raises ValueError for a factor that is not positive."""
         if not 0.0 < factor < math.inf:
             raise ValueError(f"SLO scale is {factor}: give a positive number")
 
         def wider(slo: SLO) -> SLO:
             promised = ((name, getattr(slo, name)) for name in ((what,) if what else ("ttft", "tpot", "e2e")))
-            return dataclasses.replace(slo, **{name: value * factor for name, value in promised if value is not None})
+            return replace(slo, **{name: value * factor for name, value in promised if value is not None})
 
         def changed(a: Arrival) -> Arrival:
-            if tier not in (None, a.tier) or (a.slo is None and not a.parts):
+            if a.slo is None and not a.parts:
                 return a
-            parts = tuple(dataclasses.replace(part, slo=wider(part.slo)) for part in a.parts)
-            return dataclasses.replace(a, slo=None if a.slo is None else wider(a.slo), parts=parts)
+            parts = tuple(replace(part, slo=wider(part.slo)) for part in a.parts)
+            return replace(a, slo=None if a.slo is None else wider(a.slo), parts=parts)
 
-        tiers = {name: wider(slo) if tier in (None, name) else slo for name, slo in self.tiers.items()}
-        return dataclasses.replace(self, tiers=tiers, arrivals=tuple(map(changed, self.arrivals)))
+        tiers = {name: wider(slo) for name, slo in self.tiers.items()}
+        return replace(self, tiers=tiers, arrivals=tuple(map(changed, self.arrivals)))
 
     # ----------------------------------------------------------------- as others take it
 
