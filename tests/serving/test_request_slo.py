@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from rubato.core.request import SLO
+from rubato.core.request import SLO, Stage
 from rubato.serving.errors import ApiError
-from rubato.serving.request_slo import Tier, Tiers, stages
+from rubato.serving.request_slo import Tier, Tiers, grant
 from rubato.serving.schemas import SLOBody
 
 GOLD = Tier("gold", SLO(0.2, 0.05, 5.0), "refuse")
 TIERS = Tiers([GOLD, Tier("basic", SLO(ttft=2.0))], default="basic")
 PROMPT = (1, 2, 3)
+
+
+def stages(headers: dict[str, str], body: SLOBody | None, tier: str | None = None) -> tuple[Stage, ...]:
+    return grant(TIERS, headers, tier, body).stages(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ PROMPT = (1, 2, 3)
 )
 def test_precedence(headers: dict[str, str], body: dict[str, Any] | None, tier: str | None, slo: SLO) -> None:
     parsed = SLOBody.model_validate(body) if body is not None else None
-    (stage,) = stages(PROMPT, headers, parsed, TIERS.resolve(tier))
+    (stage,) = stages(headers, parsed, tier)
     assert stage.slo == slo
     assert stage.prompt == 3
     assert stage.token_ids == PROMPT
@@ -44,14 +48,14 @@ def test_stages_take_what_they_do_not_state_from_the_whole() -> None:
     body = SLOBody.model_validate(
         {"ttft_ms": 500, "tpot_ms": 90, "e2e_ms": 9000, "stages": [{"until": "</think>", "tpot_ms": 200}, {}]}
     )
-    first, second = stages(PROMPT, {}, body, TIERS.resolve("gold"))
+    first, second = stages({}, body, "gold")
     assert (first.slo, first.ends, first.prompt) == (SLO(0.5, 0.2, 9.0), "</think>", 3)
     assert (second.slo, second.ends, second.prompt) == (SLO(None, 0.09, 9.0), "eos", 0)
 
 
 def test_a_header_wins_over_every_stage() -> None:
     body = SLOBody.model_validate({"stages": [{"until": "x", "ttft_ms": 100, "tpot_ms": 200}, {"ttft_ms": 300}]})
-    first, second = stages(PROMPT, {"x-slo-tpot-ms": "10", "x-slo-ttft-ms": "20"}, body, TIERS.resolve("flex"))
+    first, second = stages({"x-slo-tpot-ms": "10", "x-slo-ttft-ms": "20"}, body, "flex")
     assert (first.slo, second.slo) == (SLO(0.02, 0.01), SLO(0.3, 0.01))
 
 
@@ -65,7 +69,7 @@ def test_a_header_wins_over_every_stage() -> None:
 )
 def test_stages_say_what_ends_them(given: list[dict[str, Any]], param: str) -> None:
     with pytest.raises(ApiError) as error:
-        stages(PROMPT, {}, SLOBody.model_validate({"stages": given}), TIERS.default)
+        stages({}, SLOBody.model_validate({"stages": given}))
     assert (error.value.status, error.value.param) == (400, param)
 
 
@@ -75,7 +79,7 @@ def test_stages_say_what_ends_them(given: list[dict[str, Any]], param: str) -> N
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms", "x-llm-d-slo-ttft-ms"])
 def test_a_header_that_is_no_time_is_named(name: str, text: str) -> None:
     with pytest.raises(ApiError) as error:
-        stages(PROMPT, {name: text}, None, TIERS.default)
+        stages({name: text}, None)
     assert (error.value.status, error.value.param) == (400, name)
     assert str(error.value) == f"{name}: {text!r} is no number of milliseconds from 0.001 to 1e+09."
 

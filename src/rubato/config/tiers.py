@@ -23,4 +23,4 @@ class TierSettings(StrictSettings):
 
     @property
     def slo(self) -> SLO:
-        return SLO(*(None if ms is None else ms / 1e3 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)))
+        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms)

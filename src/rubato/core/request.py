@@ -37,6 +37,11 @@ class SLO:
             if value is not None and not LEAST <= value <= MOST:
                 raise ValueError(f"slo.{name} is {value!r} s: give {LEAST:g} to {MOST:g} seconds, or none")
 
+    @classmethod
+    def from_ms(cls, ttft: float | None, tpot: float | None, e2e: float | None = None) -> SLO:
+        """As clients and operators write it, in milliseconds."""
+        return cls(*(None if ms is None else ms / 1e3 for ms in (ttft, tpot, e2e)))
+
     @property
     def best_effort(self) -> bool:
         return self.ttft is None and self.tpot is None and self.e2e is None

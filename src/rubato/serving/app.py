@@ -272,27 +272,18 @@ def _offer(
     prompts: Sequence[tuple[int, ...]],
 ) -> Response:
     service = edge.service
-    tier = edge.tenants.tiers(tenant).resolve(body.service_tier)
+    granted = request_slo.grant(edge.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
     requests = intake.requests(
-        body,
-        prompts,
-        http.headers,
-        arrival=arrival,
-        tenant=tenant.name,
-        tier=tier,
-        most_tokens=service.most_tokens,
+        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens
     )
     meter = edge.meters.get(tenant.name)
     door = service.cluster if meter is None else TenantGate(edge.books, meter, requests)
     created = int(service.created_offset + arrival)
     reply = intake.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
-    less = request_slo.clamped(http.headers, body.slo, tier)
-    if body.service_tier not in (None, "auto") and service.tiers.resolve(body.service_tier).name != tier.name:
-        less.insert(0, "service_tier")
-    granted = [(b"x-rubato-clamped", ", ".join(less).encode())] if less else []
+    clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
     if meter is None:
-        return _WithHeaders(reply, lambda: granted) if granted else reply
-    return _WithHeaders(reply, lambda: granted + meter.headers(service.cluster.clock.now()))
+        return _WithHeaders(reply, lambda: clamped) if clamped else reply
+    return _WithHeaders(reply, lambda: clamped + meter.headers(service.cluster.clock.now()))
 
 
 class _WithHeaders(Response):

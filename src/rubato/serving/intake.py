@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 from uuid import uuid4
 
 from rubato.core.request import Request, Stage
-from rubato.serving import request_slo, response_choices, schemas, sse
+from rubato.serving import response_choices, schemas, sse
 from rubato.serving.errors import ApiError, no_room, too_long
-from rubato.serving.request_slo import Tier
+from rubato.serving.request_slo import GrantedSLO, Tier
 from rubato.serving.response import CompletionResponse, RequestIntake
 
 
 def requests(
     body: schemas.ChatCompletion | schemas.TextCompletion,
     prompts: Sequence[tuple[int, ...]],
-    headers: Mapping[str, str],
+    granted: GrantedSLO,
     *,
     arrival: float,
     tenant: str,
-    tier: Tier,
     most_tokens: int,
 ) -> tuple[Request, ...]:
-    """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that it states.
+    """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that is granted.
 
     most_tokens: prompt + output of a request.
     Raises ApiError 400 that names what cannot be had.
@@ -32,12 +31,12 @@ def requests(
     offers = [
         Request(
             id=id,
-            stages=request_slo.stages(prompt, headers, body.slo, tier),
+            stages=granted.stages(prompt),
             arrival=arrival,
-            tier=tier.name,
+            tier=granted.tier,
             tenant=tenant,
             sampling=body.sampling(_room(most_tokens, len(prompt), body, body.where(at))),
-            on_decline=(body.slo and body.slo.on_decline) or tier.on_decline,
+            on_decline=granted.on_decline,
         )
         for at, prompt in enumerate(prompts)
     ]

@@ -8,12 +8,13 @@ the first stage's; a TPOT is every stage's that states none of its own, unless i
 e2e bounds all stages.
 
 What a client states is a wish: with tenants, a tier that its tenant may not use is replaced by one that it may, and a
-time tighter than any of those tiers promises is loosened to the tightest that they do (`Bounds`).
+time tighter than any of those tiers promises is loosened to the tightest that they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
@@ -33,29 +34,12 @@ BEST_EFFORT = "flex"  # OpenAI's name of the tier without an SLO
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """The tightest that may be promised, in seconds: 0 = anything, inf = nothing at all in this dimension."""
-
-    ttft: float = 0.0
-    tpot: float = 0.0
-    e2e: float = 0.0
-
-    def clamp(self, slo: SLO) -> SLO:
-        return SLO(_clamp(slo.ttft, self.ttft), _clamp(slo.tpot, self.tpot), _clamp(slo.e2e, self.e2e))
-
-
-def _clamp(seconds: float | None, least: float) -> float | None:
-    return None if seconds is None or least == inf else max(seconds, least)
-
-
-@dataclass(frozen=True, slots=True)
 class Tier:
-    """A named SLO of the operator's. bounds: of what a request in this tier may state besides."""
+    """A named SLO of the operator's."""
 
     name: str
     slo: SLO = NOTHING
     on_decline: OnDecline = "best_effort"
-    bounds: Bounds = Bounds()
 
 
 class Tiers:
@@ -70,18 +54,40 @@ class Tiers:
         if default not in self._named:
             raise ValueError(f"default_tier {default!r} is not among the tiers: {', '.join(sorted(self._named))}")
         self.default = self._named[default]
+        self._usable = self._named
+        self._least = dict.fromkeys(HEADERS, 0.0)  # seconds that may be stated: 0 = anything, inf = nothing at all
 
-    def allowed(self, names: Sequence[str] | None) -> TenantTiers:
-        """For a tenant that may use the tiers of these names, None = all. Raises ValueError for an unknown one."""
-        if names is None:
-            return TenantTiers(self, list(self._named.values()), listed=False)
-        for name in names:
+    def allowed(self, names: Sequence[str] | None) -> Tiers:
+        """For a tenant that may use the tiers of these names, None = all. Raises ValueError for an unknown one.
+
+        A tier beyond them becomes the tenant's own default: the server's where it may use that, else the first of its
+        list. Best effort is open to every tenant. A stated time is bounded, dimension by dimension, by the tightest
+        that its tiers promise. Where none promises anything, a tenant with a list of its own gets nothing promised; one
+        without may state what it likes.
+        """
+        for name in names or ():
             if name not in self._named:
                 raise ValueError(f"{name!r} is not among the tiers: {', '.join(sorted(self._named))}")
-        return TenantTiers(self, [self._named[name] for name in names], listed=True)
+        free = 0.0 if names is None else inf
+        bounded = copy(self)
+        bounded._usable = {name: self._named[name] for name in (self._named if names is None else names)}
+
+        def least(dimension: str) -> float:
+            promised = [getattr(tier.slo, dimension) for tier in bounded._usable.values()]
+            return min((seconds for seconds in promised if seconds is not None), default=free)
+
+        bounded._least = {dimension: least(dimension) for dimension in HEADERS}
+        return bounded
 
     def resolve(self, name: str | None) -> Tier:
-        """The tier of this `service_tier`. Raises ApiError 400 for an unknown one."""
+        """The tier that a request for this `service_tier` gets. Raises ApiError 400 for an unknown one."""
+        asked = self.named(name)
+        if asked.name in self._usable or (asked.name == BEST_EFFORT and asked.slo.best_effort):
+            return asked
+        return self._usable.get(self.default.name) or next(iter(self._usable.values()))
+
+    def named(self, name: str | None) -> Tier:
+        """The tier of this `service_tier`, usable or not. Raises ApiError 400 for an unknown one."""
         if name is None:
             return self.default
         tier = self._named.get(name)
@@ -95,44 +101,66 @@ class Tiers:
         message = f"service_tier: unknown tier {name[:LONGEST_NAME]!r}; {hint}"
         raise ApiError(400, message, param="service_tier", code="invalid_value")
 
-
-class TenantTiers:
-    """The tiers of one tenant. A tier beyond them becomes the tenant's own default: the server's where it may use that,
-    else the first of its list. Best effort is open to every tenant.
-
-    A stated time is bounded, dimension by dimension, by the tightest that its tiers promise. Where none promises
-    anything, a tenant with a list of its own gets nothing promised; one without may state what it likes.
-    """
-
-    def __init__(self, tiers: Tiers, allowed: Sequence[Tier], *, listed: bool) -> None:
-        self._tiers = tiers
-        self._names = {tier.name for tier in allowed}
-        self._default = tiers.default if tiers.default.name in self._names else allowed[0]
-        free = inf if listed else 0.0
-
-        def least(dimension: str) -> float:
-            promised = [getattr(tier.slo, dimension) for tier in allowed]
-            return min((seconds for seconds in promised if seconds is not None), default=free)
-
-        self.bounds = Bounds(least("ttft"), least("tpot"), least("e2e"))
-
-    def resolve(self, name: str | None) -> Tier:
-        """The tier that a request for this `service_tier` gets. Raises ApiError 400 for an unknown one."""
-        asked = self._tiers.resolve(name)
-        usable = asked.name in self._names or (asked.name == BEST_EFFORT and asked.slo.best_effort)
-        return replace(asked if usable else self._default, bounds=self.bounds)
+    def loosened(self, slo: SLO) -> SLO:
+        """What of it may be promised."""
+        seconds = {name: max(getattr(slo, name), least) for name, least in self._least.items() if getattr(slo, name)}
+        return SLO(**{name: value for name, value in seconds.items() if value < inf})
 
 
-def from_headers(headers: Mapping[str, str]) -> dict[str, float]:
-    """Dimension -> seconds, of those that headers state. Raises ApiError 400 naming a header that is no such number."""
+@dataclass(frozen=True, slots=True)
+class GrantedSLO:
+    """What is promised to one API request. clamped: where that is less than what it states ("service_tier", or a
+    dimension in some stage)."""
+
+    tier: str
+    on_decline: OnDecline
+    clamped: tuple[str, ...]
+    _stages: tuple[Stage, ...]  # without a prompt
+
+    def stages(self, prompt: tuple[int, ...]) -> tuple[Stage, ...]:
+        """The stages of a request with this prompt."""
+        return (replace(self._stages[0], prompt=len(prompt), token_ids=prompt), *self._stages[1:])
+
+
+def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, body: SLOBody | None) -> GrantedSLO:
+    """tiers: those of the request's tenant. Raises ApiError 400 for an unknown tier, for a header that is no time, and
+    for stages that contradict each other."""
+    tier = tiers.resolve(service_tier)
+    body = body or SLOBody()
+    parts = body.stages or [StageBody()]
+    _check_ends(parts)
+    header = from_headers(headers)
+    stated = [_first(header, part.slo, body.slo, tier.slo) for part in parts]
+    for at, part in enumerate(parts[1:], 1):  # a TTFT that is stated for the whole request is the first stage's
+        stated[at] = replace(stated[at], ttft=part.slo.ttft)
+    granted = [tiers.loosened(slo) for slo in stated]
+    clamped = [
+        dimension
+        for dimension in HEADERS
+        if any(getattr(asked, dimension) != getattr(got, dimension) for asked, got in zip(stated, granted, strict=True))
+    ]
+    if service_tier not in (None, "auto") and tiers.named(service_tier).name != tier.name:
+        clamped.insert(0, "service_tier")
+    stages = tuple(Stage(0, slo, part.until or "eos") for part, slo in zip(parts, granted, strict=True))
+    return GrantedSLO(tier.name, body.on_decline or tier.on_decline, tuple(clamped), stages)
+
+
+def _first(*slos: SLO) -> SLO:
+    """In each dimension what the first of them says that says anything."""
+    stated: dict[str, float] = {}
+    for slo in reversed(slos):
+        stated |= {name: value for name in HEADERS if (value := getattr(slo, name)) is not None}
+    return SLO(**stated)
+
+
+def from_headers(headers: Mapping[str, str]) -> SLO:
+    """What headers state. Raises ApiError 400 naming one that is no number of milliseconds."""
     stated: dict[str, float] = {}
     for dimension, names in HEADERS.items():
         for name in names:
-            if (text := headers.get(name)) is None:
-                continue
-            seconds = _seconds(name, text)
-            stated.setdefault(dimension, seconds)
-    return stated
+            if (text := headers.get(name)) is not None:
+                stated.setdefault(dimension, _seconds(name, text))
+    return SLO(**stated)
 
 
 def _seconds(name: str, text: str) -> float:
@@ -150,44 +178,6 @@ def _seconds(name: str, text: str) -> float:
     return milliseconds / 1e3
 
 
-def stages(prompt: tuple[int, ...], headers: Mapping[str, str], body: SLOBody | None, tier: Tier) -> tuple[Stage, ...]:
-    """The stages of a request with this prompt. Raises ApiError 400 for a contract that contradicts itself."""
-    parts = _parts(body)
-    _check_ends(parts)
-    resolved = []
-    for index, (part, slo) in enumerate(zip(parts, _stated(headers, body, tier), strict=True)):
-        ids = prompt if index == 0 else ()
-        resolved.append(Stage(len(ids), tier.bounds.clamp(slo), part.until or "eos", ids))
-    return tuple(resolved)
-
-
-def clamped(headers: Mapping[str, str], body: SLOBody | None, tier: Tier) -> list[str]:
-    """The dimensions in which less was promised than stated, in some stage."""
-    if tier.bounds == Bounds():
-        return []
-    stated = _stated(headers, body, tier)
-    pairs = [(slo, tier.bounds.clamp(slo)) for slo in stated]
-    return [name for name in HEADERS if any(getattr(asked, name) != getattr(got, name) for asked, got in pairs)]
-
-
-def _parts(body: SLOBody | None) -> list[StageBody]:
-    return (body and body.stages) or [StageBody()]
-
-
-def _stated(headers: Mapping[str, str], body: SLOBody | None, tier: Tier) -> list[SLO]:
-    """The SLO of each stage as stated, before any bound."""
-    header = from_headers(headers)
-    body = body or SLOBody()
-    parts = _parts(body)
-    ttft = _first(header.get("ttft"), _from_ms(parts[0].ttft_ms), _from_ms(body.ttft_ms), tier.slo.ttft)
-    e2e = _first(header.get("e2e"), _from_ms(body.e2e_ms), tier.slo.e2e)
-    slos = []
-    for index, part in enumerate(parts):
-        tpot = _first(header.get("tpot"), _from_ms(part.tpot_ms), _from_ms(body.tpot_ms), tier.slo.tpot)
-        slos.append(SLO(ttft if index == 0 else _from_ms(part.ttft_ms), tpot, e2e))
-    return slos
-
-
 def _check_ends(parts: Sequence[StageBody]) -> None:
     for index, part in enumerate(parts):
         last = index == len(parts) - 1
@@ -196,11 +186,3 @@ def _check_ends(parts: Sequence[StageBody]) -> None:
             raise ApiError(400, f"{where}: the last stage ends with the answer; leave it out.", param=where)
         if not last and part.until in (None, "eos"):
             raise ApiError(400, f'{where}: say what ends this stage, such as "</think>".', param=where)
-
-
-def _from_ms(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)

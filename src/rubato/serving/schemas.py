@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from rubato.core.request import LEAST_MS, MOST_MS, Sampling
+from rubato.core.request import LEAST_MS, MOST_MS, SLO, Sampling
 from rubato.serving.errors import ApiError, no_room
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
@@ -111,6 +111,10 @@ class SLODimensions(Body):
     ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
 
+    @property
+    def slo(self) -> SLO:
+        return SLO.from_ms(self.ttft_ms, self.tpot_ms)
+
 
 class StageBody(SLODimensions):
     until: str | None = Field(default=None, min_length=1)
@@ -120,6 +124,10 @@ class SLOBody(SLODimensions):
     e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
     stages: list[StageBody] | None = Field(default=None, min_length=1, max_length=MOST_STAGES, fail_fast=True)
     on_decline: Literal["best_effort", "refuse"] | None = None
+
+    @property
+    def slo(self) -> SLO:
+        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms)
 
 
 class StreamOptions(Body):

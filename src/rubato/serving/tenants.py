@@ -12,7 +12,7 @@ from hashlib import sha256
 from hmac import compare_digest
 
 from rubato.serving.errors import ApiError
-from rubato.serving.request_slo import TenantTiers, Tiers
+from rubato.serving.request_slo import Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Tenants:
             raise _unauthorized("The API key is not known to this server.")
         return found
 
-    def tiers(self, tenant: Tenant) -> Tiers | TenantTiers:
+    def tiers(self, tenant: Tenant) -> Tiers:
         return self._tiers.get(tenant.name, self._all)
 
 
