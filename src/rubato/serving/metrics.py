@@ -75,10 +75,11 @@ class Metrics:
         self._open: dict[str, _Open] = {}
         self._reasons: set[str] = set()
         self._model = model
-        self._views = views
+        self._views, self._in_flight, self._errors = views, in_flight, errors
+        self._log_lines_dropped = log_lines_dropped
         self._build_own()
         self._build_vllm(model)
-        self.registry.register(_Gauges(model, views, in_flight, errors, log_lines_dropped))
+        self.registry.register(self)
         self._folds: dict[type[Event], Callable[[Any], None]] = {
             Offered: self._offered,
             Placed: self._placed,
@@ -103,51 +104,28 @@ class Metrics:
     # ----------------------------------------------------------------- what there is
 
     def _build_own(self) -> None:
-        to = self.registry
-        self._n_offered = Counter("rubato_requests_offered", "Requests offered", ["tier", "tenant"], registry=to)
-        self._n_finished = Counter("rubato_requests_finished", "Requests ended", ["tier", "outcome"], registry=to)
-        self._promised = Counter(
-            "rubato_slo_promised", "Requests offered with an SLO in this dimension", ["tier", "dimension"], registry=to
-        )
-        self._met = Counter(
-            "rubato_slo_met",
-            "Requests that met it; all: every SLO",
-            ["tier", "dimension"],
-            registry=to,
-        )
-        self._missed = Counter(
-            "rubato_slo_missed", "Requests with a missed SLO, by cause", ["tier", "cause"], registry=to
-        )
-        self._refused = Counter("rubato_requests_refused", "Requests refused", ["tier", "reason"], registry=to)
-        self._used = Counter(
-            "rubato_tenant_tokens", "Tokens of prompts that began, and of output", ["tenant", "kind"], registry=to
-        )
-        drafted = Counter(
-            "rubato_draft_tokens",
-            "Drafted tokens put to the test; none behind a rejected one",
-            ["outcome"],
-            registry=to,
-        )
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"rubato_{name}", about, labels, registry=self.registry)
+
+        def histogram(name: str, about: str, label: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"rubato_{name}", about, [label], buckets=buckets, registry=self.registry)
+
+        self._n_offered = counter("requests_offered", "Requests offered", "tier", "tenant")
+        self._n_finished = counter("requests_finished", "Requests ended", "tier", "outcome")
+        self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
+        self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "dimension")
+        self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "cause")
+        self._refused = counter("requests_refused", "Requests refused", "tier", "reason")
+        self._used = counter("tenant_tokens", "Tokens of prompts that began, and of output", "tenant", "kind")
+        drafted = counter("draft_tokens", "Drafted tokens put to the test; none behind a rejected one", "outcome")
         self._accepted, self._rejected = (drafted.labels(outcome) for outcome in ("accepted", "rejected"))
-        self._predicted = Histogram(
-            "rubato_predicted_ttft_seconds",
-            "TTFT expected at placement",
-            ["tier"],
-            buckets=TTFT,
-            registry=to,
-        )
-        self._margin = Histogram(
-            "rubato_slo_margin_seconds",
-            "To spare at the tightest token",
-            ["tier"],
-            buckets=MARGIN,
-            registry=to,
-        )
-        self._demotions = Counter("rubato_demotions", "Requests demoted to best effort", registry=to)
-        self._promotions = Counter("rubato_promotions", "Requests promoted back to their SLO", registry=to)
-        self._step = Histogram("rubato_step_seconds", "Step time", ["replica"], buckets=STEP, registry=to)
-        self._seqs = Histogram("rubato_step_seqs", "Sequences in a batch", ["replica"], buckets=SIZES, registry=to)
-        self._tokens = Histogram("rubato_step_tokens", "Tokens in a batch", ["replica"], buckets=SIZES, registry=to)
+        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
+        self._margin = histogram("slo_margin_seconds", "To spare at the tightest token", "tier", MARGIN)
+        self._demotions = counter("demotions", "Requests demoted to best effort")
+        self._promotions = counter("promotions", "Requests promoted back to their SLO")
+        self._step = histogram("step_seconds", "Step time", "replica", STEP)
+        self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZES)
+        self._tokens = histogram("step_tokens", "Tokens in a batch", "replica", SIZES)
 
     def _build_vllm(self, model: str) -> None:
         def counter(name: str, about: str) -> Counter:
@@ -175,6 +153,38 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first work", E2E)
         self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", SIZES)
         self._output_size = histogram("request_generation_tokens", "Output tokens of a request", SIZES)
+
+    def collect(self) -> Iterator[Metric]:
+        """How things stand at the moment of a scrape (prometheus_client's collector protocol)."""
+        views = self._views()
+        flight = self._in_flight()
+        placed = sum(len(v.running) + len(v.waiting) for v in views)
+        yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=flight)
+        yield GaugeMetricFamily("rubato_requests_held", "Of these, at no replica yet", value=max(0, flight - placed))
+        yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
+        yield self._gauge("num_requests_running", "Holding KV", ((v, len(v.running)) for v in views))
+        yield self._gauge("num_requests_waiting", "Placed, holding no KV", ((v, len(v.waiting)) for v in views))
+        usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 = all", usage)
+        free = GaugeMetricFamily("rubato_kv_blocks_free", "KV blocks free", labels=["replica"])
+        total = GaugeMetricFamily("rubato_kv_blocks_total", "KV blocks", labels=["replica"])
+        for view in views:
+            free.add_metric([view.id], view.kv_free)
+            total.add_metric([view.id], view.kv_total)
+        yield free
+        yield total
+        failed = CounterMetricFamily("rubato_listener_errors", "Events that a listener failed on", labels=["listener"])
+        for name, count in self._errors().items():
+            failed.add_metric([name], count)
+        yield failed
+        dropped = self._log_lines_dropped()
+        yield CounterMetricFamily("rubato_log_lines_dropped", "Log lines whose reader was too slow", value=dropped)
+
+    def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])
+        for view, value in values:
+            family.add_metric([self._model, view.id], value)
+        return family
 
     # ----------------------------------------------------------------- folds
 
@@ -295,49 +305,3 @@ def prefill_seconds(view: View, prompt: int) -> float:
     if full:
         seconds += full * view.latency.step_time(base.plus(chunk, 0))
     return seconds + (view.latency.step_time(base.plus(rest, 0)) if rest else 0.0)
-
-
-class _Gauges:
-    """How things stand at the moment of a scrape (prometheus_client's collector protocol)."""
-
-    def __init__(
-        self,
-        model: str,
-        views: Callable[[], Sequence[View]],
-        in_flight: Callable[[], int],
-        errors: Callable[[], Mapping[str, int]],
-        log_lines_dropped: Callable[[], int],
-    ) -> None:
-        self._model, self._views, self._in_flight, self._errors = model, views, in_flight, errors
-        self._log_lines_dropped = log_lines_dropped
-
-    def collect(self) -> Iterator[Metric]:
-        views = self._views()
-        flight = self._in_flight()
-        placed = sum(len(v.running) + len(v.waiting) for v in views)
-        yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=flight)
-        yield GaugeMetricFamily("rubato_requests_held", "Of these, at no replica yet", value=max(0, flight - placed))
-        yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
-        yield self._gauge("num_requests_running", "Holding KV", ((v, len(v.running)) for v in views))
-        yield self._gauge("num_requests_waiting", "Placed, holding no KV", ((v, len(v.waiting)) for v in views))
-        usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 = all", usage)
-        free = GaugeMetricFamily("rubato_kv_blocks_free", "KV blocks free", labels=["replica"])
-        total = GaugeMetricFamily("rubato_kv_blocks_total", "KV blocks", labels=["replica"])
-        for view in views:
-            free.add_metric([view.id], view.kv_free)
-            total.add_metric([view.id], view.kv_total)
-        yield free
-        yield total
-        failed = CounterMetricFamily("rubato_listener_errors", "Events that a listener failed on", labels=["listener"])
-        for name, count in self._errors().items():
-            failed.add_metric([name], count)
-        yield failed
-        dropped = self._log_lines_dropped()
-        yield CounterMetricFamily("rubato_log_lines_dropped", "Log lines whose reader was too slow", value=dropped)
-
-    def _gauge(self, name: str, about: str, values: Iterable[tuple[View, float]]) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name", "engine"])
-        for view, value in values:
-            family.add_metric([self._model, view.id], value)
-        return family
