@@ -12,7 +12,8 @@ from typing import Any, Literal
 import orjson
 
 from rubato.serving.log_writer import LogWriter
-from rubato.serving.request_history import RequestRecord, verdict
+from rubato.serving.request_history import RequestRecord
+from rubato.serving.slo_report import served, verdict
 
 STDERR = 2
 
@@ -67,7 +68,7 @@ def finished(record: RequestRecord) -> None:
         "id": request.id,
         "tenant": request.tenant,
         "tier": request.tier,
-        "served": "best_effort" if end.best_effort or request.best_effort else "slo",
+        "served": served(request, end),
         "outcome": end.outcome,
         "reason": end.reason,
         **verdict(end),

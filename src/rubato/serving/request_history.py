@@ -31,6 +31,7 @@ from rubato.core.interfaces import View
 from rubato.core.request import Request, without_texts
 from rubato.core.slo import deadlines
 from rubato.serving.response_choices import answer_of, firsts
+from rubato.serving.slo_report import in_ms, ms, verdict
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
@@ -226,11 +227,11 @@ def shown(
         "tenant": request.tenant,
         "tier": request.tier,
         "state": "finished" if all(record.end is not None for record in records) else "in flight",
-        "slo": [_slo(stage.slo, stage.ends) for stage in request.stages],
+        "slo": [{"until": stage.ends, **in_ms(stage.slo)} for stage in request.stages],
         "on_decline": request.on_decline,
         "prompt_tokens": sum(requests[at].prompt for at in firsts(requests)),
         "max_tokens": max(request.sampling.max_tokens for request in requests),
-        "age_ms": _ms(now - request.arrival),
+        "age_ms": ms(now - request.arrival),
         "choices": [_choice(record, views, now, fair=fair) for record in records],
     }
 
@@ -252,11 +253,11 @@ def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: b
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,
         "waited": [
-            {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": _ms(a - arrival), "ms": _ms(b - a)}
+            {"why": f"{why} (fair share)" if why == HELD and fair else why, "at_ms": ms(a - arrival), "ms": ms(b - a)}
             for why, a, b in waits
             if b > a or record.waiting == (why, a)
         ],
-        "best_effort_ms": _ms(until - arrival) if record.request.best_effort else _ms(demoted),
+        "best_effort_ms": ms(until - arrival) if record.request.best_effort else ms(demoted),
         "verdict": None if record.end is None else verdict(record.end),
         "events": [_event(step, arrival) for step in record.steps],
         "events_left_out": record.left_out,
@@ -284,7 +285,7 @@ def _now(record: RequestRecord, views: Sequence[View]) -> dict[str, Any] | None:
                         "pending_tokens": seq.pending,
                         "kv_blocks": seq.blocks,
                         "best_effort": seq.best_effort,
-                        "next_token_due_ms": None if due == inf else _ms(due),
+                        "next_token_due_ms": None if due == inf else ms(due),
                     }
     return None
 
@@ -302,41 +303,19 @@ def _due(record: RequestRecord) -> list[dict[str, Any]]:
         rows.append(
             {
                 "stage": index,
-                "first_token_due_ms": None if due.first == inf else _ms(due.first - arrival),
-                "then_every_ms": None if stage.slo.tpot is None else _ms(stage.slo.tpot),
-                "end_due_ms": None if due.end == inf else _ms(due.end - arrival),
-                "first_token_ms": None if times.first is None else _ms(times.first - arrival),
-                "last_token_ms": None if times.first is None else _ms(times.last - arrival),
+                "first_token_due_ms": None if due.first == inf else ms(due.first - arrival),
+                "then_every_ms": ms(stage.slo.tpot),
+                "end_due_ms": None if due.end == inf else ms(due.end - arrival),
+                "first_token_ms": None if times.first is None else ms(times.first - arrival),
+                "last_token_ms": None if times.first is None else ms(times.last - arrival),
                 "tokens": times.tokens,
             }
         )
     return rows
 
 
-def _slo(slo: Any, ends: str) -> dict[str, Any]:
-    return {"until": ends, **{f"{name}_ms": _ms(getattr(slo, name)) for name in ("ttft", "tpot", "e2e")}}
-
-
 def _event(step: _Step, arrival: float) -> dict[str, Any]:
-    row = {"at_ms": _ms(step.at - arrival), "event": step.what, **step.about}
+    row = {"at_ms": ms(step.at - arrival), "event": step.what, **step.about}
     if step.tokens:
-        row |= {"tokens": step.tokens, "until_ms": _ms(step.last - arrival)}
+        row |= {"tokens": step.tokens, "until_ms": ms(step.last - arrival)}
     return row
-
-
-def verdict(end: Finished) -> dict[str, Any]:
-    """A verdict in milliseconds, as the answer itself tells it."""
-    judged = end.verdict
-    return {
-        "met": judged.met,
-        "cause": judged.cause,
-        "ttft_ms": _ms(judged.ttft),
-        "tpot_ms": _ms(judged.tpot),
-        "e2e_ms": _ms(judged.e2e),
-        "margin_ms": _ms(judged.margin),
-        "slo_rule": judged.slo_rule,
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -37,38 +37,39 @@ def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
     if len(reports) == 1:
         return reports[0]
     worst = min(reports, key=lambda r: (r["met"], inf if r["margin_ms"] is None else r["margin_ms"]))
-    served = "best_effort" if any(r["served"] == "best_effort" for r in reports) else "slo"
-    return {**worst, "served": served, "choices": [{"index": i, **r} for i, r in enumerate(reports)]}
+    of_all = "best_effort" if any(r["served"] == "best_effort" for r in reports) else "slo"
+    return {**worst, "served": of_all, "choices": [{"index": i, **r} for i, r in enumerate(reports)]}
 
 
 def _report(request: Request, end: Finished) -> dict[str, Any]:
-    verdict = end.verdict
-    best_effort = end.best_effort or request.best_effort
+    targets: dict[str, Any] = in_ms(request.stages[0].slo)
+    if len(request.stages) > 1:
+        targets["stages"] = [{"until": stage.ends, **in_ms(stage.slo)} for stage in request.stages]
+    return {"tier": request.tier, "served": served(request, end), "targets": targets, **verdict(end)}
+
+
+def served(request: Request, end: Finished) -> str:
+    """As what, in the end."""
+    return "best_effort" if end.best_effort or request.best_effort else "slo"
+
+
+def verdict(end: Finished) -> dict[str, Any]:
+    """A verdict in milliseconds."""
+    judged = end.verdict
     return {
-        "tier": request.tier,
-        "served": "best_effort" if best_effort else "slo",
-        "ttft_ms": _ms(verdict.ttft),
-        "tpot_ms": _ms(verdict.tpot),
-        "e2e_ms": _ms(verdict.e2e),
-        "targets": _targets(request),
-        "met": verdict.met,
-        "cause": verdict.cause,
-        "margin_ms": _ms(verdict.margin),
-        "slo_rule": verdict.slo_rule,
+        "met": judged.met,
+        "cause": judged.cause,
+        "ttft_ms": ms(judged.ttft),
+        "tpot_ms": ms(judged.tpot),
+        "e2e_ms": ms(judged.e2e),
+        "margin_ms": ms(judged.margin),
+        "slo_rule": judged.slo_rule,
     }
 
 
-def _targets(request: Request) -> Mapping[str, Any]:
-    first = request.stages[0].slo
-    targets: dict[str, Any] = _dimensions(first)
-    if len(request.stages) > 1:
-        targets["stages"] = [{"until": s.ends, **_dimensions(s.slo)} for s in request.stages]
-    return targets
+def in_ms(slo: SLO) -> dict[str, float | None]:
+    return {"ttft_ms": ms(slo.ttft), "tpot_ms": ms(slo.tpot), "e2e_ms": ms(slo.e2e)}
 
 
-def _dimensions(slo: SLO) -> dict[str, float | None]:
-    return {"ttft_ms": _ms(slo.ttft), "tpot_ms": _ms(slo.tpot), "e2e_ms": _ms(slo.e2e)}
-
-
-def _ms(seconds: float | None) -> float | None:
+def ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
