@@ -95,7 +95,7 @@ def edge() -> Callable[..., None]:
             settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}
             known = Tenants(tenants, settings.get("tiers") or Tiers())
             app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
-            app.state.books.listen(events.append)
+            cluster.listen(events.append)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             try:
                 async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:

@@ -28,7 +28,7 @@ def full(event: Event) -> None:
 async def exported(at: Edge) -> dict[str, set[str]]:
     """Every metric of a server that has met, missed and refused a request, and lost events -> its labels."""
     asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)
-    at.app.state.books.listen(full)
+    at.cluster.listen(full)
     for tier in ("good", "late", "never"):
         await at.chat(service_tier=tier)
     found: dict[str, set[str]] = {}

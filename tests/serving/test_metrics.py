@@ -126,7 +126,7 @@ def test_a_listener_that_fails_is_counted(edge: Runs) -> None:
 
     async def scenario(at: Edge) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)
-        at.app.state.books.listen(full)
+        at.cluster.listen(full)
         assert (await at.chat()).status_code == 200
         value = await scrape(at)
         assert value("rubato_listener_errors_total", listener=full.__qualname__) == len(at.events) > 3

@@ -205,6 +205,18 @@ class Cluster:
         else:
             self._ask()
 
+    def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
+        """Offered, and ended at once by a limit that is not the cluster's: only listeners hear of it. Its end."""
+        now = self.clock.now()
+        end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._slo_rule))
+        self.offered += 1
+        self.finished += 1
+        for event in (Offered(now, request.id, request), end):
+            if listener is not None:
+                self._listeners.tell_one(listener, event)
+            self._listeners.tell(event)
+        return end
+
     def cancel(self, id: str, reason: str = "client disconnected") -> None:
         """End a request early; an id that is not in flight is ignored (it has just finished)."""
         if id in self._held:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,7 +19,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
 from rubato.serving.errors import ApiError, from_finished, no_room
 from rubato.serving.metrics import Metrics
-from rubato.serving.rate_limits import RATE, OfferedEvents, TenantGate, TenantUsage
+from rubato.serving.rate_limits import RATE, TenantGate, TenantUsage
 from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Tenant, Tenants
 
@@ -47,8 +46,8 @@ class Text(Protocol):
 @dataclass(frozen=True, slots=True)
 class Service:
     """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
-    answer may have. tenants: None = keys are not asked for. slo_rule: by which the cluster judges. fair: whether it
-    shares itself out between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
+    answer may have. tenants: None = keys are not asked for. fair: whether the cluster shares itself out
+    between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
 
     cluster: Cluster
     text: Text
@@ -58,7 +57,6 @@ class Service:
     aliases: tuple[str, ...] = ()
     tiers: Tiers = field(default_factory=Tiers)
     tenants: Tenants | None = None
-    slo_rule: str = "deadline"
     fair: bool = False
     max_body_bytes: int = 2 << 20
     created_offset: float = 0.0
@@ -72,24 +70,24 @@ class Service:
         return [host.view() for host in self.cluster.hosts.values()]
 
 
-class _Edge:
+class _AppState:
     """A service with what the app keeps about it."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.tenants = service.tenants or Tenants((), service.tiers)
-        self.books = OfferedEvents(service.cluster, service.slo_rule)
-        self.meters = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
+        self.usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
+        cluster = service.cluster
         self.metrics = Metrics(
             service.names[0],
             service.views,
-            lambda: service.cluster.in_flight,
-            lambda: self.books.listener_errors,
+            lambda: cluster.in_flight,
+            lambda: cluster.listener_errors,
             service.log_lines_dropped,
         )
         self.recorder = request_history.RequestHistory(logs.finished)
-        self.books.listen(self.metrics)
-        self.books.listen(self.recorder)
+        cluster.listen(self.metrics)
+        cluster.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
 
         self.longest = service.text.longest
@@ -99,11 +97,11 @@ class _Edge:
         """Whose request this is, charged before its body is read; from here on also its errors carry what is left to
         that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
         tenant = self.tenants.of(http.headers)
-        http.state.meter = meter = self.meters.get(tenant.name)
-        if meter is not None and (wait := meter.enter(arrival)):
+        http.state.usage = usage = self.usage.get(tenant.name)
+        if usage is not None and (wait := usage.enter(arrival)):
             tier = self.tenants.tiers(tenant).resolve(None)
             request = intake.unread(chat=chat, arrival=arrival, tenant=tenant.name, tier=tier)
-            raise from_finished(self.books.refuse(request, RATE), wait)
+            raise from_finished(self.service.cluster.refuse(request, RATE), wait)
         return tenant
 
     async def encode(
@@ -126,78 +124,77 @@ class _Edge:
 
 
 def create_app(service: Service) -> FastAPI:
-    """The app. The cluster is started and ended by the caller; `app.state.books` has every event of a request."""
+    """The app. The cluster is started and ended by the caller."""
     app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
-    edge = _Edge(service)
+    state = _AppState(service)
     app.state.draining = False  # set when no request is taken any more: /health says so
-    app.state.books = edge.books
     _add_error_shapes(app, service)
-    _add_completions(app, edge)
-    _add_models(app, edge)
-    _add_operations(app, edge)
-    openapi.complete(app, keys=edge.tenants.configured)
+    _add_completions(app, state)
+    _add_models(app, state)
+    _add_operations(app, state)
+    openapi.complete(app, keys=state.tenants.configured)
     return app
 
 
-def _add_completions(app: FastAPI, edge: _Edge) -> None:
-    service = edge.service
+def _add_completions(app: FastAPI, state: _AppState) -> None:
+    service = state.service
 
     @app.post("/v1/chat/completions", **openapi.completion(schemas.ChatCompletion))
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
         arrival = service.cluster.clock.now()
-        tenant = edge.enter(http, arrival, chat=True)
+        tenant = state.enter(http, arrival, chat=True)
         raw = await _read(http, service.max_body_bytes)
         body = schemas.parse(schemas.ChatCompletion, raw, service.most_tokens)
         _check_model(service, body.model)
         _check_choices(service, body.choices)
         dialogue = body.dialogue()
         size = sum(len(message["content"].encode()) for message in dialogue)
-        edge.check_text(size, "messages")
+        state.check_text(size, "messages")
         long = size + MESSAGE * len(dialogue) > LONG_TEXT
-        prompt = await edge.encode(service.text.chat, dialogue, long, "messages")
-        return _offer(edge, http, tenant, arrival, body, [prompt])
+        prompt = await state.encode(service.text.chat, dialogue, long, "messages")
+        return _offer(state, http, tenant, arrival, body, [prompt])
 
     @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
     async def completion(http: Request) -> Response:
         """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
         arrival = service.cluster.clock.now()
-        tenant = edge.enter(http, arrival, chat=False)
+        tenant = state.enter(http, arrival, chat=False)
         raw = await _read(http, service.max_body_bytes)
         body = schemas.parse(schemas.TextCompletion, raw, service.most_tokens)
         _check_model(service, body.model)
-        _check_choices(service, body.choices, body.count, edge.meters.get(tenant.name))
+        _check_choices(service, body.choices, body.count, state.usage.get(tenant.name))
         given = body.prompts(service.most_tokens)
         sizes = [len(prompt.encode()) if isinstance(prompt, str) else 0 for prompt in given]
         for at, size in enumerate(sizes):
-            edge.check_text(size, body.where(at))
+            state.check_text(size, body.where(at))
         long = sum(sizes) > LONG_TEXT
         prompts = [
-            await edge.encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
+            await state.encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
             for at, prompt in enumerate(given)
         ]
-        return _offer(edge, http, tenant, arrival, body, prompts)
+        return _offer(state, http, tenant, arrival, body, prompts)
 
 
-def _add_models(app: FastAPI, edge: _Edge) -> None:
-    service = edge.service
+def _add_models(app: FastAPI, state: _AppState) -> None:
+    service = state.service
 
     @app.get("/v1/models", responses=openapi.errors(401))
     async def models(http: Request) -> Response:
         """The names under which the model may be asked for."""
-        edge.tenants.of(http.headers)
-        return _json({"object": "list", "data": [_model(service, name, edge.created) for name in service.names]})
+        state.tenants.of(http.headers)
+        return _json({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(401, 404))
     async def model(http: Request, name: str) -> Response:
         """One of them."""
-        edge.tenants.of(http.headers)
+        state.tenants.of(http.headers)
         _check_model(service, name)
-        return _json(_model(service, name, edge.created))
+        return _json(_model(service, name, state.created))
 
 
-def _add_operations(app: FastAPI, edge: _Edge) -> None:
-    service = edge.service
+def _add_operations(app: FastAPI, state: _AppState) -> None:
+    service = state.service
 
     @app.head("/ready", responses=openapi.errors(503))
     @app.get("/ready", responses=openapi.errors(503))
@@ -212,13 +209,13 @@ def _add_operations(app: FastAPI, edge: _Edge) -> None:
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus() -> Response:
         """Prometheus' text format."""
-        return Response(edge.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
     async def request(http: Request, id: str) -> Response:
         """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
-        tenant = edge.tenants.of(http.headers)
-        records = edge.recorder.find(id)
+        tenant = state.tenants.of(http.headers)
+        records = state.recorder.find(id)
         if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
         now = service.cluster.clock.now()
@@ -249,7 +246,7 @@ def _check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _check_choices(service: Service, n: int, prompts: int = 1, meter: TenantUsage | None = None) -> None:
+def _check_choices(service: Service, n: int, prompts: int = 1, usage: TenantUsage | None = None) -> None:
     """Raises ApiError 400 for more than one answer may ever have."""
     most = service.most_choices
     if n > most:
@@ -258,32 +255,32 @@ def _check_choices(service: Service, n: int, prompts: int = 1, meter: TenantUsag
     if prompts * n > most:
         message = f"prompt: {prompts} prompts with n = {n} ask for {prompts * n} choices; at most {most} are given."
         raise ApiError(400, message, param="prompt", code="invalid_value")
-    if meter is not None and prompts > meter.max_in_flight:
-        message = f"prompt: {prompts} prompts given; this key may have at most {meter.max_in_flight} in flight."
+    if usage is not None and prompts > usage.max_in_flight:
+        message = f"prompt: {prompts} prompts given; this key may have at most {usage.max_in_flight} in flight."
         raise ApiError(400, message, param="prompt", code="invalid_value")
 
 
 def _offer(
-    edge: _Edge,
+    state: _AppState,
     http: Request,
     tenant: Tenant,
     arrival: float,
     body: schemas.ChatCompletion | schemas.TextCompletion,
     prompts: Sequence[tuple[int, ...]],
 ) -> Response:
-    service = edge.service
-    granted = request_slo.grant(edge.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
+    service = state.service
+    granted = request_slo.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
     requests = intake.requests(
         body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens
     )
-    meter = edge.meters.get(tenant.name)
-    door = service.cluster if meter is None else TenantGate(edge.books, meter, requests)
+    usage = state.usage.get(tenant.name)
+    gate = service.cluster if usage is None else TenantGate(service.cluster, usage, requests)
     created = int(service.created_offset + arrival)
-    reply = intake.answer(body, requests, cluster=door, spell=service.text.spell, created=created)
+    reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)
     clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
-    if meter is None:
+    if usage is None:
         return _WithHeaders(reply, lambda: clamped) if clamped else reply
-    return _WithHeaders(reply, lambda: clamped + meter.headers(service.cluster.clock.now()))
+    return _WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
 
 
 class _WithHeaders(Response):
@@ -322,36 +319,21 @@ def _json(content: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _add_error_shapes(app: FastAPI, service: Service) -> None:
-    def answered(http: Request, error: ApiError) -> Response:
-        meter: TenantUsage | None = getattr(http.state, "meter", None)
-        reply = error.response()
-        return reply if meter is None else _WithHeaders(reply, lambda: meter.headers(service.cluster.clock.now()))
+    async def answer(http: Request, error: Exception) -> Response:
+        reply = _as_api_error(http, error).response()
+        usage: TenantUsage | None = getattr(http.state, "usage", None)
+        return reply if usage is None else _WithHeaders(reply, lambda: usage.headers(service.cluster.clock.now()))
 
-    async def api_error(http: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return answered(http, error)
+    for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer)
 
-    async def http_error(http: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        where = f"{http.method} {http.url.path}"
-        return ApiError(
-            error.status_code, f"{where}: {error.detail}.", headers=tuple((error.headers or {}).items())
-        ).response()
 
-    async def invalid(http: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:])
-        return ApiError(400, f"{param}: {first['msg']}.", param=param, code="invalid_value").response()
-
-    async def gone(http: Request, error: Exception) -> Response:
-        return answered(http, ApiError(400, "The client went away before its body was read."))
-
-    async def unexpected(http: Request, error: Exception) -> Response:
-        return answered(http, ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error"))
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, unexpected)
+def _as_api_error(http: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):  # no such path, or no such method of it
+        message = f"{http.method} {http.url.path}: {error.detail}."
+        return ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(400, "The client went away before its body was read.")
+    return ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error")

@@ -1,7 +1,7 @@
 """Limits of a tenant: requests and tokens a minute, and requests in flight.
 
-A request beyond that is refused at the door, with the seconds after which it would pass. It was offered all the same:
-`OfferedEvents` tells metrics, logs and the event log of it as of any other, so that offered = finished + in flight.
+A request beyond that is refused, with the seconds after which it would pass. It was offered all the same:
+`Cluster.refuse` tells metrics, logs and the event log of it as of any other, so that offered = finished + in flight.
 
 An API request is charged one request as soon as its key is known, whatever its body turns out to be: reading a body
 costs time, too. Prompts beyond the first, and tokens, are charged when they are known (`TenantGate`).
@@ -10,15 +10,14 @@ costs time, too. Prompts beyond the first, and tokens, are charged when they are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rubato.core.events import Event, Finished, Offered
+from rubato.core.events import Event, Finished
 from rubato.core.request import Request
-from rubato.core.slo import judge
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.event_bus import EventBus, Listener
+from rubato.fleet.event_bus import Listener
 from rubato.serving.response_choices import firsts, prompt_of
 from rubato.serving.tenants import Quota
 
@@ -102,38 +101,6 @@ class TenantUsage:
         return found
 
 
-class OfferedEvents:
-    """One stream of events: the cluster's, and those of requests that were refused before they came to it.
-
-    slo_rule: by which a refused request is judged, as the cluster's.
-    """
-
-    def __init__(self, cluster: Cluster, slo_rule: str = "deadline") -> None:
-        self.cluster = cluster
-        self._slo_rule = slo_rule
-        self._listeners = EventBus()
-        cluster.listen(self._listeners.tell)
-
-    def listen(self, listener: Listener) -> None:
-        """Every event from now on, in order, on the event loop."""
-        self._listeners.add(listener)
-
-    @property
-    def listener_errors(self) -> Mapping[str, int]:
-        """By its name, how many events a listener failed on, here or at the cluster."""
-        return {**self.cluster.listener_errors, **self._listeners.errors}
-
-    def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
-        """Offered, and ended at once: its end."""
-        now = self.cluster.clock.now()
-        end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._slo_rule))
-        for event in (Offered(now, request.id, request), end):
-            if listener is not None:
-                listener(event)
-            self._listeners.tell(event)
-        return end
-
-
 class TenantGate:
     """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
     does.
@@ -143,8 +110,8 @@ class TenantGate:
     the end. requests: all that will be offered.
     """
 
-    def __init__(self, books: OfferedEvents, meter: TenantUsage, requests: Sequence[Request]) -> None:
-        self._books, self._cluster, self._meter = books, books.cluster, meter
+    def __init__(self, cluster: Cluster, usage: TenantUsage, requests: Sequence[Request]) -> None:
+        self._cluster, self._usage = cluster, usage
         prompts = [requests[at] for at in firsts(requests)]
         self._prompts = {request.id: request.prompt for request in prompts}  # tokens, by the request charged
         self._tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
@@ -157,14 +124,14 @@ class TenantGate:
         now = self._cluster.clock.now()
         if not self._asked:
             self._asked = True
-            self._refusal = self._meter.charge(len(self._prompts), self._tokens, now)
+            self._refusal = self._usage.charge(len(self._prompts), self._tokens, now)
         if self._refusal is not None:
-            self._books.refuse(request, self._refusal[0], listener)
+            self._cluster.refuse(request, self._refusal[0], listener)
             return
         prompt = self._prompts.get(request.id, 0)
-        if self._meter.tokens is not None:
-            self._meter.tokens.take(prompt + request.sampling.max_tokens, now)
-        self._meter.in_flight += self._open[prompt_of(request)] == 0
+        if self._usage.tokens is not None:
+            self._usage.tokens.take(prompt + request.sampling.max_tokens, now)
+        self._usage.in_flight += self._open[prompt_of(request)] == 0
         self._open[prompt_of(request)] += 1
 
         def watch(event: Event) -> None:
@@ -185,7 +152,7 @@ class TenantGate:
 
     def _settle(self, end: Finished, request: Request, prompt: int) -> None:
         self._open[prompt_of(request)] -= 1
-        self._meter.in_flight -= self._open[prompt_of(request)] == 0
-        if self._meter.tokens is not None:
+        self._usage.in_flight -= self._open[prompt_of(request)] == 0
+        if self._usage.tokens is not None:
             unused = request.sampling.max_tokens - end.output + (prompt if end.outcome == "refused" else 0)
-            self._meter.tokens.take(-unused, end.at)
+            self._usage.tokens.take(-unused, end.at)

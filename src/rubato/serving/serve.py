@@ -82,7 +82,7 @@ async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
             service = service_of(config, clock, engines[0], cluster, tenants)
             app = create_app(replace(service, log_lines_dropped=lambda: writer.dropped))
             for listener in listeners:
-                app.state.books.listen(listener)
+                cluster.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
             return await _until_told(config, app, cluster, listening, ending)
@@ -341,7 +341,6 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         most_choices=min(16, most_in_flight(config, limits) or 16),
         tiers=tiers_of(config),
         tenants=tenants,
-        slo_rule=config.slo_rule,
         fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,
         created_offset=unix_time() - clock.now(),

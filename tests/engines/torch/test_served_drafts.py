@@ -62,7 +62,7 @@ def answers(folder: Path, **settings: Any) -> tuple[list[Any], list[Event], str]
         events: list[Event] = []
         try:
             app = create_app(service_of(config, clock, engines[0], cluster, Tenants((), tiers_of(config))))
-            app.state.books.listen(events.append)
+            cluster.listen(events.append)
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://edge") as http:
 
                 async def ask(more: dict[str, Any]) -> Any:
