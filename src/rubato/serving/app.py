@@ -93,18 +93,37 @@ class _AppState:
         self.longest = service.text.longest
         self._tokenizing = asyncio.Semaphore(TOKENIZING)
 
-    def enter(self, http: Request, arrival: float, *, chat: bool) -> Tenant:
+    def enter(self, http: Request, arrival: float, kind: schemas.Kind) -> Tenant:
         """Whose request this is, charged before its body is read; from here on also its errors carry what is left to
         that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
         tenant = self.tenants.of(http.headers)
         http.state.usage = usage = self.usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(arrival)):
             tier = self.tenants.tiers(tenant).resolve(None)
-            request = intake.unread(chat=chat, arrival=arrival, tenant=tenant.name, tier=tier)
+            request = intake.unread(kind, arrival=arrival, tenant=tenant.name, tier=tier)
             raise from_finished(self.service.cluster.refuse(request, RATE), wait)
         return tenant
 
-    async def encode(
+    async def token_ids(self, body: schemas.AnyCompletion) -> list[tuple[int, ...]]:
+        """Of each prompt. Raises ApiError 400 for what does not fit, or the model cannot read."""
+        text = self.service.text
+        if isinstance(body, schemas.ChatCompletion):
+            dialogue = body.dialogue()
+            size = sum(len(message["content"].encode()) for message in dialogue)
+            self._check_text(size, "messages")
+            long = size + MESSAGE * len(dialogue) > LONG_TEXT
+            return [await self._encode(text.chat, dialogue, long, "messages")]
+        prompts = body.prompts(self.service.most_tokens)
+        sizes = [len(prompt.encode()) if isinstance(prompt, str) else 0 for prompt in prompts]
+        for at, size in enumerate(sizes):
+            self._check_text(size, body.where(at))
+        long = sum(sizes) > LONG_TEXT
+        return [
+            await self._encode(text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
+            for at, prompt in enumerate(prompts)
+        ]
+
+    async def _encode(
         self, encode: Callable[[Any], Sequence[int]], content: Any, long: bool, param: str
     ) -> tuple[int, ...]:
         """Token ids, off the event loop where it takes long. Raises ApiError 400 for what the model cannot read."""
@@ -116,7 +135,7 @@ class _AppState:
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
 
-    def check_text(self, size: int, where: str) -> None:
+    def _check_text(self, size: int, where: str) -> None:
         """Raises ApiError 400 for so many bytes of text that they cannot fit, before they are tokenized."""
         least = -(-size // self.longest)
         if least >= self.service.most_tokens:
@@ -137,43 +156,15 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_completions(app: FastAPI, state: _AppState) -> None:
-    service = state.service
-
     @app.post("/v1/chat/completions", **openapi.completion(schemas.ChatCompletion))
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
-        arrival = service.cluster.clock.now()
-        tenant = state.enter(http, arrival, chat=True)
-        raw = await _read(http, service.max_body_bytes)
-        body = schemas.parse(schemas.ChatCompletion, raw, service.most_tokens)
-        _check_model(service, body.model)
-        _check_choices(service, body.choices)
-        dialogue = body.dialogue()
-        size = sum(len(message["content"].encode()) for message in dialogue)
-        state.check_text(size, "messages")
-        long = size + MESSAGE * len(dialogue) > LONG_TEXT
-        prompt = await state.encode(service.text.chat, dialogue, long, "messages")
-        return _offer(state, http, tenant, arrival, body, [prompt])
+        return await _complete(state, http, schemas.ChatCompletion)
 
     @app.post("/v1/completions", **openapi.completion(schemas.TextCompletion))
     async def completion(http: Request) -> Response:
         """OpenAI's text completion, of a string or of token ids, or of a list of one of them."""
-        arrival = service.cluster.clock.now()
-        tenant = state.enter(http, arrival, chat=False)
-        raw = await _read(http, service.max_body_bytes)
-        body = schemas.parse(schemas.TextCompletion, raw, service.most_tokens)
-        _check_model(service, body.model)
-        _check_choices(service, body.choices, body.count, state.usage.get(tenant.name))
-        given = body.prompts(service.most_tokens)
-        sizes = [len(prompt.encode()) if isinstance(prompt, str) else 0 for prompt in given]
-        for at, size in enumerate(sizes):
-            state.check_text(size, body.where(at))
-        long = sum(sizes) > LONG_TEXT
-        prompts = [
-            await state.encode(service.text.encode, prompt, long, body.where(at)) if isinstance(prompt, str) else prompt
-            for at, prompt in enumerate(given)
-        ]
-        return _offer(state, http, tenant, arrival, body, prompts)
+        return await _complete(state, http, schemas.TextCompletion)
 
 
 def _add_models(app: FastAPI, state: _AppState) -> None:
@@ -225,6 +216,28 @@ def _add_operations(app: FastAPI, state: _AppState) -> None:
 # --------------------------------------------------------------------------- from HTTP to a request
 
 
+async def _complete(state: _AppState, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
+    service = state.service
+    arrival = service.cluster.clock.now()
+    tenant = state.enter(http, arrival, schema.kind)
+    usage = state.usage.get(tenant.name)
+    body = schemas.parse(schema, await _read(http, service.max_body_bytes), service.most_tokens)
+    _check_model(service, body.model)
+    _check_choices(service, body.choices, body.count, usage)
+    prompts = await state.token_ids(body)
+    granted = request_slo.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
+    requests = intake.requests(
+        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens
+    )
+    gate = service.cluster if usage is None else TenantGate(service.cluster, usage, requests)
+    created = int(service.created_offset + arrival)
+    reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)
+    clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
+    if usage is None:
+        return _WithHeaders(reply, lambda: clamped) if clamped else reply
+    return _WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
+
+
 async def _read(http: Request, most: int) -> bytes:
     """The body. Raises ApiError 413 as soon as it is known to be longer than `most` bytes."""
     error = ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
@@ -258,29 +271,6 @@ def _check_choices(service: Service, n: int, prompts: int = 1, usage: TenantUsag
     if usage is not None and prompts > usage.max_in_flight:
         message = f"prompt: {prompts} prompts given; this key may have at most {usage.max_in_flight} in flight."
         raise ApiError(400, message, param="prompt", code="invalid_value")
-
-
-def _offer(
-    state: _AppState,
-    http: Request,
-    tenant: Tenant,
-    arrival: float,
-    body: schemas.ChatCompletion | schemas.TextCompletion,
-    prompts: Sequence[tuple[int, ...]],
-) -> Response:
-    service = state.service
-    granted = request_slo.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
-    requests = intake.requests(
-        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens
-    )
-    usage = state.usage.get(tenant.name)
-    gate = service.cluster if usage is None else TenantGate(service.cluster, usage, requests)
-    created = int(service.created_offset + arrival)
-    reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)
-    clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
-    if usage is None:
-        return _WithHeaders(reply, lambda: clamped) if clamped else reply
-    return _WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
 
 
 class _WithHeaders(Response):

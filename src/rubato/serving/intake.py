@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 from uuid import uuid4
 
 from rubato.core.request import Request, Stage
@@ -14,7 +13,7 @@ from rubato.serving.response import CompletionResponse, RequestIntake
 
 
 def requests(
-    body: schemas.ChatCompletion | schemas.TextCompletion,
+    body: schemas.AnyCompletion,
     prompts: Sequence[tuple[int, ...]],
     granted: GrantedSLO,
     *,
@@ -27,7 +26,7 @@ def requests(
     most_tokens: prompt + output of a request.
     Raises ApiError 400 that names what cannot be had.
     """
-    id = _new_id(chat=isinstance(body, schemas.ChatCompletion))
+    id = _new_id(body.kind)
     offers = [
         Request(
             id=id,
@@ -43,18 +42,18 @@ def requests(
     return response_choices.spread(offers, body.choices)
 
 
-def unread(*, chat: bool, arrival: float, tenant: str, tier: Tier) -> Request:
+def unread(kind: schemas.Kind, *, arrival: float, tenant: str, tier: Tier) -> Request:
     """What stands for an API request whose body is not read: one request, of the least prompt that there is."""
     stages = (Stage(1, tier.slo),)
-    return Request(id=_new_id(chat=chat), stages=stages, arrival=arrival, tier=tier.name, tenant=tenant)
+    return Request(id=_new_id(kind), stages=stages, arrival=arrival, tier=tier.name, tenant=tenant)
 
 
-def _new_id(*, chat: bool) -> str:
-    return f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+def _new_id(kind: schemas.Kind) -> str:
+    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid4().hex}"
 
 
 def answer(
-    body: schemas.ChatCompletion | schemas.TextCompletion,
+    body: schemas.AnyCompletion,
     requests: tuple[Request, ...],
     *,
     cluster: RequestIntake,
@@ -66,8 +65,7 @@ def answer(
     spell: a token id's bytes. created: Unix seconds.
     """
     id = response_choices.answer_of(requests[0].id)
-    kind: Literal["chat", "text"] = "chat" if isinstance(body, schemas.ChatCompletion) else "text"
-    form = sse.Format(id, kind, requests, body.model, created, spell)
+    form = sse.Format(id, body.kind, requests, body.model, created, spell)
     chunks = None
     if body.stream:
         options = body.stream_options or schemas.StreamOptions()
@@ -77,7 +75,7 @@ def answer(
     return CompletionResponse(cluster, form, chunks)
 
 
-def _room(most: int, prompt: int, body: schemas.ChatCompletion | schemas.TextCompletion, where: str) -> int:
+def _room(most: int, prompt: int, body: schemas.AnyCompletion, where: str) -> int:
     """The output tokens a request gets. Raises ApiError 400 when prompt and output are beyond the model's context."""
     name, wanted = body.limit
     if prompt == 0:

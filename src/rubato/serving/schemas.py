@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -78,6 +78,7 @@ LONGEST_NAME = 64  # characters of a name that are compared
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # beyond these a logit over it leaves float32
 
 
+Kind = Literal["chat", "text"]  # of a completion
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 Words = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -167,6 +168,7 @@ class Message(Body):
 class Completion(Body):
     """What both endpoints share. Defaults are OpenAI's."""
 
+    kind: ClassVar[Kind]
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -204,6 +206,11 @@ class Completion(Body):
         """Of each prompt."""
         return self.n or 1
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
     def _sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
         return Sampling(
             max_tokens=max_tokens,
@@ -223,6 +230,9 @@ class Completion(Body):
 
 
 class ChatCompletion(Completion):
+    kind: ClassVar = "chat"
+    count: ClassVar = 1  # prompts
+
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -240,9 +250,8 @@ class ChatCompletion(Completion):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
         if self.max_completion_tokens is None:
-            return "max_tokens", self.max_tokens
+            return super().limit
         return "max_completion_tokens", self.max_completion_tokens
 
     def where(self, prompt: int) -> str:
@@ -255,6 +264,8 @@ class ChatCompletion(Completion):
 
 
 class TextCompletion(Completion):
+    kind: ClassVar = "text"
+
     prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
@@ -302,11 +313,6 @@ class TextCompletion(Completion):
         """The field that a prompt comes from."""
         return "prompt" if self.count == 1 else param(("prompt", prompt))
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
-        return "max_tokens", self.max_tokens
-
 
 def _prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
     """One prompt, which stands at `at`."""
@@ -336,7 +342,8 @@ def _wrong(at: tuple[int | str, ...], message: str) -> ApiError:
     return ApiError(400, f"{where}: {message}.", param=where, code="invalid_value")
 
 
-B = TypeVar("B", ChatCompletion, TextCompletion)
+AnyCompletion = ChatCompletion | TextCompletion
+B = TypeVar("B", bound=Completion)
 
 
 def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
