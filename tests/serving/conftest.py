@@ -72,6 +72,7 @@ def edge() -> Callable[..., None]:
         tenants: Sequence[Tenant] = (),
         fair: FairShare | None = None,
         prefix_cache: bool = False,
+        tiers: Tiers | None = None,
         **service: Any,
     ) -> None:
         async def main() -> None:
@@ -93,7 +94,7 @@ def edge() -> Callable[..., None]:
             events: list[Event] = []
             await cluster.start()
             settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}
-            known = Tenants(tenants, settings.get("tiers") or Tiers())
+            known = Tenants(tenants, tiers or Tiers())
             app = create_app(Service(cluster, engine_.text, tenants=known, **settings))
             cluster.listen(events.append)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)

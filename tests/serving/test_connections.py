@@ -1,4 +1,4 @@
-"""One connection's protocol fed with bytes on the virtual clock, and the door that lets connections in: no waiting."""
+"""One connection's protocol fed with bytes on the virtual clock, and the socket that accepts connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from rubato.config.schema import ConfigError, load
 from rubato.core.clock import run_virtual
 from rubato.serving import connections
-from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
+from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
 from rubato.serving.serve import _warn_if_open_to_all
 from rubato.serving.stalled_clients import LEAST_RATE, LINGER_BYTES, MOST_HEAD, PIECE, stall_guard
 
@@ -292,7 +292,7 @@ def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_
     on_a_wire(scenario)
 
 
-# --------------------------------------------------------------------------- the door
+# --------------------------------------------------------------------------- the listening socket
 
 
 class Ends(asyncio.Protocol):
@@ -308,14 +308,14 @@ class Ends(asyncio.Protocol):
         self.book.gone(self.descriptor)
 
 
-def at_a_door(scenario: Callable[[Connections, Callable[[], Awaitable[Any]]], Awaitable[None]]) -> None:
+def accepting(scenario: Callable[[Connections, Callable[[], Awaitable[Any]]], Awaitable[None]]) -> None:
     """With room for two. The second argument connects, and returns a reader of what the server sends."""
 
     async def main() -> None:
         book = Connections(2)
-        with Door(socket.AF_INET, book) as door:
-            door.bind(("127.0.0.1", 0))
-            address = door.getsockname()
+        with ListeningSocket(socket.AF_INET, book) as listening:
+            listening.bind(("127.0.0.1", 0))
+            address = listening.getsockname()
             writers = []
 
             async def visit() -> asyncio.StreamReader:
@@ -328,7 +328,7 @@ def at_a_door(scenario: Callable[[Connections, Callable[[], Awaitable[Any]]], Aw
                     await asyncio.sleep(0.01)
                 raise AssertionError("neither accepted nor refused")
 
-            async with await asyncio.get_running_loop().create_server(lambda: Ends(book), sock=door):
+            async with await asyncio.get_running_loop().create_server(lambda: Ends(book), sock=listening):
                 await scenario(book, visit)
                 for writer in writers:
                     writer.close()
@@ -352,7 +352,7 @@ def test_the_connection_that_owes_a_head_for_longest_gives_way() -> None:
         assert not third.at_eof()
         assert len(book) == 2
 
-    at_a_door(scenario)
+    accepting(scenario)
 
 
 def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(caplog: pytest.LogCaptureFixture) -> None:
@@ -371,7 +371,7 @@ def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(capl
         assert not third.at_eof()
         assert not fourth.at_eof()
 
-    at_a_door(scenario)
+    accepting(scenario)
     assert caplog.text.count("(1 times so far)") == 1  # the others within the same minute
     assert "max_connections (2) reached" in caplog.text
 

@@ -56,7 +56,7 @@ async def _run(listening: socket.socket, started: threading.Event, ended: thread
     engine = Engine(takes, Limits(8, 512, 256, 64, 16), clock)
     cluster = local_cluster([engine], [learns], clock, policy="edf", prefix_cache=True)
     await cluster.start()
-    app = create_app(Service(cluster, engine.text, "simulated", 256, tiers=TIERS, tenants=TENANTS, max_body_bytes=4096))
+    app = create_app(Service(cluster, engine.text, "simulated", 256, tenants=TENANTS, max_body_bytes=4096))
     found.append(app.openapi())
     http = stall_guard(5.0, Connections(100))
     server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", ws="none", log_level="critical"))

@@ -94,7 +94,7 @@ class TenantSettings(StrictSettings):
     @model_validator(mode="after")
     def _some_key(self) -> TenantSettings:
         if not self.keys and self.key_file is None and self.keys_env is None:
-            raise ValueError("nobody could be this tenant: give keys, key_file or keys_env")
+            raise ValueError("no request can be of this tenant: give keys, key_file or keys_env")
         return self
 
     def digests(self) -> tuple[bytes, ...]:
@@ -232,7 +232,7 @@ class Config(StrictSettings):
                 if tier not in known:
                     raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
         if self.fair_share is not None and not self.tenants:
-            raise ValueError("fair_share: there is nobody to share between; configure tenants, or leave it out")
+            raise ValueError("fair_share: there are no tenants to share between; configure tenants, or leave it out")
         if self.step_log is not None and self.step_log == self.event_log:
             raise ValueError("step_log: the same file as event_log; name another")
         return self

@@ -46,7 +46,7 @@ class Text(Protocol):
 @dataclass(frozen=True, slots=True)
 class Service:
     """What is served. most_tokens: prompt + output that a request may have. most_choices: prompts times `n` that one
-    answer may have. tenants: None = keys are not asked for. fair: whether the cluster shares itself out
+    answer may have. tenants: by default keys are not asked for. fair: whether the cluster shares itself out
     between tenants. created_offset: Unix time - clock time. log_lines_dropped: how many so far."""
 
     cluster: Cluster
@@ -55,8 +55,7 @@ class Service:
     most_tokens: int
     most_choices: int = 16
     aliases: tuple[str, ...] = ()
-    tiers: Tiers = field(default_factory=Tiers)
-    tenants: Tenants | None = None
+    tenants: Tenants = field(default_factory=lambda: Tenants((), Tiers()))
     fair: bool = False
     max_body_bytes: int = 2 << 20
     created_offset: float = 0.0
@@ -75,7 +74,7 @@ class _AppState:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.tenants = service.tenants or Tenants((), service.tiers)
+        self.tenants = service.tenants
         self.usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
         cluster = service.cluster
         self.metrics = Metrics(
@@ -89,13 +88,11 @@ class _AppState:
         cluster.listen(self.metrics)
         cluster.listen(self.recorder)
         self.created = int(service.created_offset + service.cluster.clock.now())
-
-        self.longest = service.text.longest
         self._tokenizing = asyncio.Semaphore(TOKENIZING)
 
     def enter(self, http: Request, arrival: float, kind: schemas.Kind) -> Tenant:
-        """Whose request this is, charged before its body is read; from here on also its errors carry what is left to
-        that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
+        """The tenant of this request, charged before its body is read; from here on also its errors carry what is left
+        to that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
         tenant = self.tenants.of(http.headers)
         http.state.usage = usage = self.usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(arrival)):
@@ -137,7 +134,7 @@ class _AppState:
 
     def _check_text(self, size: int, where: str) -> None:
         """Raises ApiError 400 for so many bytes of text that they cannot fit, before they are tokenized."""
-        least = -(-size // self.longest)
+        least = -(-size // self.service.text.longest)
         if least >= self.service.most_tokens:
             raise no_room(self.service.most_tokens, f"at least {least}", where)
 

@@ -76,7 +76,7 @@ class Connections:
         return False
 
 
-class Door(socket.socket):
+class ListeningSocket(socket.socket):
     """A listening socket for asyncio, with room for so many connections."""
 
     def __init__(self, family: socket.AddressFamily, connections: Connections) -> None:

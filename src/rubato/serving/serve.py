@@ -38,7 +38,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
-from rubato.serving.connections import Connections, Door, most_connections, report_accept_errors_seldom
+from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
 from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
@@ -129,7 +129,9 @@ def _warn_if_open_to_all(config: Config, host: str) -> None:
         )
 
 
-async def _until_told(config: Config, app: FastAPI, cluster: Cluster, listening: Door, ending: Shutdown) -> int:
+async def _until_told(
+    config: Config, app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown
+) -> int:
     settings = uvicorn.Config(
         app,
         http=stall_guard(config.stall_seconds, listening.connections),
@@ -181,18 +183,18 @@ async def _first(*waits: Any, limit: float | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn would close its door at the first signal; here a signal means drain, and late callers get their 429."""
+    """uvicorn would stop listening at the first signal; here a signal means drain, and late requests get their 429."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def _bind(config: Config) -> Door:
+def _bind(config: Config) -> ListeningSocket:
     """A bound socket. Raises ConfigError: before the model is loaded, not after."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = Door(family, Connections(most_connections(config.max_connections)))
+    bound = ListeningSocket(family, Connections(most_connections(config.max_connections)))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection accepted
     try:
@@ -339,7 +341,6 @@ def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, t
         aliases=(model.model_name,),
         most_tokens=min(limits.max_model_len, limits.kv_blocks * limits.block_size),
         most_choices=min(16, most_in_flight(config, limits) or 16),
-        tiers=tiers_of(config),
         tenants=tenants,
         fair=bool(config.tenants),
         max_body_bytes=config.max_body_bytes,

@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 def stall_guard(stall_seconds: float, connections: Connections) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, with this patience."""
+    """uvicorn's HTTP protocol, with these limits."""
 
-    class Patient(_StallGuard):
+    class Limited(_StallGuard):
         stall = stall_seconds
-        book = connections
+        open_connections = connections
 
-    return Patient
+    return Limited
 
 
 class _StallGuard(HttpToolsProtocol):
     stall: float
-    book: Connections
+    open_connections: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,7 +73,7 @@ class _StallGuard(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._check.cancel()
-        self.book.gone(self._descriptor)
+        self.open_connections.gone(self._descriptor)
         super().connection_lost(exc)
 
     # ------------------------------------------------------------------- what comes in
@@ -219,7 +219,7 @@ class _StallGuard(HttpToolsProtocol):
         return "body" if cycle.more_body else None
 
     def _tell(self) -> None:
-        self.book.owes(self._descriptor, self._turn())
+        self.open_connections.owes(self._descriptor, self._turn())
 
     def _look(self) -> None:
         left = (self.transport.get_write_buffer_size(), self._acknowledged())

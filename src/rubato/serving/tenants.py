@@ -49,7 +49,6 @@ class Tenants:
             if digest in seen:
                 raise ValueError(f"tenants {seen[digest]!r} and {tenant.name!r} have a key in common")
             seen[digest] = tenant.name
-        self.names = tuple(tenant.name for tenant in tenants) or (ANYONE.name,)
         self.quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota != Quota()}
         self._tiers = {tenant.name: tiers.allowed(tenant.tiers) for tenant in tenants}
         self._all = tiers
