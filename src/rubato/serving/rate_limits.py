@@ -27,8 +27,8 @@ AT_ONCE = "rejected-tenant-saturated"
 
 @dataclass(slots=True)
 class Bucket:
-    """Holds up to `per_minute` and refills at that rate. What costs more than it can ever hold passes when it is full,
-    and leaves it in debt."""
+    """Holds up to `per_minute` and refills at that rate; inf: no limit. What costs more than it can ever hold passes
+    when it is full, and leaves it in debt."""
 
     per_minute: float
     level: float = field(init=False)
@@ -49,7 +49,8 @@ class Bucket:
         self.level = min(self.per_minute, self.level - cost)
 
     def _refill(self, now: float) -> None:
-        self.level = min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / 60.0)
+        if now > self.at and self.per_minute < inf:
+            self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60.0)
         self.at = max(self.at, now)
 
 
@@ -57,15 +58,15 @@ class TenantUsage:
     """What one tenant has used. Times in the clock's seconds."""
 
     def __init__(self, quota: Quota) -> None:
-        self.requests = None if quota.requests_per_minute is None else Bucket(quota.requests_per_minute)
-        self.tokens = None if quota.tokens_per_minute is None else Bucket(quota.tokens_per_minute)
+        self.requests = Bucket(quota.requests_per_minute or inf)
+        self.tokens = Bucket(quota.tokens_per_minute or inf)
         self.max_in_flight = quota.max_in_flight or inf
         self.in_flight = 0
 
     def enter(self, now: float) -> float:
         """Charge one API request; 0, or the seconds until it may come, and then nothing is charged."""
-        wait = 0.0 if self.requests is None else self.requests.wait(1, now)
-        if self.requests is not None and not wait:
+        wait = self.requests.wait(1, now)
+        if not wait:
             self.requests.take(1, now)
         return wait
 
@@ -73,14 +74,14 @@ class TenantUsage:
         """Charge the prompts of an API request that has entered, all of them or no further one; tokens: that it may
         use, which are charged choice by choice. Why it may not pass now, and the seconds until it might come again
         (0: not known)."""
-        wait = 0.0 if self.tokens is None else self.tokens.wait(tokens, now)
+        wait = self.tokens.wait(tokens, now)
         saturated = self.in_flight + prompts > self.max_in_flight
         short = False
-        if self.requests is not None and prompts > 1:
+        if prompts > 1:
             self.requests.take(-1, now)  # the first is paid: together they may cost more than the bucket holds
             short = self.requests.wait(prompts, now) > 0.0
             self.requests.take(1 if short or wait or saturated else prompts, now)
-        if self.requests is not None and (short or wait):
+        if short or wait:
             wait = max(wait, self.requests.wait(prompts, now))
         if wait > 0:
             return RATE, wait
@@ -90,7 +91,7 @@ class TenantUsage:
         """OpenAI's x-ratelimit-* of what is limited; reset: until all of it is there again."""
         found: list[tuple[bytes, bytes]] = []
         for name, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
-            if bucket is None:
+            if bucket.per_minute == inf:
                 continue
             wait = bucket.wait(inf, now)
             found += [
@@ -129,8 +130,7 @@ class TenantGate:
             self._cluster.refuse(request, self._refusal[0], listener)
             return
         prompt = self._prompts.get(request.id, 0)
-        if self._usage.tokens is not None:
-            self._usage.tokens.take(prompt + request.sampling.max_tokens, now)
+        self._usage.tokens.take(prompt + request.sampling.max_tokens, now)
         self._usage.in_flight += self._open[prompt_of(request)] == 0
         self._open[prompt_of(request)] += 1
 
@@ -153,6 +153,5 @@ class TenantGate:
     def _settle(self, end: Finished, request: Request, prompt: int) -> None:
         self._open[prompt_of(request)] -= 1
         self._usage.in_flight -= self._open[prompt_of(request)] == 0
-        if self._usage.tokens is not None:
-            unused = request.sampling.max_tokens - end.output + (prompt if end.outcome == "refused" else 0)
-            self._usage.tokens.take(-unused, end.at)
+        unused = request.sampling.max_tokens - end.output + (prompt if end.outcome == "refused" else 0)
+        self._usage.tokens.take(-unused, end.at)

@@ -377,30 +377,26 @@ def _check_parts(raw: bytes, most: int) -> None:
 
 
 def _refuse_unsupported(body: Completion) -> None:
+    extra = body.model_extra or {}
+    for name, value in extra.items():
+        unused = UNSUPPORTED.get(name)
+        if unused is not None and not _means_unused(value, unused):
+            hint = f"; only {unused[0]!r} is accepted" if unused else ""
+            message = f"{name}: not supported by this server{hint}."
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
     known = [*type(body).model_fields, *UNSUPPORTED]
-    unknown = 0
-    for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED:
-            unused = UNSUPPORTED[name]
-            # `is`-like for bools: JSON false must not pass for the number 0 and the other way round
-            if value is not None and not any(
-                value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused
-            ):
-                hint = f"; only {unused[0]!r} is accepted" if unused else ""
-                raise ApiError(
-                    400, f"{name}: not supported by this server{hint}.", param=name, code="unsupported_parameter"
-                )
-            continue
-        unknown += 1
-        if unknown > MOST_UNKNOWN:
-            raise ApiError(
-                400, f"The body has more than {MOST_UNKNOWN} fields that this server does not know.",
-                code="unknown_parameter",
-            )  # fmt: skip
+    for count, name in enumerate((name for name in extra if name not in UNSUPPORTED), 1):
+        if count > MOST_UNKNOWN:
+            message = f"The body has more than {MOST_UNKNOWN} fields that this server does not know."
+            raise ApiError(400, message, code="unknown_parameter")
         if near := get_close_matches(name[:LONGEST_NAME], known, 1, cutoff=0.85):
-            raise ApiError(
-                400, f"{name}: unknown parameter; did you mean {near[0]}?", param=name, code="unknown_parameter"
-            )
+            message = f"{name}: unknown parameter; did you mean {near[0]}?"
+            raise ApiError(400, message, param=name, code="unknown_parameter")
+
+
+def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
+    """`is`-like for bools: JSON false must not pass for the number 0 and the other way round."""
+    return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)
 
 
 def _bad_request(schema: type[BaseModel], error: ValidationError, *, shown: bool) -> ApiError:
