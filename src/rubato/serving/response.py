@@ -61,7 +61,7 @@ class ResponseEvents:
     every_token: wake the handler at each token and at each choice's end, not only at the end of all.
     """
 
-    __slots__ = ("_every_token", "_firsts", "_left", "_news", "_parts", "_waiter", "failed", "gone", "parts")
+    __slots__ = ("_every_token", "_firsts", "_left", "_news", "_parts", "failed", "gone", "parts")
 
     def __init__(self, requests: Sequence[Request], every_token: bool) -> None:
         self.parts = [ChoiceEvents() for _ in requests]
@@ -70,8 +70,7 @@ class ResponseEvents:
         self._parts = {request.id: part for request, part in zip(requests, self.parts, strict=True)}
         self._firsts = firsts(requests)
         self._left = len(requests)
-        self._news = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._every_token = every_token
 
     def __call__(self, event: Event) -> None:
@@ -79,7 +78,7 @@ class ResponseEvents:
         if type(event) is Tokens:
             part.add(event)
             if self._every_token:
-                self._wake()
+                self._news.set()
         elif type(event) is Started:
             if part.cached is None:
                 part.cached = 0 if event.resumed else event.cached
@@ -89,7 +88,7 @@ class ResponseEvents:
             if event.outcome != "completed" and self.failed is None:
                 self.failed = event
             if self._every_token or self.over:
-                self._wake()
+                self._news.set()
 
     @property
     def over(self) -> bool:
@@ -108,15 +107,9 @@ class ResponseEvents:
 
     async def ready(self) -> None:
         """Return when there is something new since the last call, or it is over."""
-        if not self.over and not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._news = False
-
-    def _wake(self) -> None:
-        self._news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if not self.over:
+            await self._news.wait()
+        self._news.clear()
 
 
 class CompletionResponse(Response):
