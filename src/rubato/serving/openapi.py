@@ -5,43 +5,37 @@ Bodies are read by hand, for OpenAI's error shapes and speed; here they get into
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from rubato.core.request import LEAST_MS, MOST_MS
 from rubato.serving import schemas
 from rubato.serving.request_slo import HEADERS
 
 _REFERENCE = "#/components/schemas/{model}"
-_ERROR: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _MEANINGS = {
     400: "The request is malformed, or asks for what this model or server cannot do; `param` names the field.",
     401: "The API key is missing or unknown (only where tenants are configured).",
     404: "There is no such model, request or path.",
-    405: "The path exists, with other methods.",
     413: "The body is larger than the server takes.",
     429: "No capacity, or a limit is used up: try again after `Retry-After` seconds.",
     500: "The engine failed at this request.",
     503: "The server is stopping, or the request was cut short.",
 }
 SCHEME = "key"
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetails
 
 
 def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
@@ -62,8 +56,7 @@ def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that may answer with these."""
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
-    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+    return {status: {"description": _MEANINGS[status], "model": Error} for status in statuses}
 
 
 def complete(app: FastAPI, *, keys: bool) -> None:
@@ -71,7 +64,6 @@ def complete(app: FastAPI, *, keys: bool) -> None:
     document = app.openapi()
     parts = document.setdefault("components", {})
     named = parts.setdefault("schemas", {})
-    named["Error"] = _ERROR
     for schema in (schemas.ChatCompletion, schemas.TextCompletion):
         named.update(schema.model_json_schema(ref_template=_REFERENCE)["$defs"])
     for path in document["paths"].values():
