@@ -103,8 +103,12 @@ class Tiers:
 
     def loosened(self, slo: SLO) -> SLO:
         """What of it may be promised."""
-        seconds = {name: max(getattr(slo, name), least) for name, least in self._least.items() if getattr(slo, name)}
-        return SLO(**{name: value for name, value in seconds.items() if value < inf})
+        promised = {}
+        for name, least in self._least.items():
+            stated = getattr(slo, name)
+            if stated is not None and least < inf:
+                promised[name] = max(stated, least)
+        return SLO(**promised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
         stated[at] = replace(stated[at], ttft=part.slo.ttft)
     granted = [tiers.loosened(slo) for slo in stated]
     clamped = [
-        dimension
-        for dimension in HEADERS
-        if any(getattr(asked, dimension) != getattr(got, dimension) for asked, got in zip(stated, granted, strict=True))
+        name for name in HEADERS if [getattr(slo, name) for slo in stated] != [getattr(slo, name) for slo in granted]
     ]
     if service_tier not in (None, "auto") and tiers.named(service_tier).name != tier.name:
         clamped.insert(0, "service_tier")
@@ -146,7 +148,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
 
 
 def _first(*slos: SLO) -> SLO:
-    """In each dimension what the first of them says that says anything."""
+    """In each dimension what the first of them states that states anything."""
     stated: dict[str, float] = {}
     for slo in reversed(slos):
         stated |= {name: value for name in HEADERS if (value := getattr(slo, name)) is not None}
