@@ -169,7 +169,7 @@ def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixtur
         ),
     )
     (one, _, _, last) = [records[0] for records in history._answers.values()]
-    assert (one.prompt, last.output) == (3000, most)
+    assert (one.request.prompt, last.output) == (3000, most)
     assert [len(pickle.dumps(records)) < 4000 for records in history._answers.values()] == [True] * 4
     page = request_history.shown("id", [one], [], 10.0, fair=False)
     assert page["slo"][0]["until"] == "x" * 64

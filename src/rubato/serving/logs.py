@@ -72,7 +72,7 @@ def finished(record: RequestRecord) -> None:
         "outcome": end.outcome,
         "reason": end.reason,
         **verdict(end),
-        "prompt_tokens": record.prompt,
+        "prompt_tokens": request.prompt,
         "output_tokens": end.output,
         "cached_tokens": record.cached,
         "preemptions": record.preemptions,

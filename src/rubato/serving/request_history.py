@@ -81,10 +81,6 @@ class RequestRecord:
     stages: list[_Stage] = field(default_factory=list)
     end: Finished | None = None
 
-    @property
-    def prompt(self) -> int:
-        return self.request.prompt
-
 
 class RequestHistory:
     """A listener. ended: called with each record that is complete."""
@@ -244,7 +240,7 @@ def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: b
     return {
         "id": record.request.id,
         "state": _state(record),
-        "prompt_tokens": record.prompt,
+        "prompt_tokens": record.request.prompt,
         "max_tokens": record.request.sampling.max_tokens,
         "replicas": record.replicas,
         "deadlines": _due(record),
@@ -276,7 +272,6 @@ def _now(record: RequestRecord, views: Sequence[View]) -> dict[str, Any] | None:
         for queue, seqs in (("running", view.running), ("waiting", view.waiting)):
             for position, seq in enumerate(seqs):
                 if seq.id == record.request.id:
-                    due = seq.due - record.request.arrival
                     return {
                         "replica": view.id,
                         "in": queue,
@@ -285,7 +280,7 @@ def _now(record: RequestRecord, views: Sequence[View]) -> dict[str, Any] | None:
                         "pending_tokens": seq.pending,
                         "kv_blocks": seq.blocks,
                         "best_effort": seq.best_effort,
-                        "next_token_due_ms": None if due == inf else ms(due),
+                        "next_token_due_ms": ms(seq.due - record.request.arrival),
                     }
     return None
 
@@ -303,9 +298,9 @@ def _due(record: RequestRecord) -> list[dict[str, Any]]:
         rows.append(
             {
                 "stage": index,
-                "first_token_due_ms": None if due.first == inf else ms(due.first - arrival),
+                "first_token_due_ms": ms(due.first - arrival),
                 "then_every_ms": ms(stage.slo.tpot),
-                "end_due_ms": None if due.end == inf else ms(due.end - arrival),
+                "end_due_ms": ms(due.end - arrival),
                 "first_token_ms": None if times.first is None else ms(times.first - arrival),
                 "last_token_ms": None if times.first is None else ms(times.last - arrival),
                 "tokens": times.tokens,

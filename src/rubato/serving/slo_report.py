@@ -72,4 +72,5 @@ def in_ms(slo: SLO) -> dict[str, float | None]:
 
 
 def ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
+    """None also of inf: no bound."""
+    return None if seconds is None or seconds == inf else round(seconds * 1e3, 3)

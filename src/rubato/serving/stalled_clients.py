@@ -62,9 +62,7 @@ class _StallGuard(HttpToolsProtocol):
         self._part: Owed | None = None  # what is coming in; None: nothing, between two requests
         self._unmarked = 0  # bytes since the parser last got to a body, or to the end of a head, a chunk or a request
         self._dropped: int | None = None  # bytes, of a request that is not read any more
-        self._unread = (
-            0  # looks at which no answer was taken: not seconds, which may have passed while the loop was busy
-        )
+        self._unread = 0  # looks at which no answer was taken: seconds may have passed while the loop was busy
         self._left = (0, 0)
         self._closing = _Closing(self)
         self._window: deque[int] = deque(maxlen=CHECKS + 1)  # body bytes at the last looks: over stall_seconds at least
