@@ -108,29 +108,24 @@ class TenantGate:
 
     A prompt counts as a request, whatever its choices; the first was charged when the API request came. Charged are
     each further prompt, once, and the most that may come out of each choice; what did not come out is given back at
-    the end. requests: all that will be offered.
+    the end. requests: all that will be offered, in this same turn of the event loop.
     """
 
     def __init__(self, cluster: Cluster, usage: TenantUsage, requests: Sequence[Request]) -> None:
         self._cluster, self._usage = cluster, usage
         prompts = [requests[at] for at in firsts(requests)]
         self._prompts = {request.id: request.prompt for request in prompts}  # tokens, by the request charged
-        self._tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
-        self._refusal: tuple[str, float] | None = None
-        self._asked = False
+        tokens = sum(self._prompts.values()) + sum(request.sampling.max_tokens for request in requests)
+        self._refusal = usage.charge(len(self._prompts), tokens, cluster.clock.now())
         self._open: Counter[str] = Counter()  # choices in flight, by prompt
 
     def offer(self, request: Request, listener: Listener | None = None) -> None:
         """As `Cluster.offer`."""
-        now = self._cluster.clock.now()
-        if not self._asked:
-            self._asked = True
-            self._refusal = self._usage.charge(len(self._prompts), self._tokens, now)
         if self._refusal is not None:
             self._cluster.refuse(request, self._refusal[0], listener)
             return
         prompt = self._prompts.get(request.id, 0)
-        self._usage.tokens.take(prompt + request.sampling.max_tokens, now)
+        self._usage.tokens.take(prompt + request.sampling.max_tokens, self._cluster.clock.now())
         self._usage.in_flight += self._open[prompt_of(request)] == 0
         self._open[prompt_of(request)] += 1
 

@@ -82,11 +82,9 @@ def whole(form: Format, said: Sequence[TextPiece], ends: Sequence[Finished], cac
 def _logprobs(form: Format, said: TextPiece) -> dict[str, Any] | None:
     if not form.wants_logprobs:
         return None
-    return logprobs.chat(form.spell, said.logprobs) if form.kind == "chat" else _offsets(form).add(said.logprobs)
-
-
-def _offsets(form: Format) -> logprobs.Offsets:
-    return logprobs.Offsets(form.spell)
+    if form.kind == "chat":
+        return logprobs.chat(form.spell, said.logprobs)
+    return logprobs.Offsets(form.spell).add(said.logprobs)
 
 
 class Chunks:
@@ -108,7 +106,7 @@ class Chunks:
         self._after = (b"}" if chat else b"") + b',"logprobs":'
         role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         self._role = [first + role for first in firsts] if chat else []
-        self._offsets = [] if chat else [_offsets(form) for _ in firsts]
+        self._offsets = [] if chat else [logprobs.Offsets(form.spell) for _ in firsts]
         self._form = form
         self._include_usage = include_usage
         self._every_usage = every_usage
