@@ -1,15 +1,14 @@
-"""Cells: in parallel as in series, resumed where they stopped, and a file that is damaged or another's."""
+"""Jobs: in parallel as in series, resumed where they stopped, and a file that is damaged or another's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rubato.planning import jobs
-from rubato.planning.jobs import Job, JobBatch, Program
+from rubato.planning.jobs import Job, JobResults
 
 HEAD = {"of": "a test"}
 
@@ -71,22 +70,17 @@ def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -
     jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], lines[2][:10] + b"\n", lines[3]]))
-    with pytest.raises(ValueError, match="jobs, line 3: not JSON"):
+    with pytest.raises(ValueError, match=r"jobs, line 3: not the result of a job .*: remove the line"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
-@pytest.mark.parametrize(
-    ("was", "becomes"), [(b'"square":1', b'"square":7'), (b'{"square":1}', b"7"), (b'"n=1"', b'"n=7"')]
-)
-def test_a_damaged_value_is_an_error_that_names_the_line(tmp_path: Path, was: bytes, becomes: bytes) -> None:
+@pytest.mark.parametrize("line", [b'{"key": "n=1"}', b"7", b'["n=1"]'])
+def test_a_line_that_is_no_result_is_an_error_that_names_it(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "jobs"
     jobs.run(squares(3), file=file, head=HEAD, workers=1)
-    file.write_bytes(file.read_bytes().replace(was, becomes))
-    with pytest.raises(ValueError, match="jobs, line 3: not as it was written: remove the line"):
-        jobs.run(squares(3), file=file, head=HEAD, workers=1)
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([*lines[:2], b'{"key": "n=1"}\n', lines[3]]))
-    with pytest.raises(ValueError, match="jobs, line 3: not a job"):
+    file.write_bytes(b"".join([*lines[:2], line + b"\n", lines[3]]))
+    with pytest.raises(ValueError, match=r"jobs, line 3: not the result of a job .*: remove the line"):
         jobs.run(squares(3), file=file, head=HEAD, workers=1)
 
 
@@ -110,66 +104,43 @@ def test_keys_are_unique_and_workers_some() -> None:
 # --------------------------------------------------------------------------- programs that choose their jobs
 
 
-def squares_up_to(most: int, log: str = "", soon: int = 0) -> Any:
-    """A program that squares 1, 2, 4, ... as long as squares are at most `most`; soon: so many numbers further on."""
-
-    def program(values: Mapping[str, Any]) -> Program[int]:
+def squares_up_to(most: int, log: str = "", **how: Any) -> tuple[int, JobResults]:
+    """Squares 1, 2, 4, ... as long as squares are at most `most`; each is asked for with the number below it."""
+    with jobs.opened(head=HEAD, **how) as runner:
         last, n = 0, 1
-        while True:
-            ahead = [Job(f"n={n + i}", square, (n + i, log)) for i in range(soon + 1)]
-            yield JobBatch(ahead[:1], soon=lambda ahead=ahead: ahead)  # type: ignore[misc]
-            if values[f"n={n}"]["square"] > most:
-                return last
+        while runner.run([Job(f"n={i}", square, (i, log)) for i in (n, n - 1)])[0]["square"] <= most:
             last, n = n, 2 * n
-
-    return program
-
-
-def test_a_program_goes_by_what_its_cells_returned() -> None:
-    answer, done = jobs.follow(squares_up_to(100), workers=1)
-    assert answer == 8
-    assert [result.key for result in done.results] == ["n=1", "n=2", "n=4", "n=8", "n=16"]
+        return last, runner.done()
 
 
-def test_with_what_comes_soon_the_answer_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_program_goes_by_what_its_jobs_returned(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
-    answer, done = jobs.follow(squares_up_to(100, str(log), soon=3), workers=2)
+    answer, done = squares_up_to(100, str(log), workers=workers)
     assert answer == 8
-    assert {result.key for result in done.results} >= {f"n={n}" for n in (1, 2, 4, 8, 16)}
-    assert len(log.read_text().split()) == len(set(log.read_text().split()))  # nothing ran twice
-    alone, serial = jobs.follow(squares_up_to(100, soon=3), workers=1)
-    assert (alone, len(serial.results)) == (8, 5)  # no process is idle where there is one
-
-
-@pytest.mark.parametrize(
-    ("begun", "idle", "begins"),
-    [
-        (set(), 1, [0, 1]),  # what is missing always begins,
-        (set(), 4, [0, 1, 2, 3]),  # what comes soon where a process would be idle
-        ({"n=0", "n=1"}, 0, []),
-        ({"n=0", "n=1", "n=2"}, 1, [3]),
-    ],
-)
-def test_idle_processes_begin_what_comes_soon(begun: set[str], idle: int, begins: list[int]) -> None:
-    five = squares(5)
-    assert jobs._begin(five[:2], lambda: five, begun, idle) == [five[i] for i in begins]
+    assert [result.key for result in done.results] == ["n=1", "n=0", "n=2", "n=4", "n=3", "n=8", "n=7", "n=16", "n=15"]
+    assert sorted(map(int, log.read_text().split())) == [0, 1, 2, 3, 4, 7, 8, 15, 16]  # nothing ran twice
 
 
 def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file, log = tmp_path / "jobs", tmp_path / "log"
-    first = jobs.follow(squares_up_to(10, str(log)), file=file, head=HEAD, workers=1)
+    first = squares_up_to(10, str(log), file=file, workers=1)
     assert (first[0], first[1].resumed) == (2, 0)
-    again = jobs.follow(squares_up_to(100, str(log)), file=file, head=HEAD, workers=1)
-    assert (again[0], again[1].resumed) == (8, 3)
-    assert log.read_text().split() == ["1", "2", "4", "8", "16"]
+    again = squares_up_to(100, str(log), file=file, workers=1)
+    assert (again[0], again[1].resumed) == (8, 5)
+    assert log.read_text().split() == ["1", "0", "2", "4", "3", "8", "7", "16", "15"]
 
 
-def test_what_a_program_raises_leaves_what_has_finished(tmp_path: Path) -> None:
-    def program(values: Mapping[str, Any]) -> Program[None]:
-        yield JobBatch(squares(2))
-        raise ValueError(f"{len(values)} are enough")
-
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_program_or_a_job_raises_leaves_what_has_finished(tmp_path: Path, workers: int) -> None:
     file = tmp_path / "jobs"
-    with pytest.raises(ValueError, match="2 are enough"):
-        jobs.follow(program, file=file, head=HEAD, workers=1)
-    assert jobs.run(squares(2), file=file, head=HEAD, workers=1).resumed == 2
+    with (
+        pytest.raises(ValueError, match="2 are enough"),
+        jobs.opened(file=file, head=HEAD, workers=workers) as runner,
+    ):
+        raise ValueError(f"{len(runner.run(squares(2)))} are enough")
+    with jobs.opened(file=file, head=HEAD, workers=workers) as runner:
+        runner.run(squares(3))
+        with pytest.raises(ValueError, match="-1 is negative"):
+            runner.run([Job("bad", square, (-1,)), *squares(4)])
+    assert jobs.run(squares(3), file=file, head=HEAD, workers=1).resumed == 3

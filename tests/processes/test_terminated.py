@@ -60,9 +60,9 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], s
 STUCK = """
 import signal, sys, threading
 from rubato.planning import jobs
-jobs.PATIENCE = 0.5
+jobs.SHUTDOWN_SECONDS = 0.5
 jobs.ProcessPoolExecutor.shutdown = lambda pool, **how: threading.Event().wait()
-with jobs._opened(2, 2):
+with jobs._executor(2):
     sys.exit(143)
 """
 

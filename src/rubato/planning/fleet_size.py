@@ -3,26 +3,24 @@
 The fleet is sized on the busiest stretch. Each seed redraws the tiers (where the source draws them) and bootstraps
 blocks of 60 s of that stretch. With n replicas the interval's lower end is at the target or above, with n - 1 the mean
 is below: seeds are added until both hold. Then the whole workload is run once with n. What binds is found by
-counterfactual: with n - 1 replicas and one thing relaxed, is the target attained?
+counterfactual: with n - 1 replicas and one constraint relaxed, is the target attained?
 
 The search begins at what a sample of the stretch suggests, goes to where seed 0 is on either side of the target, and
-every run of it counts among the seeds. What the answer will need next runs early where a core would be idle.
+every run of it counts among the seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.planning import feasibility, jobs
 from rubato.planning.capacity import estimate
-from rubato.planning.fleet_size_model import FleetPlan, FleetQuestion, counted, effect, peak, survey, whole
-from rubato.planning.jobs import Job, JobBatch, Program
+from rubato.planning.fleet_size_model import FleetPlan, FleetQuestion, counted, effect, peak, whole
+from rubato.planning.jobs import Job, JobRunner
 from rubato.planning.sweep import percent
 from rubato.simulation.simulate import uncollected
 from rubato.workloads.resample import bootstrapped, sampled
@@ -30,155 +28,149 @@ from rubato.workloads.resample import bootstrapped, sampled
 MOST_REPLICAS = 1024
 SAMPLE = 5000  # requests that a guess is made with
 NO_HELP = 0.001  # of attainment, from half as many replicas again
-LEAST_RELAXED = 1.25  # by what a thing is relaxed, at least; else by the missing replica's part, n / (n - 1)
+LEAST_RELAXED = 1.25  # by what a constraint is relaxed, at least; else by the missing replica's part, n / (n - 1)
 RELAXED_SEEDS = 2  # at most; one where that is far from the target:
 CLEAR = (0.005, 0.05)  # by at least and at most so much attainment, between them by half of what one fewer lacks
 
-T = TypeVar("T")
-Asking = Generator[JobBatch, None, T]
-
 
 def plan(question: FleetQuestion, **how: Any) -> FleetPlan:
-    """The smallest fleet that attains the question's target. `how`: as `jobs.follow` takes it. Raises ValueError, with
+    """The smallest fleet that attains the question's target. `how`: as `jobs.opened` takes it. Raises ValueError, with
     the reason, when no number of replicas attains the target."""
-    head = {"plan": question.describe()}
-    found, done = jobs.follow(lambda values: _Search(question, values).program(), head=head, **how)
-    return replace(found, done=done)
+    with jobs.opened(head={"plan": question.describe()}, **how) as runner:
+        found = _Search(question, runner).plan()
+        return replace(found, done=runner.done())
 
 
 @uncollected()
-def guess(question: FleetQuestion) -> dict[str, Any]:
+def survey(question: FleetQuestion) -> dict[str, Any]:
+    """The busiest stretch, the SLO times stated, infeasible requests, and how many replicas to begin with. Raises
+    ValueError where infeasible requests put the target out of reach."""
+    load = question.source.make(0)
+    alike = {(one.tier, one.slo, one.parts): one for one in load.arrivals}
+    slos = {part.slo for one in alike.values() for part in load.parts(one)}
+    infeasible = feasibility.assess(load, question.spec.hardware, question.spec.slo_rule)
+    if not question.exclude:
+        infeasible.check(question.target)
+    return {
+        "stretch": question.stretch(0),
+        "stated": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
+        "infeasible": asdict(infeasible),
+        "replicas": guess(question),
+    }
+
+
+def guess(question: FleetQuestion) -> int:
     """About how many replicas attain the target, by simulating the beginning of each minute of the busiest stretch."""
     load = bootstrapped(question.load(0, question.stretch(0)), 0)
     if len(load.arrivals) > SAMPLE:
         load = sampled(load, SAMPLE / len(load.arrivals))
-    tried = {0: 0.0}
 
-    def attains(replicas: int) -> bool:
-        records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
-        tried[replicas] = sum(record.verdict.met for record in records) / len(records)
-        return tried[replicas] >= question.target
+    def attained(replicas: int) -> float:
+        records = question.spec.with_replicas(replicas).run(load, times=False, causes=False).records
+        return sum(record.verdict.met for record in records) / len(records)
 
     # step times alone would allow twice what is attained, often
-    low, high = 0, ceil(1.5 * load.rate / estimate(load, question.setting.with_replicas(1)))
-    while not attains(high) and high < MOST_REPLICAS:
-        if question.target / 2 < tried[high] < tried[low] + NO_HELP:
-            return {"replicas": high, "tried": sorted(tried.items())}  # the whole stretch may attain more
-        low, high = high, min(MOST_REPLICAS, ceil(1.5 * high))
+    low, high = 0, ceil(1.5 * load.rate / estimate(load, question.spec.with_replicas(1)))
+    before = 0.0
+    while (share := attained(high)) < question.target and high < MOST_REPLICAS:
+        if question.target / 2 < share < before + NO_HELP:
+            return high  # the whole stretch may attain more
+        low, high, before = high, min(MOST_REPLICAS, ceil(1.5 * high)), share
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if attains(middle) else (middle, high)
-    return {"replicas": high, "tried": sorted(tried.items())}
+        low, high = (low, middle) if attained(middle) >= question.target else (middle, high)
+    return high
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for the smallest fleet. values: results of the jobs that have finished, by key; it grows."""
+    """The search for the smallest fleet. What it asks for twice runs once."""
 
     question: FleetQuestion
-    values: Mapping[str, Any]
+    runner: JobRunner
 
-    def program(self) -> Program[FleetPlan]:
-        question = self.question
-        about, began = Job("survey", survey, (question,)), Job("guess", guess, (question,))
-        yield JobBatch([about], "search", lambda: [began])
-        infeasible = feasibility.Feasibility(**self.values["survey"]["infeasible"])
-        if not question.exclude:
-            infeasible.check(question.target)
-        yield JobBatch([began], "search")
-        replicas, seeds, decided = yield from self.settle((yield from self.first()))
-        things = yield from self.verify(replicas, seeds)
-        start, end = self.values["survey"]["stretch"]
+    def plan(self) -> FleetPlan:
+        self.runner.about = "search"
+        [known] = self.runner.run([Job("survey", survey, (self.question,))])
+        first = self.first(known["replicas"])
+        self.runner.about = "confirm"
+        replicas, seeds, decided = self.settle(first)
+        self.runner.about = "verify"
+        attained, relaxed_seeds = self.verify(replicas, seeds, known["stated"])
+        start, end = known["stretch"]
         return FleetPlan(
-            question,
+            self.question,
             (start, end),
             replicas,
             decided,
             seeds,
             with_n=self.attained(replicas, seeds),
             with_one_fewer=self.attained(replicas - 1, seeds),
-            whole=self.values[_whole(replicas)],
-            relaxed={thing: self.relaxed(replicas, seeds, thing, count) for thing, count in things.items()},
-            relaxed_by=_by(replicas),
-            relaxed_seeds=things,
-            infeasible=infeasible,
+            whole=attained,
+            relaxed={what: self.relaxed(replicas, seeds, what, count) for what, count in relaxed_seeds.items()},
+            relaxed_by=_factor(replicas),
+            relaxed_seeds=relaxed_seeds,
+            infeasible=feasibility.Feasibility(**known["infeasible"]),
         )
 
     # ----------------------------------------------------------------- jobs, and what they say together
 
-    def peaks(self, fleets: Sequence[int], seeds: int, relaxed: str = "", by: float = 1.0) -> list[Job]:
+    def peaks(self, replicas: int, seeds: int, relaxed: str = "") -> list[Job]:
+        """The busiest stretch on so many replicas under each seed. relaxed: the constraint that is, if any."""
+        factor = _factor(replicas + 1) if relaxed else 1.0
+        what = f" {relaxed} relaxed" if relaxed else ""
         return [
-            Job(_key(n, relaxed, seed), peak, (self.question, n, relaxed, by, seed))
+            Job(f"n={replicas}{what} seed={seed}", peak, (self.question, replicas, relaxed, factor, seed))
             for seed in range(seeds)
-            for n in fleets
-            if n
         ]
-
-    def verification(self, replicas: int, seeds: Mapping[str, int]) -> list[Job]:
-        """Cells that verify a fleet: the whole workload, which takes longest, and one replica fewer with each thing
-        relaxed, under so many seeds."""
-        relaxed = [self.peaks([replicas - 1], count, thing, _by(replicas)) for thing, count in seeds.items()]
-        return [Job(_whole(replicas), whole, (self.question, replicas)), *(job for each in relaxed for job in each)]
-
-    def things(self, replicas: int) -> list[str]:
-        """What can be relaxed: compute, KV, and the SLO times that some request states."""
-        return ["compute", "kv", *self.values["survey"]["promised"]] if replicas > 1 else []
 
     def attained(self, replicas: int, seeds: int) -> Estimate:
         if replicas == 0:
             return Estimate.exact(0.0)
-        values = self.seen(replicas, seeds)
+        values = self.runner.run(self.peaks(replicas, seeds))
         return attainment_over_seeds([v["met"] for v in values], [v["offered"] for v in values])
 
-    def relaxed(self, replicas: int, seeds: int, thing: str, count: int) -> float:
-        n = replicas - 1
-        return effect(self.attained(n, seeds), self.seen(n, count), self.seen(n, count, thing))
-
-    def seen(self, replicas: int, seeds: int, relaxed: str = "") -> list[Mapping[str, Any]]:
-        return [self.values[_key(replicas, relaxed, seed)] for seed in range(seeds)]
+    def relaxed(self, replicas: int, seeds: int, constraint: str, count: int) -> float:
+        """Attainment of one replica fewer with a constraint relaxed, by `count` of the seeds."""
+        fewer = replicas - 1
+        same, relaxed = (self.runner.run(self.peaks(fewer, count, what)) for what in ("", constraint))
+        return effect(self.attained(fewer, seeds), same, relaxed)
 
     # ----------------------------------------------------------------- the search
 
-    def first(self) -> Asking[int]:
-        """The least replicas that attain the target under seed 0, searched from the guess in doubling steps."""
-        n: int = self.values["guess"]["replicas"]
+    def first(self, n: int) -> int:
+        """The least replicas that attain the target under seed 0, searched from n on in doubling steps."""
         bound, step = 2 * n + 8, max(1, n // 32)
         low, high = 0, inf
         while high - low > 1:
-            yield JobBatch(self.peaks([n], 1), "search", partial(self.around, n))
             low, high = (low, n) if self.attained(n, 1).value >= self.question.target else (n, high)
             if high == inf:
-                n = self._more(low, step, bound, 1)
+                n = self.more(low, step, bound, 1)
             else:
                 n = (low + int(high)) // 2 if low else max(1, int(high) - step)
             step *= 2
         return int(high)
 
-    def around(self, n: int) -> list[Job]:
-        """Cells of this fleet, and of one replica fewer and more, under the seeds that will confirm the answer."""
-        seeds = self.question.seeds[0]
-        return [*self.peaks([n], seeds), *self.peaks([n - 1, n + 1], seeds)]
-
-    def settle(self, replicas: int) -> Asking[tuple[int, int, bool]]:
+    def settle(self, replicas: int) -> tuple[int, int, bool]:
         """The answer: replicas, seeds, and whether one replica fewer is known to miss the target."""
         seeds, most = self.question.seeds
         target = self.question.target
         bound = 2 * replicas + 8
         while True:
-            wanted = self.peaks([replicas - 1, replicas], seeds)
-            yield JobBatch(wanted, "confirm", partial(self.likely, replicas, seeds))
+            fewer = self.peaks(replicas - 1, seeds) if replicas > 1 else []
+            self.runner.run([*fewer, *self.peaks(replicas, seeds)])  # beside each other
             here, below = (self.attained(n, seeds) for n in (replicas, replicas - 1))
             if below.value >= target:
                 replicas -= 1
             elif here.value < target:
-                replicas = self._more(replicas, 1, bound, seeds)
+                replicas = self.more(replicas, 1, bound, seeds)
             elif here.low >= target:
                 return replicas, seeds, True
             elif seeds < most:
                 seeds = min(most, 2 * seeds)
             else:
                 break
-        offered = [value["offered"] for value in self.seen(replicas, seeds)]
+        offered = [value["offered"] for value in self.runner.run(self.peaks(replicas, seeds))]
         best = attainment_over_seeds(offered, offered)
         if best.low < target:
             raise ValueError(
@@ -187,11 +179,10 @@ class _Search:
                 "longer --window or more --most-seeds"
             )
         while self.attained(replicas, seeds).low < target:
-            replicas = self._more(replicas, 1, bound, seeds)
-            yield JobBatch(self.peaks([replicas], seeds), "confirm")
+            replicas = self.more(replicas, 1, bound, seeds)
         return replicas, seeds, False
 
-    def _more(self, replicas: int, step: int, bound: int, seeds: int) -> int:
+    def more(self, replicas: int, step: int, bound: int, seeds: int) -> int:
         """The next larger fleet to try. Raises ValueError where more replicas raise attainment no further."""
         if replicas + step > bound:
             tried = f"{counted(replicas, 'replica')} attain {percent(self.attained(replicas, seeds))}"
@@ -201,44 +192,23 @@ class _Search:
             )
         return replicas + step
 
-    def likely(self, replicas: int, seeds: int) -> list[Job]:
-        """Cells that verify this many replicas, if the seeds run so far agree on the number."""
-        for n, enough in ((replicas, True), (replicas - 1, False)):
-            known = [v for seed in range(seeds) if n and (v := self.values.get(_key(n, "", seed)))]
-            if known and (fmean(v["met"] / v["offered"] for v in known) >= self.question.target) is not enough:
-                return []
-        return self.verification(replicas, dict.fromkeys(self.things(replicas), 1))
-
-    def verify(self, replicas: int, seeds: int) -> Asking[dict[str, int]]:
-        """Run the verification; returns what was relaxed, and under how many seeds each."""
-        lacking = self.attained(replicas - 1, seeds).value < self.question.target  # else there is nothing to tell
-        once = dict.fromkeys(self.things(replicas) if lacking else [], 1)
-
-        def enough() -> dict[str, int]:
-            return {thing: RELAXED_SEEDS if self.unclear(replicas, seeds, thing) else 1 for thing in once}
-
-        yield JobBatch(self.verification(replicas, once), "verify", lambda: self.verification(replicas, enough()))
-        counts = enough()
-        yield JobBatch(self.verification(replicas, counts), "verify")
-        return counts
-
-    def unclear(self, replicas: int, seeds: int, thing: str) -> bool:
-        """Whether seed 0 alone, if it has run, leaves open whether this fleet attains the target."""
-        if _key(replicas - 1, thing, 0) not in self.values:
-            return False
-        lacking = abs(self.question.target - self.attained(replicas - 1, seeds).value)
-        near = abs(self.question.target - self.relaxed(replicas, seeds, thing, 1))
-        return near < min(max(lacking / 2, CLEAR[0]), CLEAR[1])
+    def verify(self, replicas: int, seeds: int, stated: Sequence[str]) -> tuple[Any, dict[str, int]]:
+        """What the whole workload attains, and under how many seeds each constraint of one replica fewer was relaxed:
+        compute, KV, and the SLO times that some request states. None where one fewer attains the target."""
+        fewer = replicas - 1
+        lacking = self.question.target - self.attained(fewer, seeds).value
+        relaxed = ["compute", "kv", *stated] if fewer and lacking > 0 else []
+        once = [job for constraint in relaxed for job in self.peaks(fewer, 1, constraint)]
+        attained, *_ = self.runner.run([Job(f"whole n={replicas}", whole, (self.question, replicas)), *once])
+        clear = min(max(lacking / 2, CLEAR[0]), CLEAR[1])  # by so much seed 0 alone tells
+        counts = dict.fromkeys(relaxed, 1)
+        for constraint in relaxed:
+            if abs(self.question.target - self.relaxed(replicas, seeds, constraint, 1)) < clear:
+                counts[constraint] = RELAXED_SEEDS
+        self.runner.run([job for constraint, count in counts.items() for job in self.peaks(fewer, count, constraint)])
+        return attained, counts
 
 
-def _key(replicas: int, relaxed: str, seed: int) -> str:
-    return f"n={replicas}{f' {relaxed} relaxed' if relaxed else ''} seed={seed}"
-
-
-def _whole(replicas: int) -> str:
-    return f"whole n={replicas}"
-
-
-def _by(replicas: int) -> float:
-    """Factor by which one thing is relaxed for this many replicas."""
+def _factor(replicas: int) -> float:
+    """By which a constraint is relaxed where one of so many replicas is missing."""
     return max(LEAST_RELAXED, replicas / max(1, replicas - 1))

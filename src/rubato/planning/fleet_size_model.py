@@ -29,7 +29,7 @@ class FleetQuestion:
     exclude: leave out, and count, what no idle replica can attain. price: of a GPU for an hour."""
 
     source: RequestSource
-    setting: RunSpec
+    spec: RunSpec
     target: float = 0.9
     seconds: float = 600.0
     seeds: tuple[int, int] = (4, 16)
@@ -49,7 +49,7 @@ class FleetQuestion:
 
     def describe(self) -> dict[str, Any]:
         own = {"target": self.target, "seconds": self.seconds, "exclude": self.exclude}
-        return {"source": self.source.describe(), "setting": self.setting.describe(), **own}
+        return {"source": self.source.describe(), "setting": self.spec.describe(), **own}
 
     def stretch(self, seed: int) -> Stretch:
         return self.source.busiest(seed, self.seconds)
@@ -57,33 +57,20 @@ class FleetQuestion:
     def load(self, seed: int, stretch: Stretch | None = None) -> Workload:
         """The whole workload under a seed, or a stretch of it."""
         made = self.source.make(seed, stretch)
-        return feasibility.feasible_only(made, self.setting.hardware, self.setting.slo_rule) if self.exclude else made
+        return feasibility.feasible_only(made, self.spec.hardware, self.spec.slo_rule) if self.exclude else made
 
 
 # --------------------------------------------------------------------------- jobs
 
 
 @uncollected()
-def survey(question: FleetQuestion) -> dict[str, Any]:
-    """What needs no simulation: the busiest stretch, the SLO times stated, and infeasible requests."""
-    load = question.source.make(0)
-    alike = {(one.tier, one.slo, one.parts): one for one in load.arrivals}
-    slos = {part.slo for one in alike.values() for part in load.parts(one)}
-    return {
-        "stretch": question.stretch(0),
-        "promised": [name for name in ("ttft", "tpot", "e2e") if any(getattr(s, name) is not None for s in slos)],
-        "infeasible": asdict(feasibility.assess(load, question.setting.hardware, question.setting.slo_rule)),
-    }
-
-
-@uncollected()
-def peak(question: FleetQuestion, replicas: int, relaxed: str, by: float, seed: int) -> dict[str, Any]:
-    """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`; `relaxed`: "" for nothing."""
+def peak(question: FleetQuestion, replicas: int, relaxed: str, factor: float, seed: int) -> dict[str, Any]:
+    """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`. relaxed: a constraint, or ""."""
     load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
-    setting = question.setting.with_replicas(replicas)
+    spec = question.spec.with_replicas(replicas)
     if relaxed:
-        load, setting = relax(load, setting, relaxed, by)
-    return _counts(setting.run(load, seed, times=False, causes=False).records)
+        load, spec = relax(load, spec, relaxed, factor)
+    return _counts(spec.run(load, seed, times=False, causes=False).records)
 
 
 @uncollected()
@@ -91,7 +78,7 @@ def whole(question: FleetQuestion, replicas: int) -> dict[str, Any]:
     """The whole workload under seed 0: requests met and offered, in all and in its busiest stretch, and its tokens."""
     load = question.load(0)
     stretch = question.stretch(0)
-    records = question.setting.with_replicas(replicas).run(load, times=False, causes=False).records
+    records = question.spec.with_replicas(replicas).run(load, times=False, causes=False).records
     return _counts(records) | {
         "busiest": _counts([r for r in records if inside(r.at, stretch, load.duration)]),
         "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),
@@ -106,8 +93,7 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
         tier = tiers.setdefault(record.tier, [0, 0])
         tier[0] += record.verdict.met
         tier[1] += 1
-    met, offered = (sum(counts[i] for counts in tiers.values()) for i in (0, 1))
-    return {"met": met, "offered": offered, "tiers": tiers}
+    return {"met": sum(record.verdict.met for record in records), "offered": len(records), "tiers": tiers}
 
 
 @dataclass(frozen=True)
@@ -138,20 +124,20 @@ class Faster(ModelWrapper):
         self.model.update(replace(sample, seconds=sample.seconds * self.by))
 
 
-def relax(load: Workload, setting: RunSpec, what: str, by: float) -> tuple[Workload, RunSpec]:
-    """compute: steps `by` times as fast; kv: so many times the KV; ttft, tpot, e2e: SLOs so many times as long."""
-    hardware = setting.hardware
-    if what == "compute":
-        return load, replace(setting, hardware=replace(hardware, model=Faster(hardware.model, by)))
-    if what == "kv":
-        limits = replace(hardware.limits, kv_blocks=int(hardware.limits.kv_blocks * by))
-        return load, replace(setting, hardware=replace(hardware, limits=limits))
-    return load.with_slo_scale(by, what=what), setting
+def relax(load: Workload, spec: RunSpec, constraint: str, factor: float) -> tuple[Workload, RunSpec]:
+    """compute: steps `factor` times as fast; kv: so many times the KV; ttft, tpot, e2e: SLOs so many times as long."""
+    hardware = spec.hardware
+    if constraint == "compute":
+        return load, replace(spec, hardware=replace(hardware, model=Faster(hardware.model, factor)))
+    if constraint == "kv":
+        limits = replace(hardware.limits, kv_blocks=int(hardware.limits.kv_blocks * factor))
+        return load, replace(spec, hardware=replace(hardware, limits=limits))
+    return load.with_slo_scale(factor, what=constraint), spec
 
 
 def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequence[Mapping[str, Any]]) -> float:
-    """Attainment with one thing relaxed: of the misses without, over all seeds, as many are left as of those under the
-    seeds that were run both ways. So what changes nothing has no effect, and few seeds tell."""
+    """Attainment with one constraint relaxed: of the misses without, over all seeds, as many are left as of those under
+    the seeds that were run both ways. So what changes nothing has no effect, and few seeds tell."""
     left, were = (sum(1.0 - v["met"] / v["offered"] for v in values) for values in (relaxed, same))
     return max(0.0, 1.0 - (1.0 - all_seeds.value) * left / were) if were else 1.0
 
@@ -162,7 +148,7 @@ def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequ
 @dataclass(frozen=True)
 class FleetPlan:
     """replicas is the answer. decided: with one fewer the mean is below the target (else so close to it that the most
-    seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one thing
+    seeds do not tell). whole: the whole workload with that many. relaxed: attainment of one fewer with one constraint
     relaxed by `relaxed_by`, as `effect` has it, of so many seeds. infeasible: what no idle replica attains."""
 
     question: FleetQuestion
@@ -181,13 +167,13 @@ class FleetPlan:
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.question.setting.hardware.gpus
+        return self.replicas * self.question.spec.hardware.gpus
 
     @property
     def binds(self) -> list[str]:
         """What, relaxed alone, lets one replica fewer attain the target; the largest gain first."""
-        able = [thing for thing, attained in self.relaxed.items() if attained >= self.question.target]
-        return sorted(able, key=lambda thing: -self.relaxed[thing])
+        able = [what for what, attained in self.relaxed.items() if attained >= self.question.target]
+        return sorted(able, key=lambda what: -self.relaxed[what])
 
     @property
     def cost(self) -> dict[str, float] | None:
@@ -228,7 +214,7 @@ class FleetPlan:
         return {
             "format": FORMAT,
             **self.question.describe(),
-            "slo_rule": self.question.setting.slo_rule,
+            "slo_rule": self.question.spec.slo_rule,
             "replicas": self.replicas,
             "gpus": self.gpus,
             "decided": self.decided,
@@ -255,54 +241,44 @@ class FleetPlan:
         }
 
     def text(self) -> str:
-        hardware = self.question.setting.hardware
-        target = f"{100 * self.question.target:g} %"
-        policy = self.question.setting.choice.label
-        fleet = f"**{counted(self.replicas, 'replica')} of {hardware.name}** ({self.gpus} GPUs), policy {policy}"
+        spec = self.question.spec
         start, end = self.stretch
-        rows = [
-            ["what was run", "replicas", "attainment"],
-            [
-                f"busiest stretch, {start:.0f} to {end:.0f} s, {self.seeds} seeds",
-                str(self.replicas),
-                percent(self.with_n),
-            ],
-        ]
+        fewer = str(self.replicas - 1)
+        rows = [["what was run", "replicas", "attainment"]]
+        stretch = f"busiest stretch, {start:.0f} to {end:.0f} s, {self.seeds} seeds"
+        rows.append([stretch, str(self.replicas), percent(self.with_n)])
         if self.replicas > 1:
-            rows.append(["the same, one replica fewer", str(self.replicas - 1), percent(self.with_one_fewer)])
-        for thing, attained in self.relaxed.items():
-            what = f"and {thing} relaxed {self.relaxed_by:.3g} times, {counted(self.relaxed_seeds[thing], 'seed')}"
-            rows.append([what, str(self.replicas - 1), f"{100 * attained:.1f} %"])
+            rows.append(["the same, one replica fewer", fewer, percent(self.with_one_fewer)])
+        for constraint, attained in self.relaxed.items():
+            seeds = counted(self.relaxed_seeds[constraint], "seed")
+            what = f"and {constraint} relaxed {self.relaxed_by:.3g} times, {seeds}"
+            rows.append([what, fewer, f"{100 * attained:.1f} %"])
         rows.append(["the whole workload", str(self.replicas), self._of(self.whole)])
         rows.append(["of it, the busiest stretch", str(self.replicas), self._of(self.whole["busiest"])])
-        return "\n\n".join(
-            [
-                f"{fleet}, attain {target} of requests ({self.question.setting.slo_rule} rule).",
-                markdown(rows),
-                *self._rest(),
-            ]
-        )
+        fleet = f"**{counted(self.replicas, 'replica')} of {spec.hardware.name}** ({self.gpus} GPUs)"
+        target = f"attain {100 * self.question.target:g} % of requests ({spec.slo_rule} rule)"
+        parts = [f"{fleet}, policy {spec.choice.label}, {target}.", markdown(rows), self._binding(), self._costs()]
+        return "\n\n".join([*filter(None, parts), *(f"Note: {note}." for note in self.notes)])
 
-    def _rest(self) -> list[str]:
-        parts = []
-        if self.replicas > 1:
-            able = " or ".join(self.binds)
-            fewer = counted(self.replicas - 1, "replica")
-            parts.append(
-                f"What binds: {able}. Relaxed {self.relaxed_by:.3g} times, {fewer} would do."
-                if able
-                else f"What binds: no single thing; none, relaxed {self.relaxed_by:.3g} times, makes one fewer do."
-                if self.relaxed
-                else f"What binds cannot be told: in the mean, {fewer} would do."
-            )
-        if self.cost is not None:
-            parts.append(
-                f"Cost at {self.question.price:g} a GPU-hour: {self.cost['total']:.2f} for these "
-                f"{self.whole['seconds']:.0f} s, "
-                f"{self.cost['per_million_tokens']:.3g} per million tokens (prompt and output), "
-                f"{self.cost['per_million_output_tokens']:.3g} per million output tokens."
-            )
-        return [*parts, *(f"Note: {note}." for note in self.notes)]
+    def _binding(self) -> str:
+        if self.replicas == 1:
+            return ""
+        fewer, times = counted(self.replicas - 1, "replica"), f"relaxed {self.relaxed_by:.3g} times"
+        if not self.relaxed:
+            return f"What binds cannot be told: in the mean, {fewer} would do."
+        if not self.binds:
+            return f"What binds: no single constraint; none, {times}, makes one fewer do."
+        return f"What binds: {' or '.join(self.binds)}. {times.capitalize()}, {fewer} would do."
+
+    def _costs(self) -> str:
+        if self.cost is None:
+            return ""
+        return (
+            f"Cost at {self.question.price:g} a GPU-hour: {self.cost['total']:.2f} for these "
+            f"{self.whole['seconds']:.0f} s, "
+            f"{self.cost['per_million_tokens']:.3g} per million tokens (prompt and output), "
+            f"{self.cost['per_million_output_tokens']:.3g} per million output tokens."
+        )
 
     def _of(self, counts: Mapping[str, Any]) -> str:
         tiers = ", ".join(f"{tier} {100 * met / offered:.1f}" for tier, (met, offered) in counts["tiers"].items())

@@ -2,34 +2,31 @@
 
 The file is JSON lines. The first line is a head: the format, and every input that decides what the jobs are. A file
 with another head belongs to another computation and is refused. Every other line is the result of one job, in order of
-finishing, with a digest of itself. A last line that a crash cut off is dropped, and counted; damage anywhere else is an
-error.
+finishing. A last line that a crash cut off is dropped, and counted; a line that is no result is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from tqdm import tqdm
 
 from rubato.core.clock import measured
+from rubato.core.cpu_usage import usable
 from rubato.core.json_lines import json_object
 
 FORMAT = "rubato-jobs/2"
-PATIENCE = 10.0  # seconds for a pool to end in, once the command is told to
-T = TypeVar("T")
+SHUTDOWN_SECONDS = 10.0  # for a pool to end in, once the command is told to
 
 
 @dataclass(frozen=True)
@@ -88,132 +85,103 @@ class JobResults:
 
 
 def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
-    """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`, and what it raises:
-    as `follow`; also ValueError for keys that are not unique."""
+    """Run the jobs that the file does not hold yet; results are in the order of the jobs. `how`: as `opened` takes it.
+    Raises as `opened` and `JobRunner.run`, and ValueError for keys that are not unique."""
     if len({job.key for job in jobs}) != len(jobs):
         raise ValueError("two jobs have the same key: each needs its own")
-
-    def all_of_them(values: Mapping[str, Any]) -> Program[None]:
-        yield JobBatch(jobs, about)
-
-    return follow(all_of_them, most=len(jobs), **how)[1]
-
-
-@dataclass(frozen=True)
-class JobBatch:
-    """now: the jobs that a computation waits for. soon: called when a process would be idle; the jobs that the
-    computation will probably wait for next."""
-
-    now: Sequence[Job]
-    about: str = "jobs"
-    soon: Callable[[], Sequence[Job]] = tuple
+    with opened(**how) as runner:
+        runner.about = about
+        runner.run(jobs)
+        return runner.done()
 
 
-Program = Generator[JobBatch, None, T]  # what it returns is the answer
-
-
-def follow(
-    program: Callable[[Mapping[str, Any]], Program[T]],
+@contextlib.contextmanager
+def opened(
     *,
     file: str | Path | None = None,
     head: Mapping[str, Any] | None = None,
     workers: int | None = None,
-    most: int | None = None,
     progress: bool = False,
-) -> tuple[T, JobResults]:
-    """Run a program that chooses its jobs by the results of others; returns its answer and all results.
+) -> Iterator[JobRunner]:
+    """A runner of jobs, for a program that chooses its jobs by the results of others.
 
-    The program is given the values by key, which grow as jobs finish. An answer that depends only on jobs that the
-    program waited for (`JobBatch.now`) is the same in parallel or not, resumed or not. workers: processes (None: one a
-    core; 1: this process); most: how many processes can be of use. Raises ValueError for fewer than one worker or for
-    a file of another computation, and what a job or the program raised; the file holds what had finished by then.
+    file: where results are kept, and taken from; head: every input that decides what the jobs are. workers: processes
+    (None: one a core; 1: this process). Raises ValueError for fewer than one worker or for a file of another
+    computation.
     """
-    book = _JobFile(None if file is None else Path(file), head or {})
-    running: dict[Future[Result], str] = {}
-    steps = program(book.values)
-    with _opened(workers, most) as (pool, count), tqdm(unit="job", disable=not progress) as bar:
-        while True:
-            try:
-                wanted = next(steps)
-            except StopIteration as end:
-                bar.n = bar.total = len(book.asked)
-                return end.value, book.done()
-            book.ask(wanted.now)
-            while missing := [job for job in wanted.now if job.key not in book.values]:
-                bar.desc, bar.n, bar.total = f"{wanted.about}: ", len(book.asked) - len(missing), len(book.asked)
-                bar.refresh()
-                if pool is None:
-                    book.note(_run(missing[0]))
-                    continue
-                for job in _begin(missing, wanted.soon, {*book.values, *running.values()}, count - len(running)):
-                    book.ask([job])
-                    with _uninterrupted():
-                        future = pool.submit(_run, job)
-                    running[future] = job.key
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[future]
-                    book.note(future.result())
+    if workers is not None and workers < 1:
+        raise ValueError(f"{workers} workers: give 1 or more")
+    path = None if file is None else Path(file)
+    stored, dropped = ({}, 0) if path is None else _read(path, head or {})
+    with tqdm(unit="job", disable=not progress) as bar, _executor(workers or len(usable())) as executor:
+        yield JobRunner(executor, path, stored, dropped, bar)
 
 
-def _begin(missing: Sequence[Job], soon: Callable[[], Sequence[Job]], begun: Collection[str], idle: int) -> list[Job]:
-    """The missing jobs that have not begun, and as many jobs of `soon` as processes would be idle."""
-    found = [job for job in missing if job.key not in begun]
-    if len(found) < idle:
-        known = {*begun, *(job.key for job in found)}
-        found += [job for job in soon() if job.key not in known][: idle - len(found)]
-    return found
+class JobRunner:
+    """Runs jobs, in processes or in this one, and keeps their results. about: what the next jobs are for, as the
+    progress bar says it."""
 
-
-class _JobFile:
-    """The results so far: read from the file, asked for, and finished."""
-
-    def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
+    def __init__(
+        self, executor: Executor | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: tqdm[Any]
+    ) -> None:
+        self.about = "jobs"
+        self._executor = executor
         self._file = file
-        self._results, self._dropped = _read(file, head) if file is not None else ({}, 0)
-        self._stored = set(self._results)
-        self.values = {key: result.value for key, result in self._results.items()}
-        self.asked: dict[str, None] = {}  # in order
+        self._stored = stored
+        self._results = dict(stored)
+        self._dropped = dropped
+        self._asked: dict[str, None] = {}  # in order
+        self._bar = bar
 
-    def ask(self, jobs: Sequence[Job]) -> None:
-        self.asked |= dict.fromkeys(job.key for job in jobs)
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        """The jobs' values, in their order; what has run does not run again. Raises what a job raises; the file holds
+        what had finished by then."""
+        missing = [job for job in jobs if job.key not in self._results]
+        self._asked |= dict.fromkeys(job.key for job in jobs)
+        self._bar.desc, self._bar.total = f"{self.about}: ", len(self._asked)
+        self._bar.n = len(self._asked) - len(missing)
+        self._bar.refresh()
+        for result in self._finished(missing):
+            self._results[result.key] = result
+            if self._file is not None:
+                with open(self._file, "ab") as out:
+                    out.write(_line(asdict(result)))
+            self._bar.update()
+        return [self._results[job.key].value for job in jobs]
 
-    def note(self, result: Result) -> None:
-        self._results[result.key] = result
-        self.values[result.key] = result.value
-        if self._file is not None:
-            with open(self._file, "ab") as out:
-                out.write(_line(asdict(result) | {"digest": _digest(result)}))
+    def _finished(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Results in the order of finishing."""
+        executor = self._executor
+        if executor is None or len(jobs) < 2:
+            yield from map(_run, jobs)
+            return
+        # A signal that ends the command raises in the main thread. A process whose start that interrupted would be
+        # unknown to the pool and outlive it; one that another thread starts is started whole.
+        with ThreadPoolExecutor(1) as starter:
+            futures = starter.submit(lambda: [executor.submit(_run, job) for job in jobs]).result()
+        yield from (future.result() for future in as_completed(futures))
 
     def done(self) -> JobResults:
-        """The results of the jobs asked for; a job begun ahead of need that has not finished has none."""
-        results = tuple(self._results[key] for key in self.asked if key in self._results)
-        return JobResults(results, sum(key in self._stored for key in self.asked), self._dropped)
-
-
-def cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        """The results of the jobs asked for, in the order of asking."""
+        results = tuple(self._results[key] for key in self._asked)
+        return JobResults(results, sum(key in self._stored for key in self._asked), self._dropped)
 
 
 @contextlib.contextmanager
-def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | None, int]]:
-    """A pool of processes and their number; (None, 1) where one is enough, and jobs run in this process."""
-    if workers is not None and workers < 1:
-        raise ValueError(f"{workers} workers: give 1 or more")
-    count = min(workers or cores(), max(1, most or cores()))
+def _executor(count: int) -> Iterator[Executor | None]:
+    """A pool of so many processes; None where one is enough, and jobs run in this process."""
     if count == 1:
-        yield None, 1
+        yield None
         return
     # spawn: a child that shares nothing by accident, on every platform
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
-        yield pool, count
+        yield pool
     except (SystemExit, KeyboardInterrupt) as end:  # not after the jobs under way, which may take minutes
-        for child in multiprocessing.active_children():
-            child.terminate()
+        _kill_children()
         # a pool whose processes were ended as they started has been seen to wait for ever
-        code = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
-        watch = threading.Timer(PATIENCE, _end, (code if isinstance(code, int) else 1,))
+        status = end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT
+        watch = threading.Timer(SHUTDOWN_SECONDS, _exit, (status,))
         watch.daemon = True
         watch.start()
         try:
@@ -225,33 +193,15 @@ def _opened(workers: int | None, most: int | None) -> Iterator[tuple[Executor | 
         pool.shutdown(cancel_futures=True)
 
 
-def _end(code: int) -> None:
-    """Kill this process and every process that it started, whatever they wait for."""
+def _kill_children() -> None:
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(code)
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Signals that end a command wait until this is over. In the midst of starting a process they would leave it
-    without what it waits for and unknown to the pool, holding open the pipe whose end the pool's threads wait for."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for caught in came:
-            signal.raise_signal(caught)
+def _exit(status: object) -> None:
+    """End this process and every process that it started, whatever they wait for."""
+    _kill_children()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 def _run(job: Job) -> Result:
@@ -275,37 +225,25 @@ def _read(path: Path, head: Mapping[str, Any]) -> tuple[dict[str, Result], int]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_line(expected))
         return {}, dropped
-    lines = [_object(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
-    if lines[0].get("format") != FORMAT:
-        raise ValueError(f"{path} is not a file of jobs ({FORMAT}, but {lines[0].get('format')!r}): name another file")
-    other = list(_differing(lines[0], expected))
+    first, *others = whole.splitlines()
+    known = json_object(path, 1, first, ValueError)
+    if known.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a file of jobs ({FORMAT}, but {known.get('format')!r}): name another file")
+    other = list(_differing(known, expected))
     if other:
         what = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if other[3:] else "")
         raise ValueError(f"{path} holds the jobs of another run (what differs: {what}): name another file")
-    results = [_result(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    results = [_result(path, number, line) for number, line in enumerate(others, start=2)]
     return {result.key: result for result in results}, dropped
 
 
-def _result(path: Path, number: int, line: dict[str, Any]) -> Result:
-    digest = line.pop("digest", "")
+def _result(path: Path, number: int, line: bytes) -> Result:
     try:
-        result = Result(**line)
-    except TypeError as error:
-        raise ValueError(f"{path}, line {number}: not a job ({error}): remove the line, its job runs again") from error
-    if digest != _digest(result):
-        raise ValueError(f"{path}, line {number}: not as it was written: remove the line, its job runs again")
-    return result
-
-
-def _digest(result: Result) -> str:
-    return hashlib.blake2b(orjson.dumps(result), digest_size=8).hexdigest()
-
-
-def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return json_object(path, number, line, ValueError)
-    except ValueError as error:
-        raise ValueError(f"{error}: remove the line, its job runs again") from error
+        found = orjson.loads(line)
+        return Result(found["key"], found["value"], found["wall"], found["cpu"])
+    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+        says = f"{path}, line {number}: not the result of a job ({error!r}): remove the line, its job runs again"
+        raise ValueError(says) from error
 
 
 def _differing(one: Any, other: Any, name: str = "") -> Iterator[str]:
