@@ -21,5 +21,5 @@ def mix(count: int = 60) -> MixSource:
     return MixSource(KINDS, count=count)
 
 
-def setting(policy: str = "sarathi", **changes: object) -> RunSpec:
+def spec(policy: str = "sarathi", **changes: object) -> RunSpec:
     return RunSpec(MACHINE, PolicyChoice.parse(policy), **changes)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from rubato.planning.fleet_size_model import Faster
 from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.resample import Stretch
-from tests.planning.machine import MACHINE, mix, setting
+from tests.planning.machine import MACHINE, mix, spec
 
 
 @pytest.mark.parametrize("start", [0.01, 1.0, 7.3, 500.0])
@@ -52,8 +52,8 @@ ONE = Hardware("one", replace(MACHINE.model, k=(0.0, 0.0), b=(0.01, 0.0), a=0.0)
 def test_the_capacity_of_a_server_with_even_arrivals_is_its_service_rate() -> None:
     """Up to 100 requests/s none waits. Above, the n-th waits n times (10 ms - gap): 90 % are within 5 ms where the
     180th is, at a gap of 10 ms - 5 ms / 180."""
-    settings = (RunSpec(ONE, PolicyChoice("vllm")),)
-    outcome = capacity.run(CapacityQuestion(Even(), settings, (0, 1), (0.9,), 0.0001), workers=1)
+    specs = (RunSpec(ONE, PolicyChoice("vllm")),)
+    outcome = capacity.run(CapacityQuestion(Even(), specs, (0, 1), (0.9,), 0.0001), workers=1)
     (found,) = outcome.capacities()
     assert found.fleet.value == pytest.approx(1 / (0.01 - 0.005 / 180), rel=1e-3)
     assert found.fleet.low <= found.fleet.value <= found.fleet.high
@@ -68,13 +68,13 @@ def test_twice_the_speed_is_twice_the_capacity_seed_by_seed() -> None:
 
 
 def test_policies_are_paired_by_seed_and_divided_by_replicas_and_gpus() -> None:
-    settings = (setting("sarathi", replicas=2), setting("sarathi@round_robin", replicas=2))
-    outcome = capacity.run(CapacityQuestion(mix(80), settings, (0, 1), (0.9,), 0.1), workers=1)
+    specs = (spec("sarathi", replicas=2), spec("sarathi@round_robin", replicas=2))
+    outcome = capacity.run(CapacityQuestion(mix(80), specs, (0, 1), (0.9,), 0.1), workers=1)
     one, other = outcome.capacities()
     assert (one.ratio.value, one.ratio.low, one.ratio.high) == (1.0, 1.0, 1.0)
     assert one.replica.value == pytest.approx(one.fleet.value / 2)
     assert one.gpu.value == pytest.approx(one.fleet.value / 4)
-    pairs = [[v["capacity"]["0.9"] for v in outcome.done.values if v["policy"] == s.choice.label] for s in settings]
+    pairs = [[v["capacity"]["0.9"] for v in outcome.done.values if v["policy"] == s.choice.label] for s in specs]
     ratios = [b / a for a, b in zip(*pairs, strict=True)]
     assert other.ratio.value == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
     data = outcome.to_json()
@@ -84,7 +84,7 @@ def test_policies_are_paired_by_seed_and_divided_by_replicas_and_gpus() -> None:
 
 
 def test_runs_shorter_than_their_requests_are_said() -> None:
-    outcome = capacity.run(CapacityQuestion(mix(10), (setting(),), (0,), (0.9,), 0.2), workers=1)
+    outcome = capacity.run(CapacityQuestion(mix(10), (spec(),), (0,), (0.9,), 0.2), workers=1)
     assert any("too short for their requests" in note for note in outcome.notes)
     assert any("one seed has no interval" in note for note in outcome.notes)
 
@@ -100,4 +100,4 @@ def test_runs_shorter_than_their_requests_are_said() -> None:
 )
 def test_impossible_questions(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        CapacityQuestion(**{"source": mix(), "settings": (setting(),), "seeds": (0,), **changes})  # type: ignore[arg-type]
+        CapacityQuestion(**{"source": mix(), "specs": (spec(),), "seeds": (0,), **changes})  # type: ignore[arg-type]

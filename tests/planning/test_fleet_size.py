@@ -15,7 +15,7 @@ from rubato.planning.fleet_size_model import Faster, FleetPlan, FleetQuestion, e
 from rubato.planning.spec import PolicyChoice, RunSpec
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, busiest, window
-from tests.planning.machine import KINDS, MACHINE, mix, setting
+from tests.planning.machine import KINDS, MACHINE, mix, spec
 from tests.workloads.test_resample import OFFERS, drawn
 
 
@@ -123,7 +123,7 @@ def test_what_relaxing_does_is_seen_under_a_second_seed_where_it_is_near_the_tar
         return counts(x=relaxed if constraint else 0.99 if replicas > 2 else 0.8)["x"]
 
     monkeypatch.setattr(fleet_size, "peak", attained)
-    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(4, 4)), workers=1)
     assert found.replicas == 3
     assert set(found.relaxed_seeds.values()) == {seeds}
     assert found.binds == (["compute", "kv", "ttft", "tpot"] if relaxed >= 0.9 else [])
@@ -153,7 +153,7 @@ def test_text_and_json_say_it(plan: FleetPlan) -> None:
 
 
 def test_one_replica_is_enough_for_little() -> None:
-    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(2, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(2, 4)), workers=1)
     assert (found.replicas, found.decided, found.binds) == (1, True, [])
     assert found.with_one_fewer.value == 0.0
     assert "What binds" not in found.text()
@@ -164,8 +164,8 @@ def test_what_no_idle_replica_can_meet_is_an_error_or_left_out_and_counted() -> 
     tight = tuple(replace(kind, slo=SLO(0.01, 0.03)) if kind.tier == "code" else kind for kind in KINDS)
     source = replace(mix(60), kinds=tight, rate=1.0)
     with pytest.raises(ValueError, match=r"no number of replicas attains 90 %: \d+ of 60 requests \(\d+ of code\)"):
-        fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2)), workers=1)
-    found = fleet_size.plan(FleetQuestion(source, setting(), seeds=(2, 2), exclude=True), workers=1)
+        fleet_size.plan(FleetQuestion(source, spec(), seeds=(2, 2)), workers=1)
+    found = fleet_size.plan(FleetQuestion(source, spec(), seeds=(2, 2), exclude=True), workers=1)
     infeasible = found.infeasible.count
     assert 0 < infeasible < 60
     assert found.whole["offered"] == 60 - infeasible
@@ -178,7 +178,7 @@ def test_more_replicas_that_do_not_help_are_an_error_and_no_endless_search(
 ) -> None:
     """85 %, and a mean just above the target whose interval stays below."""
     monkeypatch.setattr(fleet_size, "peak", lambda *given: {"met": met, "offered": 1000, "tiers": {}})
-    question = FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(2, 2))
+    question = FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(2, 2))
     with pytest.raises(ValueError, match=rf"{met / 10:.1f} % .*more of them would not attain 90 %"):
         fleet_size.plan(question, workers=1)
 
@@ -191,7 +191,7 @@ def test_where_the_mean_of_one_fewer_attains_noconstraint_is_said_to_bind(monkey
 
     monkeypatch.setattr(fleet_size, "peak", attained)
     monkeypatch.setattr(fleet_size, "guess", lambda question: 2)
-    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), setting(), seeds=(4, 4)), workers=1)
+    found = fleet_size.plan(FleetQuestion(replace(mix(40), rate=0.5), spec(), seeds=(4, 4)), workers=1)
     assert (found.replicas, found.decided, dict(found.relaxed), found.binds) == (3, False, {}, [])
     assert "What binds cannot be told: in the mean, 2 replicas would do." in found.text()
     assert "is on the safe side" in found.text()
@@ -217,4 +217,4 @@ def test_a_faster_model_is_consistent() -> None:
 )
 def test_impossible_questions(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        FleetQuestion(**{"source": mix(), "spec": setting(), **changes})  # type: ignore[arg-type]
+        FleetQuestion(**{"source": mix(), "spec": spec(), **changes})  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from rubato.measure.results import as_json
 from rubato.planning import sweep
 from rubato.planning.spec import PolicyChoice
 from rubato.planning.sweep import Sweep
-from tests.planning.machine import mix, setting
+from tests.planning.machine import mix, spec
 
-ASKED = Sweep(mix(), (setting("sarathi"), setting("vllm@random:seed=3")), (2.0, 60.0), (0, 1))
+ASKED = Sweep(mix(), (spec("sarathi"), spec("vllm@random:seed=3")), (2.0, 60.0), (0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_json_and_table_have_what_a_reader_needs(serial: sweep.SweepResult, tmp_
 
 
 def test_one_seed_has_the_interval_of_its_run() -> None:
-    outcome = sweep.run(Sweep(mix(), (setting(),), (20.0,), (0,)), workers=1)
+    outcome = sweep.run(Sweep(mix(), (spec(),), (20.0,), (0,)), workers=1)
     (point,) = outcome.points()
     (row,) = [row for row in outcome.done.values[0]["tiers"] if row["tier"] == ALL]
     assert (point.attainment[ALL].low, point.attainment[ALL].high) == (row["attainment_low"], row["attainment_high"])
@@ -88,7 +88,7 @@ def test_a_picture(serial: sweep.SweepResult, tmp_path: Path) -> None:
         ({"rates": (1.0, 1.0)}, "each once"),
         ({"rates": (0.0,)}, "rate is 0.0 requests/s: give a positive number"),
         ({"seeds": (1, 1)}, "each once"),
-        ({"settings": (setting(), setting())}, "at least one policy, and each once: got sarathi, sarathi"),
+        ({"specs": (spec(), spec())}, "at least one policy, and each once: got sarathi, sarathi"),
     ],
 )
 def test_impossible_sweeps(changes: dict[str, object], says: str) -> None:

@@ -13,7 +13,7 @@ from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
 from rubato.workloads.request_kinds import FollowUp, Kind
-from tests.planning.machine import MACHINE, mix, setting
+from tests.planning.machine import MACHINE, mix, spec
 from tests.simulation.test_equal import SCHEDULERS
 
 
@@ -60,6 +60,6 @@ def test_a_drafter_that_nobody_asks_changes_nothing() -> None:
 
 def test_an_experiment_whose_schedulers_learn() -> None:
     load = mix().make(0).rescaled(10.0)
-    own, learning = setting("edf").run(load), setting("edf", learns=True).run(load)
+    own, learning = spec("edf").run(load), spec("edf", learns=True).run(load)
     assert [r.output for r in learning.records] == [r.output for r in own.records] != []
-    assert setting("edf").describe() != setting("edf", learns=True).describe()
+    assert spec("edf").describe() != spec("edf", learns=True).describe()

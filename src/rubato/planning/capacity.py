@@ -34,18 +34,18 @@ LONG = 5.0  # a run should last so many times as long as a request takes (p99)
 
 @dataclass(frozen=True)
 class CapacityQuestion:
-    """settings: one for each policy. tolerance: relative width of the final bracket. start: requests/s to begin with
+    """specs: one for each policy. tolerance: relative width of the final bracket. start: requests/s to begin with
     (None: what step times alone would allow)."""
 
     source: RequestSource
-    settings: tuple[RunSpec, ...]
+    specs: tuple[RunSpec, ...]
     seeds: tuple[int, ...]
     targets: tuple[float, ...] = TARGETS
     tolerance: float = 0.02
     start: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.settings or not self.seeds or not self.targets:
+        if not self.specs or not self.seeds or not self.targets:
             raise ValueError("a capacity needs at least one policy, one seed and one target")
         if not all(0.0 < target <= 1.0 for target in self.targets):
             raise ValueError(f"targets are {self.targets}: give shares above 0 and at most 1, such as 0.9")
@@ -57,18 +57,18 @@ class CapacityQuestion:
     def jobs(self) -> list[Job]:
         return [
             Job(
-                f"{setting.choice.label} seed={seed}",
+                f"{spec.choice.label} seed={seed}",
                 search,
-                (self.source, setting, seed, self.targets, self.tolerance, self.start),
+                (self.source, spec, seed, self.targets, self.tolerance, self.start),
             )
-            for setting in self.settings
+            for spec in self.specs
             for seed in self.seeds
         ]
 
     def describe(self) -> dict[str, Any]:
         return {
             "source": self.source.describe(),
-            "settings": [setting.describe() for setting in self.settings],
+            "settings": [spec.describe() for spec in self.specs],
             "targets": self.targets,
             "tolerance": self.tolerance,
             "start": self.start,
@@ -78,37 +78,36 @@ class CapacityQuestion:
 def run(question: CapacityQuestion, **how: Any) -> CapacityResult:
     """`how`: as `jobs.run` takes it. A policy that cannot run is left out. Raises ValueError when none can, and when an
     idle replica cannot attain the targets."""
-    settings, reasons = able(question.settings)
+    specs, reasons = able(question.specs)
     head = {"capacity": question.describe()}
-    ran = replace(question, settings=settings)
+    ran = replace(question, specs=specs)
     return CapacityResult(ran, jobs.run(ran.jobs(), head=head, about="capacity", **how), reasons)
 
 
 def search(
-    source: RequestSource, setting: RunSpec, seed: int, targets: Sequence[float], tolerance: float, start: float | None
+    source: RequestSource, spec: RunSpec, seed: int, targets: Sequence[float], tolerance: float, start: float | None
 ) -> dict[str, Any]:
     """One policy under one seed: the capacity at each target (requests/s), and every rate tried with its attainment."""
     load = source.make(seed)
-    feasibility.assess(load, setting.hardware, setting.slo_rule).check(max(targets))
-    tried: dict[float, float] = {}
-    runs: dict[float, tuple[float, float]] = {}
+    feasibility.assess(load, spec.hardware, spec.slo_rule).check(max(targets))
+    runs: dict[float, tuple[float, float, float]] = {}  # rate -> attainment, seconds of arrivals, p99 of e2e
 
     def attained(rate: float) -> float:
-        if rate not in tried:
-            result = setting.run(load.rescaled(rate), seed, times=False, causes=False)
-            tried[rate] = sum(record.verdict.met for record in result.records) / len(result.records)
-            runs[rate] = (result.workload.duration, e2e_p99(result))
-        return tried[rate]
+        if rate not in runs:
+            run = spec.run(load.rescaled(rate), seed, times=False, causes=False)
+            share = sum(record.verdict.met for record in run.records) / len(run.records)
+            runs[rate] = (share, run.workload.duration, e2e_p99(run))
+        return runs[rate][0]
 
-    first = start or estimate(load, setting)
+    first = start or estimate(load, spec)
     found = {str(target): crossing(attained, target, first, tolerance) for target in targets}
-    duration, p99 = runs[min(tried, key=lambda rate: abs(rate - found[str(targets[0])]))]
+    _, duration, p99 = runs[min(runs, key=lambda rate: abs(rate - found[str(targets[0])]))]
     return {
-        "policy": setting.choice.label,
+        "policy": spec.choice.label,
         "seed": seed,
         "requests": len(load.arrivals),
         "capacity": found,
-        "tried": sorted(tried.items()),
+        "tried": sorted((rate, share) for rate, (share, *_) in runs.items()),
         "seconds": duration,
         "e2e_p99": p99,
     }
@@ -124,7 +123,9 @@ class NoCapacity(ValueError):
     """The target is attained at no rate tried."""
 
 
-def crossing(attained: Any, target: float, start: float, tolerance: float, factor: float = FACTOR) -> float:
+def crossing(
+    attained: Callable[[float], float], target: float, start: float, tolerance: float, factor: float = FACTOR
+) -> float:
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
@@ -143,7 +144,7 @@ def crossing(attained: Any, target: float, start: float, tolerance: float, facto
             f"attainment is {100 * attained(rate):.1f} % at {rate:.4g} requests/s and {100 * attained(start):.1f} % at "
             f"{start:.4g}: no capacity at {100 * target:g} % between them; offer more requests, or give another --start"
         )
-    low, high = narrowed(lambda rate: bool(attained(rate) >= target), low, high, tolerance)
+    low, high = narrowed(lambda rate: attained(rate) >= target, low, high, tolerance)
     return sqrt(low * high)
 
 
@@ -155,13 +156,13 @@ def narrowed(enough: Callable[[float], bool], low: float, high: float, tolerance
     return low, high
 
 
-def estimate(load: Workload, setting: RunSpec) -> float:
+def estimate(load: Workload, spec: RunSpec) -> float:
     """Requests/s that step times would allow, were every batch full of tokens: where a search begins."""
     tokens = sum(a.prompt_tokens + a.output_tokens for a in load.arrivals) / len(load.arrivals)
-    batch = setting.hardware.limits.max_num_batched_tokens
-    kv = setting.hardware.limits.kv_blocks * setting.hardware.limits.block_size
-    full = setting.hardware.model.step_time(Shape(batch, min(batch, setting.hardware.limits.max_num_seqs), kv // 2))
-    return setting.replicas * batch / full / tokens
+    limits = spec.hardware.limits
+    batch, kv = limits.max_num_batched_tokens, limits.kv_blocks * limits.block_size
+    full = spec.hardware.model.step_time(Shape(batch, min(batch, limits.max_num_seqs), kv // 2))
+    return spec.replicas * batch / full / tokens
 
 
 def too_short(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -205,20 +206,14 @@ class CapacityResult:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def capacities(self) -> list[Capacity]:
-        found = {
-            (value["policy"], value["seed"], target): value["capacity"][str(target)]
-            for value in self.done.values
-            for target in self.question.targets
-        }
-        first = self.question.settings[0].choice.label
+        specs = self.question.specs
+        found: dict[str, list[Mapping[str, float]]] = {}  # by policy, an entry for each seed, in one order
+        for value in self.done.values:
+            found.setdefault(value["policy"], []).append(value["capacity"])
+        first = found[specs[0].choice.label]
         return [
-            _capacity(
-                setting,
-                target,
-                [found[setting.choice.label, seed, target] for seed in self.question.seeds],
-                [found[first, seed, target] for seed in self.question.seeds],
-            )
-            for setting in self.question.settings
+            _capacity(spec, target, *([own[str(target)] for own in runs] for runs in (found[spec.choice.label], first)))
+            for spec in specs
             for target in self.question.targets
         ]
 
@@ -237,7 +232,7 @@ class CapacityResult:
             "format": FORMAT,
             **self.question.describe(),
             "seeds": self.question.seeds,
-            "slo_rule": self.question.settings[0].slo_rule,
+            "slo_rule": self.question.specs[0].slo_rule,
             "interval": "95 %, Student's t over seeds; each seed's capacity is within the tolerance",
             "skipped": dict(self.skipped),
             "capacities": [asdict(capacity) for capacity in self.capacities()],
@@ -249,25 +244,23 @@ class CapacityResult:
         }  # fmt: skip
 
     def text(self) -> str:
-        several = len(self.question.settings) > 1
+        several = len(self.question.specs) > 1
         head = ["policy", "attained", "req/s", "per replica", "per GPU"]
-        rows = [[*head, f"against {self.question.settings[0].choice.label}"] if several else head]
+        rows = [[*head, f"against {self.question.specs[0].choice.label}"] if several else head]
         for c in self.capacities():
             own = [c.policy, f"{100 * c.target:g} %", *(number(e) for e in (c.fleet, c.replica, c.gpu))]
             rows.append([*own, number(c.ratio, "×")] if several else own)
         return markdown(rows)
 
 
-def _capacity(setting: RunSpec, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
+def _capacity(spec: RunSpec, target: float, own: Sequence[float], first: Sequence[float]) -> Capacity:
     def per(parts: int) -> Estimate:
         found = over_seeds([rate / parts for rate in own])
         return replace(found, low=max(0.0, found.low))  # no rate is negative
 
     logs = over_seeds([float(np.log(a / b)) for a, b in zip(own, first, strict=True)])
-    replicas = setting.replicas
-    return Capacity(
-        setting.choice.label, target, per(1), per(replicas), per(replicas * setting.hardware.gpus), logs.exp()
-    )  # fmt: skip
+    gpus = spec.replicas * spec.hardware.gpus
+    return Capacity(spec.choice.label, target, per(1), per(spec.replicas), per(gpus), logs.exp())
 
 
 def number(estimate: Estimate, unit: str = "") -> str:

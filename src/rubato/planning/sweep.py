@@ -24,15 +24,15 @@ FORMAT = "rubato-sweep/2"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run. settings: one for each policy, told apart by their labels; rates: requests/s of the whole fleet."""
+    """What to run. specs: one for each policy, told apart by their labels; rates: requests/s of the whole fleet."""
 
     source: RequestSource
-    settings: tuple[RunSpec, ...]
+    specs: tuple[RunSpec, ...]
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        labels = [setting.choice.label for setting in self.settings]
+        labels = [spec.choice.label for spec in self.specs]
         for name, values in (("policy", labels), ("rate", self.rates), ("seed", self.seeds)):
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"a sweep needs at least one {name}, and each once: got {', '.join(map(str, values))}")
@@ -41,30 +41,28 @@ class Sweep:
 
     def jobs(self) -> list[Job]:
         return [
-            Job(f"{setting.choice.label} rate={rate:g} seed={seed}", simulate_point, (self.source, setting, rate, seed))
+            Job(f"{spec.choice.label} rate={rate:g} seed={seed}", simulate_point, (self.source, spec, rate, seed))
             for seed in self.seeds
             for rate in self.rates
-            for setting in self.settings
+            for spec in self.specs
         ]
 
     def describe(self) -> dict[str, Any]:
-        return {"source": self.source.describe(), "settings": [one.describe() for one in self.settings]}
+        return {"source": self.source.describe(), "settings": [spec.describe() for spec in self.specs]}
 
 
-def simulate_point(source: RequestSource, setting: RunSpec, rate: float, seed: int) -> dict[str, Any]:
+def simulate_point(source: RequestSource, spec: RunSpec, rate: float, seed: int) -> dict[str, Any]:
     """Simulate one policy at one rate under one seed, and sum up the run (`results.run_json`)."""
-    load = source.make(seed).rescaled(rate)
-    return {"policy": setting.choice.label, "rate": rate, "seed": seed} | results.run_json(
-        setting.run(load, seed, times=False), requests=False
-    )
+    run = spec.run(source.make(seed).rescaled(rate), seed, times=False)
+    return {"policy": spec.choice.label, "rate": rate, "seed": seed} | results.run_json(run, requests=False)
 
 
 def run(asked: Sweep, **how: Any) -> SweepResult:
     """`how`: as `jobs.run` takes it (file, workers, progress). A policy that cannot run is left out; raises ValueError
     when none can."""
-    settings, reasons = able(asked.settings)
+    specs, reasons = able(asked.specs)
     head = {"sweep": asked.describe()}  # of all, so that the file goes on when the one that is left out is mended
-    ran = replace(asked, settings=settings)
+    ran = replace(asked, specs=specs)
     return SweepResult(ran, jobs.run(ran.jobs(), head=head, about="sweep", **how), reasons)
 
 
@@ -91,13 +89,14 @@ class SweepResult:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def points(self) -> list[Point]:
-        first = self.sweep.settings[0].choice.label
-        found: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+        labels = [spec.choice.label for spec in self.sweep.specs]
+        found: dict[tuple[str, float], list[_Tiers]] = {}  # an entry for each seed, in one order
         for value in self.done.values:
-            found.setdefault((value["policy"], value["rate"]), []).append(value)
+            tiers = {row["tier"]: row for row in value["tiers"]}
+            found.setdefault((value["policy"], value["rate"]), []).append(tiers)
         return [
-            _point(setting.choice.label, rate, found[setting.choice.label, rate], found[first, rate])
-            for setting in self.sweep.settings
+            _point(label, rate, found[label, rate], found[labels[0], rate])
+            for label in labels
             for rate in self.sweep.rates
         ]
 
@@ -107,7 +106,7 @@ class SweepResult:
             **self.sweep.describe(),
             "rates": self.sweep.rates,
             "seeds": self.sweep.seeds,
-            "slo_rule": self.sweep.settings[0].slo_rule,
+            "slo_rule": self.sweep.specs[0].slo_rule,
             "interval": "95 %, Student's t over seeds, at least Wilson's of all requests; one seed: of that run",
             "skipped": dict(self.skipped),
             "points": [asdict(point) for point in self.points()],
@@ -126,9 +125,9 @@ class SweepResult:
     def text(self) -> str:
         """A table for the terminal; Markdown as well."""
         tiers = [tier for tier in self.points()[0].attainment if tier != ALL]
-        several = len(self.sweep.settings) > 1
+        several = len(self.sweep.specs) > 1
         head = ["policy", "rate (req/s)", "attainment", *tiers, "attained/s", "TTFT p99", "TPOT p99"]
-        rows = [[*head, f"against {self.sweep.settings[0].choice.label}"] if several else head]
+        rows = [[*head, f"against {self.sweep.specs[0].choice.label}"] if several else head]
         for point in self.points():
             row = [
                 point.policy, f"{point.rate:g}", percent(point.attainment[ALL]),
@@ -139,23 +138,19 @@ class SweepResult:
         return markdown(rows)
 
 
-def _point(policy: str, rate: float, own: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> Point:
-    rows = [{row["tier"]: row for row in value["tiers"]} for value in own]
-    theirs = {value["seed"]: _all(value)["attainment"] for value in first}
+_Tiers = Mapping[str, Mapping[str, Any]]  # of one run: a row of its results for each tier
+
+
+def _point(policy: str, rate: float, own: Sequence[_Tiers], first: Sequence[_Tiers]) -> Point:
     return Point(
         policy,
         rate,
-        {tier: _attainment([row[tier] for row in rows if tier in row]) for tier in rows[0]},
-        over_seeds([row[ALL]["attained_rps"] for row in rows]),
-        _mean([row[ALL]["ttft_p99"] for row in rows]),
-        _mean([row[ALL]["tpot_p99"] for row in rows]),
-        over_seeds([_all(value)["attainment"] - theirs[value["seed"]] for value in own]),
+        {tier: _attainment([tiers[tier] for tiers in own if tier in tiers]) for tier in own[0]},
+        over_seeds([tiers[ALL]["attained_rps"] for tiers in own]),
+        _mean([tiers[ALL]["ttft_p99"] for tiers in own]),
+        _mean([tiers[ALL]["tpot_p99"] for tiers in own]),
+        over_seeds([a[ALL]["attainment"] - b[ALL]["attainment"] for a, b in zip(own, first, strict=True)]),
     )
-
-
-def _all(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(row for row in value["tiers"] if row["tier"] == ALL)
-    return found
 
 
 def _attainment(rows: Sequence[Mapping[str, Any]]) -> Estimate:
