@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rubato.engines.vllm.sequence import KEYS, LONGEST
+from rubato.engines.vllm.sequence import KEYS, MAX_CHARACTERS
 from tests.vllm.harness import harness
 
 POLICIES = ["edf", "sarathi", "vllm", "prefill_first", "priority", "slos_serve", "co_chunk", "polyserve"]
@@ -27,7 +27,8 @@ XARGS = st.fixed_dictionaries(
         "slo_ttft_ms": TIMES,
         "slo_tpot_ms": TIMES,
         "slo_e2e_ms": TIMES,
-        "slo_tier": st.sampled_from(["chat", "code", "", LONG, 5, ["chat"], None]) | st.text(max_size=2 * LONGEST),
+        "slo_tier": st.sampled_from(["chat", "code", "", LONG, 5, ["chat"], None])
+        | st.text(max_size=2 * MAX_CHARACTERS),
         "slo_on_decline": st.sampled_from(["best_effort", "refuse", "never", LONG, None, 1, ["refuse"], {}]),
         "slo_ttft": st.just(1),
         "slo_" + LONG: st.just(1),
@@ -43,7 +44,7 @@ def wrong(xargs: dict[str, Any]) -> bool:
     return (
         any(key.startswith("slo_") and key not in KEYS for key in xargs)
         or not all(any(time is good for good in NUMBERS) for time in times)
-        or not (isinstance(tier, str) and 1 <= len(tier) <= LONGEST)
+        or not (isinstance(tier, str) and 1 <= len(tier) <= MAX_CHARACTERS)
         or decline not in ("best_effort", "refuse")
     )
 
@@ -98,7 +99,7 @@ def test_of_any_number_of_tiers_a_bounded_number_is_kept(model: Path, policy: st
     held = []
     for round_ in range(3):
         for at in range(1024):
-            made.add(f"{round_}-{at}", [5] * 9, 1, slo_ttft_ms=1e6, slo_tier=f"{round_}-{at}".rjust(LONGEST))
+            made.add(f"{round_}-{at}", [5] * 9, 1, slo_ttft_ms=1e6, slo_tier=f"{round_}-{at}".rjust(MAX_CHARACTERS))
             if at % 64 == 63:
                 made.run()
         made.step()

@@ -30,7 +30,7 @@ from rubato.replica.sequence import Seq
 from rubato.replica.step_log import Run
 from rubato.simulation.step_times import StepTimes
 
-LONGEST = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
+MAX_STEPS_AHEAD = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
 NEVER = 1 << 60
 DRAFTER = "--set engine.drafter.alpha=0.7: how often it is right"
 ONE = Emitted(1)
@@ -303,7 +303,7 @@ class SimulatedHost:
         else:
             most = 1
             if goes_on and self._steady > 1 and not (self._refresh or every):
-                most = min(self._steady, LONGEST, self._next_milestone() - run.tick)
+                most = min(self._steady, MAX_STEPS_AHEAD, self._next_milestone() - run.tick)
                 for chunk in run.chunks:
                     most = min(most, -(-chunk.total // chunk.tokens))
                 kv = self.replica.kv

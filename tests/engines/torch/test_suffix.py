@@ -19,7 +19,7 @@ from rubato_torch.drafters import Draft, Drafter, Wanted
 from rubato_torch.drafters.calibration import REFIT, WEIGHT, Calibration
 from rubato_torch.drafters.suffix import (
     EDGES,
-    LONGEST,
+    MAX_CONTEXT_TOKENS,
     MOST,
     SHARES,
     Counts,
@@ -42,7 +42,7 @@ def recounted(sources: Sequence[Texts], end: list[int]) -> dict[int, float]:
     """What `probabilities` says of the token after `end`, from the texts themselves."""
     found: dict[int, float] = {}
     left = 1.0
-    for order in range(min(LONGEST, len(end)), 0, -1):
+    for order in range(min(MAX_CONTEXT_TOKENS, len(end)), 0, -1):
         for texts in sources:
             context = end[-order:]
             followed = Counter(

@@ -14,7 +14,7 @@ PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
 KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
-LONGEST = 64  # characters of a tier's name, which policies keep, and of what a refusal shows of a client's text
+MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refusal shows of a client's text
 
 
 def request_of(own: Any, arrival: float) -> Request:
@@ -59,9 +59,9 @@ def _seconds(key: str, value: object) -> float | None:
 
 
 def _tier(value: object) -> str:
-    if isinstance(value, str) and 1 <= len(value) <= LONGEST:
+    if isinstance(value, str) and 1 <= len(value) <= MAX_CHARACTERS:
         return value
-    raise ValueError(f"vllm_xargs: {TIER} is {_shown(value)}: give a name of 1 to {LONGEST} characters")
+    raise ValueError(f"vllm_xargs: {TIER} is {_shown(value)}: give a name of 1 to {MAX_CHARACTERS} characters")
 
 
 def _on_decline(value: object) -> OnDecline:
@@ -73,7 +73,7 @@ def _on_decline(value: object) -> OnDecline:
 def _shown(value: object) -> str:
     """A client's value as an error names it; it may be of any kind and length."""
     if isinstance(value, str):
-        return repr(value[:LONGEST]) + (f"... ({len(value)} characters)" if len(value) > LONGEST else "")
+        return repr(value[:MAX_CHARACTERS]) + (f"... ({len(value)} characters)" if len(value) > MAX_CHARACTERS else "")
     if isinstance(value, int | float):
         return repr(value)  # vLLM lets no integer beyond 64 bits through
     return f"of type {type(value).__name__}"

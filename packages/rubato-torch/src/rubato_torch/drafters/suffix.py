@@ -17,7 +17,7 @@ from rubato.core.plan import Tree
 from rubato_torch.drafters import Draft, Wanted
 from rubato_torch.drafters.calibration import Calibration
 
-LONGEST = 6  # tokens of the longest context
+MAX_CONTEXT_TOKENS = 6  # tokens of the longest context
 MOST = 8  # next tokens of a context that count, the most frequent
 END = -1  # no token: where a text ends
 NONE = Draft(Tree((), ()), ())
@@ -53,10 +53,10 @@ class Context:
 
 
 class Counts:
-    """What followed each context of up to `LONGEST` tokens, in one text that grows or in several texts.
+    """What followed each context of up to `MAX_CONTEXT_TOKENS` tokens, in one text that grows or in several texts.
 
-    A trie of all runs of up to LONGEST + 1 tokens, in 84 bytes a token where nothing repeats, about 300 in chats, code
-    and summaries, 950 at worst (all of it twice); 1 to 5 us a token.
+    A trie of all runs of up to MAX_CONTEXT_TOKENS + 1 tokens, in 84 bytes a token where nothing repeats, about 300 in
+    chats, code and summaries, 950 at worst (all of it twice); 1 to 5 us a token.
     """
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class Counts:
                 twice = context.next[token] = Context(2)
                 longer.append(twice)
                 after = self.after(known)
-                if order <= LONGEST and after is not None:
+                if order <= MAX_CONTEXT_TOKENS and after is not None:
                     twice.total = 1
                     twice.next[after] = known + 1
-        self.suffixes = longer[: LONGEST + 1]
+        self.suffixes = longer[: MAX_CONTEXT_TOKENS + 1]
 
     def end(self) -> None:
         """The next token begins another text: no context reaches across."""
@@ -102,7 +102,7 @@ class Counts:
         size = self._ends.popleft() - self._first
         for start in range(size):
             context = self._root
-            for token in self.text[start : min(start + LONGEST + 1, size)]:
+            for token in self.text[start : min(start + MAX_CONTEXT_TOKENS + 1, size)]:
                 context.changed(-1)
                 longer = context.next[token]
                 if isinstance(longer, Context) and longer.count > 1:
@@ -117,14 +117,14 @@ class Counts:
     def matches_of(self, tokens: Sequence[int]) -> list[Context | int]:
         """The contexts that `tokens` end in, the empty one first, each longer by one token than the one before."""
         contexts: list[Context | int] = [self._root]
-        for token in tokens[-LONGEST:]:
+        for token in tokens[-MAX_CONTEXT_TOKENS:]:
             contexts = self.longer(contexts, token)
         return contexts
 
     def longer(self, contexts: Sequence[Context | int], token: int) -> list[Context | int]:
         """The contexts that match when `token` follows."""
         found: list[Context | int] = [self._root]
-        for context in contexts[:LONGEST]:
+        for context in contexts[:MAX_CONTEXT_TOKENS]:
             if isinstance(context, Context):
                 to = context.next.get(token)
                 if to is None:
@@ -276,8 +276,8 @@ class SuffixDrafter:
         """The sequence, with all its tokens counted; anew if they do not go on from the last of those known."""
         known = self._seqs.get(want.seq)
         counted = 0 if known is None else len(known.counts.text)
-        last = list(want.tokens[max(0, counted - LONGEST) : counted])
-        if known is None or known.tenant != want.tenant or last != known.counts.text[-LONGEST:]:
+        last = list(want.tokens[max(0, counted - MAX_CONTEXT_TOKENS) : counted])
+        if known is None or known.tenant != want.tenant or last != known.counts.text[-MAX_CONTEXT_TOKENS:]:
             known = self._seqs[want.seq] = _Sequence(want.tenant, max(0, len(want.tokens) - 1))
             counted = 0
         for token in want.tokens[counted:]:
