@@ -18,8 +18,9 @@ from rubato.engines.simulated.acceptance import Acceptance
 from rubato.latency.roofline import Model
 from rubato.policies import PolicyError, load
 from rubato.policies.slos_serve import Scheduler
-from rubato.policies.slos_serve.speculation import HORIZON, PLAIN, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.speculation import PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand
+from rubato.policy_kit.acceptance import Accepted
 from rubato.replica.plan_check import spelled_out
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
@@ -66,14 +67,14 @@ def test_who_was_unlucky_is_wanted_in_the_next_batch() -> None:
 # --------------------------------------------------------------------------- what is planned on
 
 
-def test_a_plan_allows_for_bad_luck_but_not_for_none() -> None:
+def test_the_mean_is_planned_on_where_a_decode_can_be_ahead() -> None:
     seq = Seq(request("a", ttft=1.0, tpot=0.05))
-    assert Drafts(9, 1.0, 1.0, able=True).chance(seq) == 1.0
-    assert Drafts(9, 0.0, 0.5, able=True).chance(seq) == 0.5
-    assert Drafts(9, 1.0, 0.5, able=True).chance(seq) == pytest.approx(0.5 - 0.5 / HORIZON**0.5, abs=0.02)
-    assert Drafts(9, 1.0, 0.5).chance(seq) == 0.0
+    certain, half = Accepted(1.0), Accepted(0.5)
+    assert Drafts(9, able=True, accepted=certain).chance(seq) == 1.0
+    assert Drafts(9, able=True, accepted=half).chance(seq) == 0.5
+    assert Drafts(9, accepted=half).chance(seq) == 0.0
     from_first_token = Seq(request("b", tpot=0.05))
-    assert Drafts(9, 0.0, 0.5, able=True).chance(from_first_token) == 0.0
+    assert Drafts(9, able=True, accepted=half).chance(from_first_token) == 0.0
 
 
 # --------------------------------------------------------------------------- view in, plan out
@@ -118,9 +119,7 @@ def test_verification_takes_no_memory_from_anyone() -> None:
     assert entry.tokens + len(entry.verify) <= one.blocks * LIMITS.block_size - one.cached
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_draft": 10}, {"max_draft": -1}, {"pessimism": -0.1}, {"prior_acceptance": 1.1}]
-)
+@pytest.mark.parametrize("wrong", [{"max_draft": 10}, {"max_draft": -1}])
 def test_impossible_settings(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError, match="draft"):
         load("slos_serve", wrong)
@@ -135,7 +134,8 @@ class Recording:
     needs = Scheduler.needs
 
     def __init__(self, prior: float, even: bool) -> None:
-        self.inner = Scheduler(prior_acceptance=prior, steady_tokens=even)
+        self.inner = Scheduler(steady_tokens=even)
+        self.inner._drafts.accepted.prior = prior
         self.promised: set[str] = set()
         self.verified = self.beyond = 0
 

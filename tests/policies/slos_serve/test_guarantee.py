@@ -16,7 +16,7 @@ from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, components, profiles
 from rubato.latency.roofline import Model
-from rubato.policies.slos_serve import Scheduler
+from rubato.policies.slos_serve import Scheduler, scheduler
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.policies.test_properties import Load
@@ -96,12 +96,12 @@ def played(
     setup = SimulationSetup(
         lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise
     )
-    scheduler = Recording(**settings)
+    recording = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: recording)
         ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
-    return scheduler.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+    return recording.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
 
 
 @settings(max_examples=2 * few.max_examples)
@@ -122,7 +122,10 @@ def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for
     case: tuple[Load, Model], longest: float, even: bool, patience: float
 ) -> None:
     """`max_batch_seconds`: where a batch does not hold all decodes they take turns."""
-    admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even, best_effort_patience=patience)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "BEST_EFFORT_PATIENCE", patience)
+        patch.setattr(scheduler, "BEST_EFFORT_INTERVAL", patience / 16)
+        admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even)
     assert admitted <= met
 
 

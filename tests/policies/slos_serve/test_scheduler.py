@@ -274,7 +274,6 @@ def test_the_oldest_without_a_promise_has_to_wait_for_memory_that_is_promised() 
         ({"safety_margin": inf}, "safety_margin is inf"),
         ({"max_waiting": "x"}, "max_waiting is 'x'"),
         ({"max_waiting": 1.5}, "a whole number of requests"),
-        ({"pessimism": inf}, "pessimism is inf"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], says: str) -> None:

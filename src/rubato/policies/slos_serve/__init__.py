@@ -24,13 +24,13 @@ while there is room.
 
 When steps take longer than predicted, a decode that is behind counts in the next tighter tier until it is on time
 again; a prompt that cannot be done by its deadline any more is demoted, or refused. So that none starves, the oldest
-request that was not admitted counts as admitted once it is `best_effort_patience` seconds behind.
+request that was not admitted counts as admitted once it is some seconds behind (`scheduler.BEST_EFFORT_PATIENCE`).
 
 Where the engine drafts (`speculation`), decodes verify as deep as makes them fastest, wherever all can spare the time
 and half the memory is reserved: decodes that end sooner make room. Longer batches, with which decodes keep up only by
 drafting, are tried where plain ones decline a request and leave prefill less than two thirds of what these do, or
-cannot hold a TPOT at all. Such an admission counts on what drafts bring on average (`pessimism`: less), and is certain
-only where all of them are right.
+cannot hold a TPOT at all. Such an admission counts on what drafts bring on average, and is certain only where all of
+them are right.
 
 Several replicas. `Router` lands requests in turn and hands one on while the replica could not admit it beside those
 admitted there: a scheduler like the replica's own is asked, with what the replica shows.

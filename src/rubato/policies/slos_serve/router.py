@@ -29,13 +29,10 @@ class Router:
     backup: str = "best_effort"
     safety_margin: float | None = Scheduler.safety_margin
     max_batch_seconds: float = Scheduler.max_batch_seconds
-    best_effort_patience: float = Scheduler.best_effort_patience
     tier_values: Mapping[str, float] = field(default_factory=dict)
     tier_reserve: float = Scheduler.tier_reserve
     steady_tokens: bool = Scheduler.steady_tokens
     max_draft: int = Scheduler.max_draft
-    pessimism: float = Scheduler.pessimism
-    prior_acceptance: float = Scheduler.prior_acceptance
     _virtual: Scheduler = field(init=False)  # for all replicas: it goes by what each shows
     _landed: int = field(default=0, init=False)
     _declined: set[str] = field(default_factory=set, init=False)  # placed without asking, or by the backup

@@ -28,16 +28,14 @@ from rubato.policies.slos_serve.demand import (
 from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
-from rubato.policy_kit.acceptance import PRIOR
 from rubato.policy_kit.batch_builder import memory
 from rubato.policy_kit.compiled import warn_if_plain
 
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
-BEST_EFFORT_TOKENS = (
-    16  # a request without a promise is behind when it had fewer than so many tokens per `best_effort_patience`
-)
+BEST_EFFORT_PATIENCE = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned
+BEST_EFFORT_INTERVAL = BEST_EFFORT_PATIENCE / 16  # seconds a token; best effort with fewer tokens is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +104,14 @@ class Scheduler:
     """decision_threshold: decide when so many requests are new, or have finished since the last decision.
     decision_interval: or after so many seconds. safety_margin: predicted times count this much more; None: as much as
     the latency model has been off of late (root mean square; none where it is exact, or does not learn).
-    max_batch_seconds: seconds of a batch that no TPOT bounds. best_effort_patience: seconds that a prompt without a
-    TTFT, or best effort, may wait before it is counted as promised. steady_tokens: decodes that are ahead of their
+    max_batch_seconds: seconds of a batch that no TPOT bounds. steady_tokens: decodes that are ahead of their
     deadlines get a token every TPOT all the same, for readers and SLO rules that see a pause where a deadline is still
     kept, as far as all promises allow; batches are shorter for it, also where drafts would allow longer ones, and fewer
     requests are admitted. tier_values: what attaining a request of a tier is worth, 1 if not named. tier_reserve: share
     of memory, places and batches that is kept for requests worth most. max_waiting: requests without a promise that may
     wait for their first batch, any number if None; more are refused, so that they do not fill the queue that those that
     could be promised must pass. Those in the next batch do not wait. max_draft: tokens drafted for an entry at most,
-    where the engine drafts (0: none). pessimism: standard deviations of luck, over 20 tries, that plans allow for.
-    prior_acceptance: chance that a drafted token is right, as long as few were tried.
+    where the engine drafts (0: none).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
@@ -123,14 +119,11 @@ class Scheduler:
     decision_interval: float = 0.1
     safety_margin: float | None = None
     max_batch_seconds: float = 0.2
-    best_effort_patience: float = 4.0
     steady_tokens: bool = False
     tier_values: Mapping[str, float] = field(default_factory=dict)
     tier_reserve: float = 0.0
     max_waiting: int | None = None
     max_draft: int = LONGEST - 1
-    pessimism: float = 0.0
-    prior_acceptance: float = PRIOR
     _promised: dict[str, int] = field(default_factory=dict, init=False)  # id -> the round the promise is for
     _undecided: frozenset[str] = field(default=frozenset(), init=False)
     _grid: Grid | None = field(default=None, init=False)
@@ -151,11 +144,8 @@ class Scheduler:
             )
         if self.safety_margin is not None and not (_is_number(self.safety_margin) and 0.0 <= self.safety_margin < inf):
             raise ValueError(f"safety_margin is {self.safety_margin!r}: give a share like 0.1, 0 or more, or none")
-        if not 0.0 < self.max_batch_seconds < inf or not 0.0 < self.best_effort_patience < inf:
-            raise ValueError(
-                f"max_batch_seconds {self.max_batch_seconds}, best_effort_patience "
-                f"{self.best_effort_patience}: give seconds, more than 0"
-            )
+        if not 0.0 < self.max_batch_seconds < inf:
+            raise ValueError(f"max_batch_seconds {self.max_batch_seconds}: give seconds, more than 0")
         if not 0.0 <= self.tier_reserve < 1.0:
             raise ValueError(f"tier_reserve is {self.tier_reserve}: give a share, in [0, 1)")
         if self.max_waiting is not None and (type(self.max_waiting) is not int or self.max_waiting < 0):
@@ -166,17 +156,9 @@ class Scheduler:
             raise ValueError(f"tier_values is {self.tier_values!r}: give numbers by tier, like {{gold: 4}}")
         if wrong := [v for v in self.tier_values.values() if not (_is_number(v) and 0.0 < v < inf)]:
             raise ValueError(f"tier_values has {wrong[0]!r}: give each tier a number above 0")
-        if (
-            not 0 <= self.max_draft < LONGEST
-            or not 0.0 <= self.pessimism < inf
-            or not 0.0 <= self.prior_acceptance <= 1.0
-        ):
-            raise ValueError(
-                f"max_draft {self.max_draft}, pessimism {self.pessimism}, prior_acceptance "
-                f"{self.prior_acceptance}: give 0 to {LONGEST - 1} tokens, 0 or "
-                "more, and a probability"
-            )
-        self._drafts = Drafts(self.max_draft, self.pessimism, self.prior_acceptance)
+        if not 0 <= self.max_draft < LONGEST:
+            raise ValueError(f"max_draft {self.max_draft}: give 0 to {LONGEST - 1} tokens")
+        self._drafts = Drafts(self.max_draft)
 
     @property
     def uses(self) -> frozenset[str]:
@@ -262,7 +244,7 @@ class Scheduler:
         return DemandReader(
             now,
             view.limits.block_size,
-            self.best_effort_patience,
+            BEST_EFFORT_PATIENCE,
             self.tier_values,
             since,
             prefill_token_weight(view),
@@ -308,18 +290,21 @@ class Scheduler:
         return state
 
     def _find_oldest_best_effort(self, state: _PlanState) -> None:
-        """The oldest without a promise that is behind what `best_effort_patience` says, until it ends."""
-        trickle = self.best_effort_patience / BEST_EFFORT_TOKENS
+        """The oldest without a promise that is behind, until it ends."""
         able = [*state.best_effort, *(s for s in state.admitted if s.due == inf and tightest_tpot(s) == inf)]
         oldest = next((s for s in able if s.id == self._oldest_best_effort.id), None)
         if oldest is None:
-            behind = [s for s in able if state.now > s.stage_start + self.best_effort_patience + s.output * trickle]
+            behind = [
+                s for s in able if state.now > s.stage_start + BEST_EFFORT_PATIENCE + s.output * BEST_EFFORT_INTERVAL
+            ]
             oldest = min(behind, key=_arrival, default=None)
             self._oldest_best_effort = (
                 OldestBestEffort(oldest.id, oldest.length) if oldest is not None else NO_BEST_EFFORT
             )
         if oldest is not None:
-            due = self._oldest_best_effort.due + (oldest.length - self._oldest_best_effort.length) * trickle
+            due = (
+                self._oldest_best_effort.due + (oldest.length - self._oldest_best_effort.length) * BEST_EFFORT_INTERVAL
+            )
             self._oldest_best_effort = replace(self._oldest_best_effort, length=oldest.length, due=due)
         state.oldest_best_effort = oldest
 
@@ -429,15 +414,13 @@ class Scheduler:
         if oldest is None:
             return list(jobs)
         if self._oldest_best_effort.due == inf:
-            self._oldest_best_effort = replace(
-                self._oldest_best_effort, due=state.now + 0.5 * self.best_effort_patience
-            )
+            self._oldest_best_effort = replace(self._oldest_best_effort, due=state.now + 0.5 * BEST_EFFORT_PATIENCE)
         job = self._oldest_best_effort_demand(state, oldest)
         return [*(j for j in jobs if j.id != oldest.id), job]
 
     def _oldest_best_effort_demand(self, state: _PlanState, oldest: SeqView) -> Demand:
         due = max(self._oldest_best_effort.due - state.now, 0.0)
-        return state.promises.job(oldest)._replace(due=due, tpot=self.best_effort_patience / BEST_EFFORT_TOKENS)
+        return state.promises.job(oldest)._replace(due=due, tpot=BEST_EFFORT_INTERVAL)
 
     def _declined_before(self, state: _PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, inf, sqrt
+from math import ceil, floor, inf
 
 from rubato.core.events import Event, Finished, HandedOff, Preempted
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape, Work
 from rubato.policies.slos_serve.demand import BatchCapacity, counted, prompt_stage
 from rubato.policies.slos_serve.token_budget import Demand
-from rubato.policy_kit.acceptance import PRIOR, Accepted
+from rubato.policy_kit.acceptance import Accepted
 from rubato.policy_kit.batch_builder import remaining
 
 LONGEST = 10  # tokens verified in one entry (the paper: lengths are below ten)
@@ -112,12 +112,10 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 # TPOT. Nothing else changes for `token_budget` and `admission`. As the tokens of an entry come together, the first of
 # them is early by as much as the last is just in time: a prompt is wanted so much sooner.
 #
-# What comes out is random. Plans are made on what drafts bring on average, as in the paper, or on less
-# (`pessimism`). An unlucky decode has the next batch cut short for it where others can spare that. And where they can
-# and memory fills, drafts are as deep as makes decodes fastest, whatever was planned: an ended request holds no memory,
-# which admits others.
+# What comes out is random. Plans are made on what drafts bring on average, as in the paper. An unlucky decode has the
+# next batch cut short for it where others can spare that. And where they can and memory fills, drafts are as deep as
+# makes decodes fastest, whatever was planned: an ended request holds no memory, which admits others.
 
-HORIZON = 20.0  # tries over which a plan allows for bad luck
 LONGER_BATCH_GAIN = 1.5  # times the prefill throughput of plain decoding: what makes longer batches worth their risk
 CATCHING_UP = 0.1  # of a batch: what the drafter may take for prompts that it has not seen
 ACCEPTANCE_STEP = 0.02  # of planned chances: lengths do not change with every try
@@ -159,20 +157,14 @@ PLAIN = SpeculationPlan()
 
 @dataclass
 class Drafts:
-    """most: tokens drafted for an entry at most. pessimism: standard deviations of luck that plans allow for. prior: as
-    `Accepted` has it. able: whether the engine drafts."""
+    """most: tokens drafted for an entry at most. able: whether the engine drafts."""
 
     most: int
-    pessimism: float
-    prior: float = PRIOR
     able: bool = False
     in_force: SpeculationPlan = PLAIN
     drafted: dict[str, int] = field(default_factory=dict)  # tokens there are to be verified now, by id
-    accepted: Accepted = field(init=False)
+    accepted: Accepted = field(default_factory=Accepted)
     _seen: dict[str, int] = field(default_factory=dict, init=False)  # tokens that the drafter knows, by id
-
-    def __post_init__(self) -> None:
-        self.accepted = Accepted(self.prior)
 
     def observe(self, event: Event) -> None:
         self.accepted.observe(event)
@@ -191,16 +183,15 @@ class Drafts:
         return (self.in_force if plan is None else plan).entries(jobs, self.drafted)
 
     def chance(self, seq: SeqView) -> float:
-        """What is planned on for it: less than the mean, but for certainty; nothing where deadlines run from the first
-        token, for no decode is ahead of such."""
+        """What is planned on for it: the mean; nothing where deadlines run from the first token, for no decode is
+        ahead of such."""
         if not self.able:
             return 0.0
         slo = seq.request.stages[prompt_stage(seq)].slo
         if slo.ttft is None and slo.e2e is None:
             return 0.0
         mean = self.accepted.mean(seq.request)
-        planned = mean - self.pessimism * sqrt(mean * (1.0 - mean) / HORIZON)
-        return 1.0 if planned >= 1.0 else max(0.0, floor(planned / ACCEPTANCE_STEP) * ACCEPTANCE_STEP)
+        return 1.0 if mean >= 1.0 else floor(mean / ACCEPTANCE_STEP) * ACCEPTANCE_STEP
 
     def candidates(self, jobs: Sequence[Demand], machine: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
         """What to try, in this order: none, and the one with the largest prefill throughput if all are there, whose
