@@ -11,6 +11,7 @@ from hypothesis import given
 from experiments import slos_serve_toy as toy
 from rubato.policies.slos_serve import dynamic_program
 from rubato.policies.slos_serve.admission import AdmissionLimits, admit
+from rubato.policies.slos_serve.dynamic_program import SECONDS, TOKENS, summed
 from rubato.policies.slos_serve.token_budget import Demand, rows
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.instances import (
@@ -68,10 +69,8 @@ def test_grids_and_what_is_left_of_them_are_as_in_plain_python(instance: Instanc
     assert {g.phases for g in own} == {g.phases for g in reference.grids(forced, new, terms)}
     for grid in own:
         k = np.arange(12.0)
-        assert [dynamic_program.end(grid.rows, n) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
-        assert [dynamic_program.supply(grid.rows, n) for n in k] == pytest.approx(
-            [reference.supply(grid, n) for n in k]
-        )
+        assert [summed(grid.rows, n, SECONDS) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
+        assert [summed(grid.rows, n, TOKENS) for n in k] == pytest.approx([reference.supply(grid, n) for n in k])
         due = np.linspace(-1.0, 40.0, 83)
         assert [dynamic_program.index(grid.rows, at) for at in due] == [reference.index(grid, at) for at in due]
         *_, room, slope = dynamic_program.demand_line(grid.rows, rows(forced))

@@ -17,7 +17,7 @@ In the paper decode tokens count in a batch as soon as they are eligible, here w
 Models that see KV are asked with the most that decodes will read together if all go on (`demand.peak_kv_tokens`): where
 lengths differ much, or some decodes wait, admission is then no guarantee. Where a decode of a long context costs as
 much as many tokens of a prompt, the prompt's count less (`demand.prefill_token_weight`), and a prompt due before all
-decodes could be done once has a short batch before them if they are ahead (`dynamic_program.short`). Decodes that are
+decodes could be done once has a short batch before them if they are ahead (`grid_building.short`). Decodes that are
 ahead take turns where batches do not hold all of them (`batch_order`). Admission is for a stage with a prompt and the
 decode-only stages after it, at their tightest TPOT; the next prompt (a tool's return) is decided anew, its KV kept
 while there is room.

@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from rubato.policies.slos_serve import dynamic_program
+from rubato.policies.slos_serve import dynamic_program, grid_building
 from rubato.policies.slos_serve.dynamic_program import Floats, Ints
 from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
 
@@ -118,21 +118,21 @@ def columns(new: Sequence[Demand]) -> Floats:
 
 
 def grids_to_try(forced: Floats, new: Floats, terms: AdmissionLimits) -> tuple[Floats, Ints]:
-    """The grids to try, each once, and how many phases each has (`dynamic_program.build_grids`): of batches of the
+    """The grids to try, each once, and how many phases each has (`grid_building.build_grids`): of batches of the
     longest, then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch
     would have ended), then with a short batch first, in which those that are ahead are left out where all would last
     too long."""
     longest, capacity = terms.longest, terms.capacity
     starts = [(longest, float(capacity(longest)), 0.0, 0.0)]
-    for fit in dynamic_program.fits(forced, new, longest).tolist():
+    for fit in grid_building.fits(forced, new, longest).tolist():
         if fit < longest and (tokens := capacity(fit)):
             starts.append((fit, float(tokens), 0.0, 0.0))
     if terms.beside is not None:
-        for end, decodes in dynamic_program.short(forced, new, longest).tolist():
+        for end, decodes in grid_building.short(forced, new, longest).tolist():
             if beside := terms.beside(end, int(decodes)):
                 starts.append((*starts[0][:2], end, beside))
     tpots = {*forced[:, dynamic_program.TPOT].tolist(), *new[:, dynamic_program.TPOT].tolist()} - {inf}
     spans = [(tpot, float(capacity(tpot)) if tpot < longest else 0.0) for tpot in tpots]
-    return dynamic_program.build_grids(
+    return grid_building.build_grids(
         forced, new, np.array(starts), np.array(spans, dtype=np.float64).reshape(len(spans), 2)
     )

@@ -63,7 +63,7 @@ class Phase:
 
 class Grid:
     """Batches laid end to end: phases, each of shorter batches than the one before, the last without end. Before the
-    longest there may be one short batch, for a prompt that is due at its end (`dynamic_program.short`). rows: the
+    longest there may be one short batch, for a prompt that is due at its end (`grid_building.short`). rows: the
     phases."""
 
     __slots__ = ("phases", "rows")
