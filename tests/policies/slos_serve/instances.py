@@ -28,48 +28,48 @@ def unit(seconds: float) -> int:
     return int(6 * seconds + 1e-9)
 
 
-def on_one_grid(grid: Grid, jobs: Sequence[Demand]) -> bool:
-    return all(alone(grid, job) for job in jobs) and reference.holds(grid, jobs)
+def on_one_grid(grid: Grid, demands: Sequence[Demand]) -> bool:
+    return all(alone(grid, demand) for demand in demands) and reference.holds(grid, demands)
 
 
-def alone(grid: Grid, job: Demand) -> bool:
+def alone(grid: Grid, demand: Demand) -> bool:
     """No batch is longer than its TPOT from its due token on, and one ends by then."""
-    k = reference.index(grid, job.due)
-    return k >= 1.0 and dynamic_program.seconds_after(grid.rows, k) <= job.tpot * (1.0 + CLOSE)
+    k = reference.index(grid, demand.due)
+    return k >= 1.0 and dynamic_program.seconds_after(grid.rows, k) <= demand.tpot * (1.0 + CLOSE)
 
 
-def tried(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> list[Grid]:
+def tried(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> list[Grid]:
     """The grids that admission tries."""
-    grids, sizes = grids_to_try(rows(forced), columns(new), terms)
+    grids, sizes = grids_to_try(rows(forced), columns(new), limits)
     return [Grid.of(grid[:size]) for grid, size in zip(grids, sizes.tolist(), strict=True)]
 
 
 def brute_force(
-    forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits, holds: Holds = on_one_grid,
+    forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits, holds: Holds = on_one_grid,
     over: Callable[[Sequence[Demand]], Iterable[Grid]] | None = None,
 ) -> float | None:  # fmt: skip
     """The largest value of any subset that fits on a grid; None when not even the forced do. over: the grids to try for
     a subset, all that admission tries if not given."""
-    every = tried(forced, new, terms)
+    every = tried(forced, new, limits)
     best = None
     for size in range(len(new) + 1):
         for some in combinations(new, size):
-            if sum(j.memory for j in some) > terms.memory or size > terms.seats:
+            if sum(d.memory for d in some) > limits.memory or size > limits.seats:
                 continue
             on = every if over is None else over([*forced, *some])
             if any(reference.holds(g, forced) and holds(g, [*forced, *some]) for g in on):
-                best = max(best or 0.0, sum(j.value for j in some))
+                best = max(best or 0.0, sum(d.value for d in some))
     return best
 
 
-def token_by_token(grid: Grid, jobs: Sequence[Demand], batches: int = 60) -> bool:
+def token_by_token(grid: Grid, demands: Sequence[Demand], batches: int = 60) -> bool:
     """Whether every token is in time when each batch is filled by earliest deadline, one token of each decode."""
-    pending = [j.tokens for j in jobs]
-    due = [j.due for j in jobs]
+    pending = [d.tokens for d in demands]
+    due = [d.due for d in demands]
     ends = [reference.end(grid, k) for k in np.arange(1.0, batches + 1.0)]
     supply = np.diff([reference.supply(grid, k) for k in np.arange(batches + 1.0)]).tolist()
     for end, left in zip(ends, supply, strict=True):
-        for i in sorted(range(len(jobs)), key=due.__getitem__):
+        for i in sorted(range(len(demands)), key=due.__getitem__):
             if due[i] == inf or left == 0:
                 break
             given = min(pending[i], left)
@@ -78,9 +78,10 @@ def token_by_token(grid: Grid, jobs: Sequence[Demand], batches: int = 60) -> boo
             if pending[i] == 0:
                 if end > due[i] + 1e-6:
                     return False
-                pending[i], due[i] = 1, due[i] + jobs[i].tpot
+                pending[i], due[i] = 1, due[i] + demands[i].tpot
     return (
-        min(due, default=inf) > ends[-1] - 1e-6 and sum(1.0 / j.tpot for j in jobs) <= reference.throughput(grid) + 1e-9
+        min(due, default=inf) > ends[-1] - 1e-6
+        and sum(1.0 / d.tpot for d in demands) <= reference.throughput(grid) + 1e-9
     )
 
 
@@ -100,7 +101,7 @@ def instances(draw: st.DrawFn, values: bool = False) -> tuple[list[Demand], list
         )
         for i in range(draw(st.integers(1, 6)))
     ]  # fmt: skip
-    new.sort(key=lambda j: j.due)
+    new.sort(key=lambda d: d.due)
     longest = draw(st.sampled_from([8.0, 20.0]))
     return (
         forced,
@@ -120,4 +121,4 @@ def drawn(rng: np.random.Generator) -> tuple[list[Demand], list[Demand], Admissi
         Demand(f"n{i}", float(rng.uniform(5.0, 60.0)), int(rng.integers(2, 60)), float(rng.choice(tpots)))
         for i in range(6)
     ]
-    return forced, sorted(new, key=lambda j: j.due), AdmissionLimits(20.0, capacity, 0, 100)
+    return forced, sorted(new, key=lambda d: d.due), AdmissionLimits(20.0, capacity, 0, 100)

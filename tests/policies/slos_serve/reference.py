@@ -49,16 +49,16 @@ def fringe(grid: Grid, tpot: float) -> float:
     return max(lengths) / tpot
 
 
-def room(grid: Grid, jobs: Sequence[Demand]) -> list[float]:
+def room(grid: Grid, demands: Sequence[Demand]) -> list[float]:
     """Tokens left by each batch by which something is due."""
-    due = {n: index(grid, j.due) for n, j in enumerate(jobs) if j.due < inf}
-    first = min([1.0, *(k for n, k in due.items() if jobs[n].due > 0.0)])
-    due |= {n: first for n in due if jobs[n].due <= 0.0}
+    due = {n: index(grid, d.due) for n, d in enumerate(demands) if d.due < inf}
+    first = min([1.0, *(k for n, k in due.items() if demands[n].due > 0.0)])
+    due |= {n: first for n in due if demands[n].due <= 0.0}
 
     def demanded(k: float) -> float:
-        at = [(jobs[n], own) for n, own in due.items() if own <= k]
-        stairs = (j.tokens + fringe(grid, j.tpot) * j.verified for j, _ in at)
-        return sum(stairs) + sum(j.verified / j.tpot * (end(grid, k) - end(grid, own)) for j, own in at)
+        at = [(demands[n], own) for n, own in due.items() if own <= k]
+        stairs = (d.tokens + fringe(grid, d.tpot) * d.verified for d, _ in at)
+        return sum(stairs) + sum(d.verified / d.tpot * (end(grid, k) - end(grid, own)) for d, own in at)
 
     return [supply(grid, k) - demanded(k) for k in sorted(set(due.values()))]
 
@@ -68,10 +68,10 @@ def throughput(grid: Grid) -> float:
     return grid.phases[-1].tokens / grid.phases[-1].seconds
 
 
-def holds(grid: Grid, jobs: Sequence[Demand]) -> bool:
+def holds(grid: Grid, demands: Sequence[Demand]) -> bool:
     """Whether all of them are in time, for ever."""
-    rate = sum(j.verified / j.tpot for j in jobs if j.due < inf)
-    return rate <= throughput(grid) + EPS and all(left >= -EPS for left in room(grid, jobs))
+    rate = sum(d.verified / d.tpot for d in demands if d.due < inf)
+    return rate <= throughput(grid) + EPS and all(left >= -EPS for left in room(grid, demands))
 
 
 def lay(decodes: Sequence[tuple[float, float]], longest: float, capacity: Callable[[float], int]) -> Grid:
@@ -88,25 +88,25 @@ def lay(decodes: Sequence[tuple[float, float]], longest: float, capacity: Callab
     return Grid([*phases, Phase(inf, seconds, capacity(seconds))])
 
 
-def lengths(jobs: Sequence[Demand], terms: AdmissionLimits) -> list[float]:
+def lengths(demands: Sequence[Demand], limits: AdmissionLimits) -> list[float]:
     """The longest batch, and those that fit the first two deadlines that a batch can be fitted to."""
-    soon = sorted({j.due for j in jobs if 0.0 < j.due < inf and (j.tokens > 1 or j.due < j.tpot)})
-    fits = [due / max(1, ceil(due / terms.longest - CLOSE)) for due in soon[:2]]
-    return [terms.longest, *(fit for fit in fits if fit < terms.longest and terms.capacity(fit))]
+    soon = sorted({d.due for d in demands if 0.0 < d.due < inf and (d.tokens > 1 or d.due < d.tpot)})
+    fits = [due / max(1, ceil(due / limits.longest - CLOSE)) for due in soon[:2]]
+    return [limits.longest, *(fit for fit in fits if fit < limits.longest and limits.capacity(fit))]
 
 
-def natural(jobs: Sequence[Demand], every: Sequence[Demand], terms: AdmissionLimits) -> Iterator[Grid]:
+def natural(demands: Sequence[Demand], every: Sequence[Demand], limits: AdmissionLimits) -> Iterator[Grid]:
     """The grids of one set: batches as long as the tightest TPOT that decodes by then."""
-    for longest in lengths(every, terms):
-        yield lay([(j.due, j.tpot) for j in jobs], longest, terms.capacity)
+    for longest in lengths(every, limits):
+        yield lay([(d.due, d.tpot) for d in demands], longest, limits.capacity)
 
 
-def grids(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> list[Grid]:
+def grids(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> list[Grid]:
     """Those of every choice of the first new request of each TPOT, or of none."""
-    tpots = sorted({j.tpot for j in new})
-    firsts = [[*sorted({j.due for j in new if j.tpot == tpot}), inf] for tpot in tpots]
+    tpots = sorted({d.tpot for d in new})
+    firsts = [[*sorted({d.due for d in new if d.tpot == tpot}), inf] for tpot in tpots]
     return [
-        lay([*((j.due, j.tpot) for j in forced), *zip(dues, tpots, strict=True)], longest, terms.capacity)
-        for longest in lengths([*forced, *new], terms)
+        lay([*((d.due, d.tpot) for d in forced), *zip(dues, tpots, strict=True)], longest, limits.capacity)
+        for longest in lengths([*forced, *new], limits)
         for dues in product(*firsts)
     ]

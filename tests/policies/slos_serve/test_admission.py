@@ -29,10 +29,10 @@ Instance = tuple[list[Demand], list[Demand], AdmissionLimits]
 
 
 def check(instance: Instance) -> None:
-    forced, new, terms = instance
-    found = admit(forced, new, terms)
-    best = brute_force(forced, new, terms)
-    own = brute_force(forced, new, terms, over=lambda jobs: reference.natural(jobs, [*forced, *new], terms))
+    forced, new, limits = instance
+    found = admit(forced, new, limits)
+    best = brute_force(forced, new, limits)
+    own = brute_force(forced, new, limits, over=lambda demands: reference.natural(demands, [*forced, *new], limits))
     assert (found is None) == (best is None)
     if found is not None:
         assert found.value >= (own or 0.0)  # no set is missed for want of the grid that it would have alone
@@ -40,7 +40,7 @@ def check(instance: Instance) -> None:
         assert found.value == best
         assert on_one_grid(found.grid, chosen[len(forced) :]) or not found.accepted
         if not found.accepted:  # declined requests do not shorten batches
-            alone = admit(forced, [], terms)
+            alone = admit(forced, [], limits)
             assert alone is None or alone.grid.phases == found.grid.phases
         assert token_by_token(found.grid, chosen)
 
@@ -58,15 +58,15 @@ def test_the_greatest_value_that_fits_is_admitted(instance: Instance) -> None:
 @given(instances(values=True))
 def test_grids_and_what_is_left_of_them_are_as_in_plain_python(instance: Instance) -> None:
     """Those of two late decodes beside, and of one that verifies three tokens."""
-    forced, new, terms = instance
+    forced, new, limits = instance
     forced = [
         *forced,
         Demand("late", -1.0, 1, 5.0),
         Demand("now", 0.0, 4, 6.0),
         Demand("wide", 7.0, 3, 15.0, verified=3),
     ]
-    own = tried(forced, new, terms)
-    assert {g.phases for g in own} == {g.phases for g in reference.grids(forced, new, terms)}
+    own = tried(forced, new, limits)
+    assert {g.phases for g in own} == {g.phases for g in reference.grids(forced, new, limits)}
     for grid in own:
         k = np.arange(12.0)
         assert [summed(grid.rows, n, SECONDS) for n in k] == pytest.approx([reference.end(grid, n) for n in k])
@@ -93,13 +93,13 @@ def test_batches_of_a_tpot_that_is_due_before_a_tighter_one_are_tried() -> None:
 def test_the_first_batch_may_be_a_short_one() -> None:
     """Nothing of ten units ends by 3; beside the decode due by 13 five tokens end by then, the others wait."""
     running = [Demand("soon", 12.0, 1, 10.0), *(Demand(f"r{i}", 30.0, 1, 30.0) for i in range(30))]
-    terms = AdmissionLimits(10.0, capacity, 10, 100, beside=lambda *asked: 6.0 if asked == (3.0, 1) else 0.0)
+    limits = AdmissionLimits(10.0, capacity, 10, 100, beside=lambda *asked: 6.0 if asked == (3.0, 1) else 0.0)
     for tokens, ends in ((5.0, True), (7.0, False)):
-        found = admit(running, [Demand("new", 3.0, tokens, 30.0)], terms)
+        found = admit(running, [Demand("new", 3.0, tokens, 30.0)], limits)
         assert found is not None
         assert found.accepted == ((0,) if ends else ())
         assert found.grid.leads == ends
-    found = admit(running, [Demand("new", 3.0, 5.0, 30.0)], replace(terms, beside=None))
+    found = admit(running, [Demand("new", 3.0, 5.0, 30.0)], replace(limits, beside=None))
     assert found is not None
     assert found.accepted == ()
 
@@ -114,9 +114,9 @@ def test_a_deadline_may_be_as_far_away_as_anybody_likes(due: float) -> None:
 def test_many_tpots_make_few_grids() -> None:
     """An e2e of its own for each makes as many TPOTs: not two to the power of them, and those that fit are admitted."""
     new = [Demand(f"n{i}", 40.0 + i, 2, 5.0 + 0.1 * i) for i in range(16)]
-    terms = AdmissionLimits(20.0, capacity, 100, 100)
-    assert len(tried([], new, terms)) <= 3 * 17
-    found = admit([], new, terms)
+    limits = AdmissionLimits(20.0, capacity, 100, 100)
+    assert len(tried([], new, limits)) <= 3 * 17
+    found = admit([], new, limits)
     assert found is not None
     assert len(found.accepted) == 13
     assert token_by_token(found.grid, [new[i] for i in found.accepted])
@@ -150,9 +150,9 @@ def gap(count: int) -> tuple[float, float]:
     """Over so many random instances: requests admitted, and the most that are feasible token by token."""
     admitted = feasible = 0.0
     for seed in range(count):
-        forced, new, terms = drawn(np.random.default_rng([seed, 7]))
-        found = admit(forced, new, terms)
+        forced, new, limits = drawn(np.random.default_rng([seed, 7]))
+        found = admit(forced, new, limits)
         if found is not None:
             admitted += found.value
-            feasible += brute_force(forced, new, terms, holds=token_by_token) or 0.0
+            feasible += brute_force(forced, new, limits, holds=token_by_token) or 0.0
     return admitted, feasible

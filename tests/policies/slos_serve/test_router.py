@@ -135,8 +135,8 @@ def test_what_a_batch_in_flight_does_is_counted() -> None:
     p = Seq(request("p", 60, ttft=0.2, tpot=0.05), 60, 20, 2)
     [shown] = fleet([], running=[d, p])
     busy = replace(shown, busy_until=0.04)
-    jobs = [Demand("d", 0.01, 1, 0.05), Demand("p", 0.16, 40, 0.05)]
-    assert demand_after_current_batch(busy, [d, p], jobs) == [
+    demands = [Demand("d", 0.01, 1, 0.05), Demand("p", 0.16, 40, 0.05)]
+    assert demand_after_current_batch(busy, [d, p], demands) == [
         Demand("d", pytest.approx(0.06), 1, 0.05),
         Demand("p", 0.16, 11, 0.05),
     ]
@@ -149,7 +149,7 @@ def test_what_a_batch_in_flight_does_is_counted() -> None:
     ]
     assert demand_after_current_batch(busy, [d, p], [ahead, late])[1] == Demand("p", pytest.approx(0.04), 1, 0.05)
     gone = [replace(s, in_flight=1) for s in (d, p)]
-    assert demand_after_current_batch(busy, gone, jobs) == jobs
+    assert demand_after_current_batch(busy, gone, demands) == demands
 
 
 def test_a_decode_in_flight_takes_no_promise_away() -> None:

@@ -195,10 +195,10 @@ def test_a_declined_request_that_fits_after_all_is_promoted() -> None:
 
 
 def test_a_decode_behind_counts_in_the_next_tighter_tier() -> None:
-    jobs = [Demand("behind", 0.001, 1, 0.1), Demand("tight", 0.05, 1, 0.05), Demand("late", -1.0, 1, 0.05)]
-    behind, tight, late = catch_up(jobs, 0.02)
+    demands = [Demand("behind", 0.001, 1, 0.1), Demand("tight", 0.05, 1, 0.05), Demand("late", -1.0, 1, 0.05)]
+    behind, tight, late = catch_up(demands, 0.02)
     assert (behind.due, behind.tpot) == (0.0, 0.05)
-    assert tight is jobs[1]
+    assert tight is demands[1]
     assert (late.due, late.tpot) == (0.0, pytest.approx(0.04))
 
 
@@ -329,9 +329,11 @@ def test_decodes_that_end_at_different_times_hold_less_than_all_their_ends() -> 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
 def test_the_peak_is_what_step_after_step_comes_to(seqs: list[tuple[int, int]]) -> None:
-    jobs = [Demand(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
+    demands = [Demand(str(i), 1.0, 1, 0.1, memory=has + left, left=left) for i, (has, left) in enumerate(seqs)]
     steps = range(1, 51)
-    assert peak_kv_tokens(jobs, 1) == max((sum(has + k for has, left in seqs if left >= k) for k in steps), default=0)
+    assert peak_kv_tokens(demands, 1) == max(
+        (sum(has + k for has, left in seqs if left >= k) for k in steps), default=0
+    )
 
 
 # --------------------------------------------------------------------------- decodes of long contexts
@@ -347,41 +349,43 @@ def deep(waiting: list[Seq], running: list[Seq]) -> View:
 def test_a_token_of_prefill_counts_what_it_costs_beside_a_decodes() -> None:
     assert prefill_token_weight(seen([], [decode("a"), decode("b")])) == 1.0  # a roofline: tokens are tokens
     assert prefill_token_weight(seen([], [])) == 1.0
-    light = prefill_token_weight(deep([], [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]))
-    assert light == pytest.approx(1.0 / 84, rel=0.2)  # 0.12 ms of 10.1 ms, to the next step of √2
+    prefill_weight = prefill_token_weight(deep([], [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]))
+    assert prefill_weight == pytest.approx(1.0 / 84, rel=0.2)  # 0.12 ms of 10.1 ms, to the next step of √2
 
 
-@pytest.mark.parametrize("light", [1.0, 0.25, 1.0 / 64])
-def test_whatever_a_capacity_counts_as_fitting_fits(light: float) -> None:
+@pytest.mark.parametrize("prefill_weight", [1.0, 0.25, 1.0 / 64])
+def test_whatever_a_capacity_counts_as_fitting_fits(prefill_weight: float) -> None:
     """Of any number of decodes, and the chunk that leaves."""
     running = [decode(id, 500, tpot=0.2, due=1.0) for id in "abcd"]
     shown = deep([], running)
-    jobs = [Demand(s.id, 1.0, 1, 0.2, 50) for s in running]
-    machine = BatchCapacity(shown, running, jobs, 0.0, light)
+    demands = [Demand(s.id, 1.0, 1, 0.2, 50) for s in running]
+    capacity = BatchCapacity(shown, running, demands, 0.0, prefill_weight)
     for seconds in (0.015, 0.03, 0.06, 0.2):
-        for decodes in range(min(4, machine.capacity(seconds)) + 1):
-            chunk = min(ROOM.max_num_batched_tokens - decodes, int((machine.capacity(seconds) - decodes) / light))
+        for decodes in range(min(4, capacity.tokens(seconds)) + 1):
+            chunk = min(
+                ROOM.max_num_batched_tokens - decodes, int((capacity.tokens(seconds) - decodes) / prefill_weight)
+            )
             shape = Shape(decodes, decodes, 500 * decodes)
             if chunk:
                 shape = shape.plus(chunk, 0)
             assert DEEP.step_time(shape) <= seconds + 1e-9 or decodes + chunk == 0
 
 
-@pytest.mark.parametrize("light", [1.0, 1.0 / 16])
-def test_decodes_beside_a_prompt_may_be_the_longest_ones(light: float) -> None:
+@pytest.mark.parametrize("prefill_weight", [1.0, 1.0 / 16])
+def test_decodes_beside_a_prompt_may_be_the_longest_ones(prefill_weight: float) -> None:
     """One of 1,000 tokens, 30 ms alone, and three of 20: whichever are due by then, they and the chunk are in time."""
     lengths = {"long": 1000, "a": 20, "b": 20, "c": 20}
     running = [decode(id, length, tpot=0.2, due=1.0) for id, length in lengths.items()]
-    jobs = [Demand(s.id, 1.0, 1, 0.2, s.length // 10) for s in running]
-    machine = BatchCapacity(deep([], running), running, jobs, 0.0, light)
-    assert machine.capacity(0.029) == machine.beside(0.029, 1) == 0
+    demands = [Demand(s.id, 1.0, 1, 0.2, s.length // 10) for s in running]
+    capacity = BatchCapacity(deep([], running), running, demands, 0.0, prefill_weight)
+    assert capacity.tokens(0.029) == capacity.beside(0.029, 1) == 0
     for seconds in (0.02, 0.031, 0.05):
         for decodes in range(1, 5):
-            beside = machine.beside(seconds, decodes)
-            chunk = min(ROOM.max_num_batched_tokens - decodes, int((beside - decodes) / light))
+            beside = capacity.beside(seconds, decodes)
+            chunk = min(ROOM.max_num_batched_tokens - decodes, int((beside - decodes) / prefill_weight))
             kv = sum(sorted(lengths.values(), reverse=True)[:decodes])
             assert beside == 0 or DEEP.step_time(Shape(decodes, decodes, kv).plus(chunk, 0)) <= seconds + 1e-9
-    assert machine.beside(0.05, 4) > 4
+    assert capacity.beside(0.05, 4) > 4
 
 
 def test_decodes_that_are_ahead_wait_for_a_prompt_due_before_a_batch_of_theirs_would_end() -> None:

@@ -44,44 +44,44 @@ class Admitted:
     value: float
 
 
-def admit(forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
+def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
     Equal deadlines are decided in the order given. The grid is laid for those accepted alone wherever they all are in
     time on it then too: declined requests have no say in how long batches are, which best effort lives on.
     """
     served = rows(forced)
-    found = _best(served, new, terms)
+    found = _best(served, new, limits)
     if found is None or len(found.accepted) == len(new):
         return found
-    again = _best(served, [new[i] for i in found.accepted], terms)
+    again = _best(served, [new[i] for i in found.accepted], limits)
     if again is None or len(again.accepted) < len(found.accepted):
         return found
     return replace(found, grid=again.grid)
 
 
-def _best(served: Floats, new: Sequence[Demand], terms: AdmissionLimits) -> Admitted | None:
+def _best(served: Floats, new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
     """As `admit`, on a grid that may be laid for some that are declined. served: rows of the forced."""
     asked = columns(new)
-    grids, sizes = grids_to_try(served, asked, terms)
-    most = ceiling(new, terms.memory, terms.seats)
-    at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, terms.memory, terms.seats, most)
+    grids, sizes = grids_to_try(served, asked, limits)
+    most = ceiling(new, limits.memory, limits.seats)
+    at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, limits.memory, limits.seats, most)
     return Admitted(tuple(sorted(accepted.tolist())), Grid.of(grids[at, : sizes[at]]), value) if at >= 0 else None
 
 
 def admit_first(
-    forced: Sequence[Demand], new: Sequence[Demand], terms: AdmissionLimits, others: AdmissionLimits, most: float
+    forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits, others: AdmissionLimits, most: float
 ) -> Admitted | None:
     """As `admit`, but those worth `most` go first, and the rest only where `others` hold all of them: what is left
-    between the two terms is for those worth most that have not come yet."""
-    top = [i for i, j in enumerate(new) if j.value >= most]
-    rest = [i for i, j in enumerate(new) if j.value < most]
-    first = admit(forced, [new[i] for i in top], terms)
+    between the two is for those worth most that have not come yet."""
+    top = [i for i, d in enumerate(new) if d.value >= most]
+    rest = [i for i, d in enumerate(new) if d.value < most]
+    first = admit(forced, [new[i] for i in top], limits)
     if first is None:
         return None
     accepted = [top[i] for i in first.accepted]
     taken = [new[i] for i in accepted]
-    left = replace(others, memory=others.memory - sum(j.memory for j in taken), seats=others.seats - len(taken))
+    left = replace(others, memory=others.memory - sum(d.memory for d in taken), seats=others.seats - len(taken))
     second = admit([*forced, *taken], [new[i] for i in rest], left)
     if second is None:
         return replace(first, accepted=tuple(accepted))
@@ -91,20 +91,20 @@ def admit_first(
 def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
     """No set is worth more, whatever the grid: as many as memory and places hold, those worth most a block first, the
     last one in part where values differ."""
-    order = sorted(new, key=lambda j: j.memory / j.value)
+    order = sorted(new, key=lambda d: d.memory / d.value)
     value, memory = 0.0, max(memory, 0)
-    for job in order[:seats]:
-        if job.memory > memory:
-            same = all(j.value == job.value for j in new)
-            return value if same else value + job.value * memory / job.memory
-        memory -= job.memory
-        value += job.value
-    return value if len(new) <= seats else sum(sorted((j.value for j in new), reverse=True)[:seats])
+    for demand in order[:seats]:
+        if demand.memory > memory:
+            same = all(d.value == demand.value for d in new)
+            return value if same else value + demand.value * memory / demand.memory
+        memory -= demand.memory
+        value += demand.value
+    return value if len(new) <= seats else sum(sorted((d.value for d in new), reverse=True)[:seats])
 
 
-def first_grid(forced: Sequence[Demand], terms: AdmissionLimits) -> Grid:
+def first_grid(forced: Sequence[Demand], limits: AdmissionLimits) -> Grid:
     """The first grid that is tried where none is new, whether the forced are in time there or not."""
-    grids, sizes = grids_to_try(rows(forced), columns(()), terms)
+    grids, sizes = grids_to_try(rows(forced), columns(()), limits)
     return Grid.of(grids[0, : sizes[0]])
 
 
@@ -113,23 +113,23 @@ COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verif
 
 def columns(new: Sequence[Demand]) -> Floats:
     """The new as rows (due, tokens, tpot, verified, memory, value). Each has a deadline, if one of ours."""
-    assert all(j.due < inf for j in new), "every new request has a deadline, if one of ours"
+    assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
     return np.array(list(map(COLUMNS, new)), dtype=np.float64).reshape(len(new), 6)
 
 
-def grids_to_try(forced: Floats, new: Floats, terms: AdmissionLimits) -> tuple[Floats, Ints]:
+def grids_to_try(forced: Floats, new: Floats, limits: AdmissionLimits) -> tuple[Floats, Ints]:
     """The grids to try, each once, and how many phases each has (`grid_building.build_grids`): of batches of the
     longest, then of those that fit one of the first deadlines without a rest (a short prompt is due before a long batch
     would have ended), then with a short batch first, in which those that are ahead are left out where all would last
     too long."""
-    longest, capacity = terms.longest, terms.capacity
+    longest, capacity = limits.longest, limits.capacity
     starts = [(longest, float(capacity(longest)), 0.0, 0.0)]
     for fit in grid_building.fits(forced, new, longest).tolist():
         if fit < longest and (tokens := capacity(fit)):
             starts.append((fit, float(tokens), 0.0, 0.0))
-    if terms.beside is not None:
+    if limits.beside is not None:
         for end, decodes in grid_building.short(forced, new, longest).tolist():
-            if beside := terms.beside(end, int(decodes)):
+            if beside := limits.beside(end, int(decodes)):
                 starts.append((*starts[0][:2], end, beside))
     tpots = {*forced[:, dynamic_program.TPOT].tolist(), *new[:, dynamic_program.TPOT].tolist()} - {inf}
     spans = [(tpot, float(capacity(tpot)) if tpot < longest else 0.0) for tpot in tpots]

@@ -18,24 +18,24 @@ DRAFT_FREELY_BELOW_KV_SHARE = 0.5  # share of memory: while less is promised, de
 
 @dataclass
 class BatchOrder:
-    """seqs: the admitted, and `jobs` what they demand, one each. light: what a token of prefill counts. entries: the
-    jobs, with what is verified in each entry. order: by deadline. skipped: ids of decodes that the last batches went
-    without, the longest wait first."""
+    """seqs: the admitted, and `demands` what they demand, one each. prefill_weight: what a token of prefill counts.
+    entries: the demands, with what is verified in each entry. order: by deadline. skipped: ids of decodes that the last
+    batches went without, the longest wait first."""
 
     view: View
     grid: Grid
     seqs: Sequence[SeqView]
-    jobs: Sequence[Demand]
+    demands: Sequence[Demand]
     drafts: Drafts
     margin: float
-    light: float
+    prefill_weight: float
     skipped: Collection[str] = ()
     entries: dict[str, Demand] = field(init=False)
     order: list[SeqView] = field(init=False)
     _left: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.entries = {j.id: j for j in self.drafts.entries(self.jobs)}
+        self.entries = {d.id: d for d in self.drafts.entries(self.demands)}
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
     def spend(self, tokens: float) -> bool:
@@ -64,17 +64,17 @@ class BatchOrder:
         if self.grid.leads:
             return first.seconds, planned
         decodes = [s for s in self.seqs if s.pending == 1]
-        beside = min(sum(s.pending for s in self.seqs if s.pending > 1), ceil(first.tokens / self.light))
-        roomy = sum(j.memory for j in self.jobs) < DRAFT_FREELY_BELOW_KV_SHARE * self.view.kv_total
+        beside = min(sum(s.pending for s in self.seqs if s.pending > 1), ceil(first.tokens / self.prefill_weight))
+        roomy = sum(d.memory for d in self.demands) < DRAFT_FREELY_BELOW_KV_SHARE * self.view.kv_total
         fastest = 0 if roomy else self.drafts.fastest(self.view, decodes, beside)
-        behind = sorted({j.due for j in self.jobs if self.entries[j.id].due == 0.0 < j.due < first.seconds})
+        behind = sorted({d.due for d in self.demands if self.entries[d.id].due == 0.0 < d.due < first.seconds})
         if not behind and fastest <= planned:
             return first.seconds, planned
-        machine = BatchCapacity(self.view, self.seqs, self.jobs, self.margin, self.light)
+        capacity = BatchCapacity(self.view, self.seqs, self.demands, self.margin, self.prefill_weight)
         need = sum(self.entries[s.id].tokens for s in decodes)
         for seconds in [*behind, first.seconds]:
             for depth in range(fastest, -1 if seconds < first.seconds else planned, -1):
-                tokens = machine.capacity(seconds, depth)
+                tokens = capacity.tokens(seconds, depth)
                 if tokens >= need and self.spend(first.tokens - tokens):
                     return seconds, depth
         return first.seconds, planned
@@ -93,14 +93,16 @@ class BatchOrder:
         for seq in order[:first] if drafted else ():
             if seq.pending == 1:
                 there, planned = drafted.get(seq.id, 0), int(self.entries[seq.id].tokens) - 1
-                verified[seq.id] = there if there > planned and self.spend((there - planned) * self.light) else planned
+                verified[seq.id] = (
+                    there if there > planned and self.spend((there - planned) * self.prefill_weight) else planned
+                )
         if not drafted:
             return [*order[:first], *self._ahead(order[first:])], {}
         early: list[SeqView] = []
         late: list[SeqView] = []
         for seq in order[first:]:
             there = drafted.get(seq.id, 0)
-            ahead = seq.pending == 1 and not self.grid.leads and self.spend(counted(1 + there, self.light))
+            ahead = seq.pending == 1 and not self.grid.leads and self.spend(counted(1 + there, self.prefill_weight))
             (early if ahead else late).append(seq)
             if there:
                 verified[seq.id] = there if ahead else min(there, self.entries[seq.id].verified - 1)

@@ -45,8 +45,8 @@ class DemandReader:
     """How deadlines are read, `now` being when the grid begins.
 
     patience: seconds after its stage's start in which a prompt without a deadline is to be done all the same. since: of
-    decodes that are to have a token every TPOT, however far ahead they are, when the last came out. light: what a token
-    of prefill counts. accepts: of each the probability that a token drafted for it is right.
+    decodes that are to have a token every TPOT, however far ahead they are, when the last came out. prefill_weight:
+    what a token of prefill counts. accepts: of each the probability that a token drafted for it is right.
     """
 
     now: float
@@ -54,10 +54,10 @@ class DemandReader:
     patience: float
     values: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, float] = field(default_factory=dict)
-    light: float = 1.0
+    prefill_weight: float = 1.0
     accepts: Callable[[SeqView], float] = lambda seq: 0.0
 
-    def job(self, seq: SeqView) -> Demand:
+    def demand(self, seq: SeqView) -> Demand:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
         due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining(seq)
         e2e = seq.request.stages[seq.stage].slo.e2e
@@ -70,14 +70,14 @@ class DemandReader:
         if pending == 1 and seq.id in self.since:
             due = min(due, self.since[seq.id] + tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
-        tokens = 1.0 if pending == 1 else counted(pending, self.light)
+        tokens = 1.0 if pending == 1 else counted(pending, self.prefill_weight)
         held = memory(seq, self.block, left)
         return Demand(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
 
 
-def counted(pending: int, light: float) -> float:
+def counted(pending: int, prefill_weight: float) -> float:
     """Pending tokens, in tokens of decodes."""
-    return 1.0 + (pending - 1) * light
+    return 1.0 + (pending - 1) * prefill_weight
 
 
 def prefill_token_weight(view: View) -> float:
@@ -95,32 +95,32 @@ def prefill_token_weight(view: View) -> float:
     return float(2.0 ** (0.5 * round(2.0 * log2(prefill * decodes.seqs / more))))
 
 
-def catch_up(jobs: list[Demand], soonest: float) -> list[Demand]:
+def catch_up(demands: list[Demand], soonest: float) -> list[Demand]:
     """Decodes that are behind, whose next token is due sooner than any batch ends, at the pace of the next tighter
     tier, with a token due as soon as can be."""
-    if not any(j.due < soonest for j in jobs):
-        return jobs
-    paces = sorted({j.tpot for j in jobs})
+    if not any(d.due < soonest for d in demands):
+        return demands
+    paces = sorted({d.tpot for d in demands})
 
-    def tighter(job: Demand) -> Demand:
-        below = [p for p in paces if p < job.tpot]
-        return job._replace(due=0.0, tpot=below[-1] if below else TIGHTER * job.tpot)
+    def tighter(demand: Demand) -> Demand:
+        below = [p for p in paces if p < demand.tpot]
+        return demand._replace(due=0.0, tpot=below[-1] if below else TIGHTER * demand.tpot)
 
-    return [tighter(j) if j.tokens == 1 and j.due < soonest and j.tpot < inf else j for j in jobs]
+    return [tighter(d) if d.tokens == 1 and d.due < soonest and d.tpot < inf else d for d in demands]
 
 
-def peak_kv_tokens(jobs: Sequence[Demand], block: int) -> int:
+def peak_kv_tokens(demands: Sequence[Demand], block: int) -> int:
     """The most KV, in tokens, that they will hold together if each has a token in every batch until it ends: that is
     just before one of them does. Less than what all hold at their ends, for these are at different times."""
-    left = np.array([j.left for j in jobs])
-    final = np.array([j.memory for j in jobs]) * block
+    left = np.array([d.left for d in demands])
+    final = np.array([d.memory for d in demands]) * block
     last = np.argsort(-left)  # the last to end first
-    together = (final - left)[last].cumsum() + left[last] * np.arange(1, len(jobs) + 1)
+    together = (final - left)[last].cumsum() + left[last] * np.arange(1, len(demands) + 1)
     return ceil(float(together.max(initial=0.0)))
 
 
 def demand_after_current_batch(
-    view: View, seqs: Sequence[SeqView], jobs: Sequence[Demand], light: float = 1.0
+    view: View, seqs: Sequence[SeqView], demands: Sequence[Demand], prefill_weight: float = 1.0
 ) -> list[Demand]:
     """What those running demand once the batch in flight has ended, where the grid begins. What each has in it is
     a guess, not read from the view.
@@ -133,18 +133,18 @@ def demand_after_current_batch(
     left = view.latency.largest_chunk(
         view.busy_until - view.now, base, longest, view.limits.max_num_batched_tokens - base.tokens
     )
-    after = list(jobs)
-    for i in sorted(range(len(jobs)), key=lambda i: jobs[i].due):
-        job = jobs[i]
-        pending = 1 + round((job.tokens - 1.0) / light)
+    after = list(demands)
+    for i in sorted(range(len(demands)), key=lambda i: demands[i].due):
+        demand = demands[i]
+        pending = 1 + round((demand.tokens - 1.0) / prefill_weight)
         if seqs[i].in_flight and not view.in_flight.seqs:  # shown as it will be
             continue
         chunk = min(pending, left) if pending > 1 else 0
         left -= chunk
-        if job.due < job.tpot < inf if pending == 1 else chunk == pending or job.due <= 0.0:
-            after[i] = job._replace(due=job.due + job.tpot, tokens=1)
+        if demand.due < demand.tpot < inf if pending == 1 else chunk == pending or demand.due <= 0.0:
+            after[i] = demand._replace(due=demand.due + demand.tpot, tokens=1)
         elif chunk:
-            after[i] = job._replace(tokens=counted(pending - chunk, light))
+            after[i] = demand._replace(tokens=counted(pending - chunk, prefill_weight))
     return after
 
 
@@ -155,22 +155,22 @@ class BatchCapacity:
     bound of a batch with all decodes: they hold as much KV as they ever will (`peak_kv_tokens`), and what else is in
     the batch, drafted tokens too, is one chunk on top of the longest context of a prompt, or of any that may draft.
     Where not all of them fit, batches hold some in turn: their share of the KV, and the longest once more, for a batch
-    is left when the next one does not fit; in one batch alone (`beside`) they are the longest. light: what a token of a
-    chunk counts. The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step times being
-    convex, whatever lies between fits too. steps: draft steps run at its end.
+    is left when the next one does not fit; in one batch alone (`beside`) they are the longest. prefill_weight: what a
+    token of a chunk counts. The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step
+    times being convex, whatever lies between fits too. steps: draft steps run at its end.
     """
 
     def __init__(
-        self, view: View, seqs: Iterable[SeqView], jobs: Sequence[Demand], margin: float, light: float = 1.0
+        self, view: View, seqs: Iterable[SeqView], demands: Sequence[Demand], margin: float, prefill_weight: float = 1.0
     ) -> None:
         limits = view.limits
         self._model = view.latency
         self._slower = 1.0 + margin
-        self._light = light
+        self._prefill_weight = prefill_weight
         self._most = limits.max_num_batched_tokens
-        self._decodes = min(len(jobs), limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._kv = min(peak_kv_tokens(jobs, limits.block_size), view.kv_total * limits.block_size)
-        ends = sorted((j.memory * limits.block_size for j in jobs), reverse=True)
+        self._decodes = min(len(demands), limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._kv = min(peak_kv_tokens(demands, limits.block_size), view.kv_total * limits.block_size)
+        ends = sorted((d.memory * limits.block_size for d in demands), reverse=True)
         self._ends = list(accumulate(ends, initial=0))  # KV of the longest ones, by how many
         self._context = max((s.length for s in seqs if s.pending > 1), default=0)
         self._longest = max((s.length for s in seqs), default=0)
@@ -184,30 +184,30 @@ class BatchCapacity:
             shape = shape.plus(tokens - decodes, self._above(steps))
         return self._model.step_time(shape) * self._slower
 
-    def capacity(self, seconds: float, steps: int = 0) -> int:
+    def tokens(self, seconds: float, steps: int = 0) -> int:
         """The most tokens that end within as many seconds, whatever they are."""
         asked = (seconds, steps)
         if asked not in self._known:
             base = self._shape(self._decodes, steps)
             most = self._most - self._decodes
             if self._model.step_time(base) * self._slower <= seconds:
-                together = self._decodes + self._light * self._chunk(seconds, base, most)
+                together = self._decodes + self._prefill_weight * self._chunk(seconds, base, most)
             else:
                 fewer = range(1, self._decodes)
                 together = bisect_right(fewer, seconds, key=lambda n: self.seconds(n, steps))
-            if self._light < 1.0 and together >= 1.0:
+            if self._prefill_weight < 1.0 and together >= 1.0:
                 alone = self._chunk(seconds, Shape(spec_steps=steps), self._most)
-                together = min(together, self._light * alone)
+                together = min(together, self._prefill_weight * alone)
             self._known[asked] = int(together)
         return self._known[asked]
 
     def beside(self, seconds: float, decodes: int, steps: int = 0) -> float:
-        """As `capacity`, of a batch in which no more than so many decode; 0 where these do not fit."""
+        """As `tokens`, of a batch in which no more than so many decode; 0 where these do not fit."""
         decodes = min(decodes, self._decodes)
         base = self._shape(decodes, steps, min(self._kv, self._ends[decodes]))
         if decodes and self._model.step_time(base) * self._slower > seconds:
             return 0.0
-        return decodes + self._light * self._chunk(seconds, base, self._most - decodes)
+        return decodes + self._prefill_weight * self._chunk(seconds, base, self._most - decodes)
 
     def _chunk(self, seconds: float, base: Shape, most: int) -> int:
         return self._model.largest_chunk(seconds / self._slower, base, self._above(base.spec_steps), most)

@@ -53,7 +53,7 @@ NO_BEST_EFFORT = OldestBestEffort("", 0)
 
 class _Decision(NamedTuple):
     admitted: Admitted | None
-    terms: AdmissionLimits
+    limits: AdmissionLimits
     speculation: SpeculationPlan
 
 
@@ -66,19 +66,19 @@ class _PlanState:
     """One plan in the making: the requests there, and what is decided of them."""
 
     view: View
-    promises: DemandReader
+    reader: DemandReader
     admitted: list[SeqView] = field(default_factory=list)
     undecided: list[SeqView] = field(default_factory=list)
     best_effort: list[SeqView] = field(default_factory=list)
     oldest_best_effort: SeqView | None = None
-    jobs: dict[str, Demand] = field(default_factory=dict)  # of the promised, the asked, and the oldest
+    demands: dict[str, Demand] = field(default_factory=dict)  # of the promised, the asked, and the oldest
     demoted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
     drop: dict[str, str] = field(default_factory=dict)
 
     @property
     def now(self) -> float:
-        return self.promises.now
+        return self.reader.now
 
     @property
     def undecided_running(self) -> list[SeqView]:
@@ -130,7 +130,7 @@ class Scheduler:
     _decided: float = field(default=-inf, init=False)
     _finished: int = field(default=0, init=False)
     _oldest_best_effort: OldestBestEffort = field(default=NO_BEST_EFFORT, init=False)
-    _light: float = field(default=1.0, init=False)
+    _prefill_weight: float = field(default=1.0, init=False)
     _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
     _skipped_decodes: list[str] = field(default_factory=list, init=False)  # left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
@@ -186,17 +186,17 @@ class Scheduler:
         if self.steady_tokens:
             self._note_last_tokens(view)
         state = self._classify(view)
-        if state.promises.light != self._light:  # the grid counts tokens as they were
-            self._light, self._grid = state.promises.light, None
+        if state.reader.prefill_weight != self._prefill_weight:  # the grid counts tokens as they were
+            self._prefill_weight, self._grid = state.reader.prefill_weight, None
         self._find_oldest_best_effort(state)
-        jobs = self._tighten_late_decodes(view, [state.promises.job(s) for s in state.admitted])
-        state.jobs = {j.id: j for j in jobs}
-        grid, entries = self._grid, self._drafts.entries(jobs)
-        if grid is None or self._is_time(state) or any(0.0 < j.due < grid.phases[0].seconds for j in entries):
-            self._decide(state, jobs)
+        demands = self._tighten_late_decodes(view, [state.reader.demand(s) for s in state.admitted])
+        state.demands = {d.id: d for d in demands}
+        grid, entries = self._grid, self._drafts.entries(demands)
+        if grid is None or self._is_time(state) or any(0.0 < d.due < grid.phases[0].seconds for d in entries):
+            self._decide(state, demands)
             grid = self._grid
             assert grid is not None, "deciding lays a grid"
-        if self.steady_tokens and room(grid, [state.jobs[s.id] for s in state.admitted]).min(initial=inf) < -EPS:
+        if self.steady_tokens and room(grid, [state.demands[s.id] for s in state.admitted]).min(initial=inf) < -EPS:
             self._fall_back_to_deadlines(state)
         self._undecided = frozenset(s.id for s in state.undecided)
         self._give_up(state)
@@ -207,10 +207,10 @@ class Scheduler:
 
     def _fall_back_to_deadlines(self, state: _PlanState) -> list[Demand]:
         """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
-        state.promises = replace(state.promises, since={})
-        jobs = self._tighten_late_decodes(state.view, [state.promises.job(s) for s in state.admitted])
-        state.jobs.update((j.id, j) for j in jobs)
-        return jobs
+        state.reader = replace(state.reader, since={})
+        demands = self._tighten_late_decodes(state.view, [state.reader.demand(s) for s in state.admitted])
+        state.demands.update((d.id, d) for d in demands)
+        return demands
 
     def _note_last_tokens(self, view: View) -> None:
         """Since when each decode has had as many tokens as it has."""
@@ -222,22 +222,24 @@ class Scheduler:
         """Whether it would promise this one, beside those that run there with a promise and `placed`, which wait there
         or are on their way. Changes nothing, and goes by what the replica shows and has told of drafts, so a controller
         may ask."""
-        promises = self._promises(view)
+        reader = self._reader(view)
         running = [s for s in view.running if not s.best_effort]
         if self.steady_tokens:  # when each had its last token is unknown here: as if just now
-            promises = replace(promises, since={s.id: view.now for s in running if s.output})
-        jobs = [promises.job(s) for s in running]
+            reader = replace(reader, since={s.id: view.now for s in running if s.output})
+        demands = [reader.demand(s) for s in running]
         if view.busy_until > view.now:
-            jobs = demand_after_current_batch(view, running, jobs, promises.light)
-        forced = self._tighten_late_decodes(view, [*jobs, *map(promises.job, placed)])
-        new = [promises.job(seq)]
-        machine = BatchCapacity(view, [*running, *placed, seq], [*forced, *new], self._margin(view), promises.light)
-        found = self._choose(view, machine, forced, new).admitted
+            demands = demand_after_current_batch(view, running, demands, reader.prefill_weight)
+        forced = self._tighten_late_decodes(view, [*demands, *map(reader.demand, placed)])
+        new = [reader.demand(seq)]
+        capacity = BatchCapacity(
+            view, [*running, *placed, seq], [*forced, *new], self._margin(view), reader.prefill_weight
+        )
+        found = self._choose(view, capacity, forced, new).admitted
         return found is not None and bool(found.accepted)
 
     # ----------------------------------------------------------------- what is promised
 
-    def _promises(self, view: View) -> DemandReader:
+    def _reader(self, view: View) -> DemandReader:
         now = max(view.now, view.busy_until)
         since = {id: at for id, (_, at) in self._came.items()}
         self._drafts.look(view)
@@ -254,12 +256,12 @@ class Scheduler:
     def _margin(self, view: View) -> float:
         return view.latency.spread if self.safety_margin is None else self.safety_margin
 
-    def _tighten_late_decodes(self, view: View, jobs: list[Demand]) -> list[Demand]:
+    def _tighten_late_decodes(self, view: View, demands: list[Demand]) -> list[Demand]:
         """Decodes behind, whose token is due before a batch of that decode alone would end, count as tighter."""
         decodes = view.decodes
         alone = Shape(1, 1, decodes.kv // decodes.seqs) if decodes.seqs else Shape()
         soonest = view.latency.step_time(alone) * (1.0 + self._margin(view)) if decodes.seqs else 0.0
-        return catch_up(jobs, soonest)
+        return catch_up(demands, soonest)
 
     @property
     def promised(self) -> Collection[str]:
@@ -268,7 +270,7 @@ class Scheduler:
 
     def _classify(self, view: View) -> _PlanState:
         """The admitted, those still to be decided, and best effort."""
-        state = _PlanState(view, self._promises(view))
+        state = _PlanState(view, self._reader(view))
         before, self._promised = self._promised, {}
         for seq in view.running:
             round_ = prompt_stage(seq)
@@ -316,52 +318,56 @@ class Scheduler:
             or not (state.admitted or state.best_effort)
         )
 
-    def _decide(self, state: _PlanState, jobs: Sequence[Demand]) -> None:
+    def _decide(self, state: _PlanState, demands: Sequence[Demand]) -> None:
         """Admit those that can be in time beside the admitted, and lay the grid for all of them."""
         again = self._declined_before(state)
-        forced = self._with_oldest_best_effort(state, jobs)
-        state.jobs.update((s.id, state.promises.job(s)) for s in [*state.undecided, *again])
+        forced = self._with_oldest_best_effort(state, demands)
+        state.demands.update((s.id, state.reader.demand(s)) for s in [*state.undecided, *again])
         asked = heapq.nsmallest(
-            ASKED, [*state.undecided, *again], key=lambda s: (-state.jobs[s.id].value, s.due, _arrival(s))
+            ASKED, [*state.undecided, *again], key=lambda s: (-state.demands[s.id].value, s.due, _arrival(s))
         )
         asked.sort(key=lambda s: (s.due, _arrival(s)))
-        new = [state.jobs[s.id] for s in asked]
-        margin, light = self._margin(state.view), state.promises.light
-        machine = BatchCapacity(state.view, [*state.admitted, *asked], [*forced, *new], margin, light)
+        new = [state.demands[s.id] for s in asked]
+        margin, prefill_weight = self._margin(state.view), state.reader.prefill_weight
+        capacity = BatchCapacity(state.view, [*state.admitted, *asked], [*forced, *new], margin, prefill_weight)
         ids = {s.id for s in asked}
         others = [
             Demand(s.id, inf, 0.0, inf, s.blocks) for s in state.undecided_running if s.id not in ids
         ]  # keep KV and place
-        held = sum(j.memory for j in [*forced, *others])
-        fits = len(forced) == len(jobs) or held <= self._memory(state.view)
-        chosen = self._choose(state.view, machine, [*forced, *others], new) if fits else None
-        if chosen is None or (chosen.admitted is None and len(forced) > len(jobs)):
+        held = sum(d.memory for d in [*forced, *others])
+        fits = len(forced) == len(demands) or held <= self._memory(state.view)
+        chosen = self._choose(state.view, capacity, [*forced, *others], new) if fits else None
+        if chosen is None or (chosen.admitted is None and len(forced) > len(demands)):
             self._oldest_best_effort = replace(
                 self._oldest_best_effort, due=inf
             )  # it has to wait until others end; none is added meanwhile
-            chosen = self._choose(state.view, machine, jobs, [])
+            chosen = self._choose(state.view, capacity, demands, [])
         if chosen.admitted is None and self.steady_tokens:
-            chosen = self._choose(state.view, machine, self._fall_back_to_deadlines(state), [])
-        found, terms, speculation = chosen
+            chosen = self._choose(state.view, capacity, self._fall_back_to_deadlines(state), [])
+        found, limits, speculation = chosen
         if found is not None:
             self._grid, self._drafts.in_force = found.grid, speculation
         elif self._grid is None:
-            self._grid, self._drafts.in_force = first_grid(jobs, terms), PLAIN
+            self._grid, self._drafts.in_force = first_grid(demands, limits), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(state, asked, accepted)
         self._decided, self._finished = state.now, 0
 
-    def _choose(self, view: View, machine: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand]) -> _Decision:
+    def _choose(
+        self, view: View, capacity: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand]
+    ) -> _Decision:
         """Which of the new to admit beside the forced, and how."""
         entries = self._drafts.entries
         best: _Decision | None = None
         for speculation in (
-            [PLAIN] if self.steady_tokens else self._drafts.candidates([*forced, *new], machine, self._unbound(machine))
+            [PLAIN]
+            if self.steady_tokens
+            else self._drafts.candidates([*forced, *new], capacity, self._unbound(capacity))
         ):
-            found = self._admit(view, machine, entries(forced, speculation), entries(new, speculation), speculation)
+            found = self._admit(view, capacity, entries(forced, speculation), entries(new, speculation), speculation)
             if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
                 best = found
-            if _worth(best.admitted) >= sum(j.value for j in new) - EPS:
+            if _worth(best.admitted) >= sum(d.value for d in new) - EPS:
                 break
         assert best is not None, "plain decoding is always tried"
         return best
@@ -369,28 +375,28 @@ class Scheduler:
     def _admit(
         self,
         view: View,
-        machine: BatchCapacity,
+        capacity: BatchCapacity,
         forced: Sequence[Demand],
         new: Sequence[Demand],
         speculation: SpeculationPlan,
     ) -> _Decision:
-        terms = self._terms(view, machine, forced, 1.0, speculation)
-        if self.tier_reserve and any(j.value < self._most for j in new):
-            others = self._terms(view, machine, forced, 1.0 - self.tier_reserve, speculation)
-            return _Decision(admit_first(forced, new, terms, others, self._most), terms, speculation)
-        return _Decision(admit(forced, new, terms), terms, speculation)
+        limits = self._limits(view, capacity, forced, 1.0, speculation)
+        if self.tier_reserve and any(d.value < self._most for d in new):
+            others = self._limits(view, capacity, forced, 1.0 - self.tier_reserve, speculation)
+            return _Decision(admit_first(forced, new, limits, others, self._most), limits, speculation)
+        return _Decision(admit(forced, new, limits), limits, speculation)
 
-    def _terms(
-        self, view: View, machine: BatchCapacity, forced: Sequence[Demand], share: float, speculation: SpeculationPlan
+    def _limits(
+        self, view: View, capacity: BatchCapacity, forced: Sequence[Demand], share: float, speculation: SpeculationPlan
     ) -> AdmissionLimits:
         """What there is for new ones when a share of memory, places and batches is used in all."""
-        limits = view.limits
-        seats = min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
-        held = sum(j.memory for j in forced)
+        most = view.limits.max_num_seqs
+        seats = min(most, view.limits.max_running or most)
+        held = sum(d.memory for d in forced)
         return AdmissionLimits(
-            longest=min(self._unbound(machine), machine.full(speculation.steps)),
-            capacity=lambda seconds: int(share * machine.capacity(seconds, speculation.steps)),
-            beside=lambda seconds, decodes: share * machine.beside(seconds, decodes, speculation.steps),
+            longest=min(self._unbound(capacity), capacity.full(speculation.steps)),
+            capacity=lambda seconds: int(share * capacity.tokens(seconds, speculation.steps)),
+            beside=lambda seconds, decodes: share * capacity.beside(seconds, decodes, speculation.steps),
             memory=self._memory(view, share) - held,
             seats=int(share * seats) - len(forced),
         )
@@ -399,28 +405,28 @@ class Scheduler:
         """KV blocks, to be promised up to this share of all."""
         return int(share * view.kv_total) - sum(s.blocks for s in view.moving)
 
-    def _unbound(self, machine: BatchCapacity) -> float:
+    def _unbound(self, capacity: BatchCapacity) -> float:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
-        return max(self.max_batch_seconds, 2.0 * machine.seconds(1))
+        return max(self.max_batch_seconds, 2.0 * capacity.seconds(1))
 
     @property
     def _most(self) -> float:
         """What a request can be worth."""
         return max([1.0, *self.tier_values.values()])
 
-    def _with_oldest_best_effort(self, state: _PlanState, jobs: Sequence[Demand]) -> list[Demand]:
+    def _with_oldest_best_effort(self, state: _PlanState, demands: Sequence[Demand]) -> list[Demand]:
         """The forced, and the oldest as if it were."""
         oldest = state.oldest_best_effort
         if oldest is None:
-            return list(jobs)
+            return list(demands)
         if self._oldest_best_effort.due == inf:
             self._oldest_best_effort = replace(self._oldest_best_effort, due=state.now + 0.5 * BEST_EFFORT_PATIENCE)
-        job = self._oldest_best_effort_demand(state, oldest)
-        return [*(j for j in jobs if j.id != oldest.id), job]
+        demand = self._oldest_best_effort_demand(state, oldest)
+        return [*(d for d in demands if d.id != oldest.id), demand]
 
     def _oldest_best_effort_demand(self, state: _PlanState, oldest: SeqView) -> Demand:
         due = max(self._oldest_best_effort.due - state.now, 0.0)
-        return state.promises.job(oldest)._replace(due=due, tpot=BEST_EFFORT_INTERVAL)
+        return state.reader.demand(oldest)._replace(due=due, tpot=BEST_EFFORT_INTERVAL)
 
     def _declined_before(self, state: _PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
@@ -450,7 +456,7 @@ class Scheduler:
 
     def _give_up(self, state: _PlanState) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
-        prefills = [s for s in state.admitted if state.jobs[s.id].tokens > 1]
+        prefills = [s for s in state.admitted if state.demands[s.id].tokens > 1]
         now, view = state.now, state.view
         for seq in [s for s in prefills if all(s.due + TOLERANCE < now + t for t in seconds_alone(view, s))]:
             state.admitted.remove(seq)
@@ -474,28 +480,28 @@ class Scheduler:
 
     def _filled(self, state: _PlanState, grid: Grid) -> Plan:
         view, oldest, block = state.view, state.oldest_best_effort, state.view.limits.block_size
-        kept, rest, jobs = state.admitted, state.best_effort, state.jobs
+        kept, rest, demands = state.admitted, state.best_effort, state.demands
         if oldest is not None and self._oldest_best_effort.due < inf:
-            jobs[oldest.id] = self._oldest_best_effort_demand(state, oldest)
+            demands[oldest.id] = self._oldest_best_effort_demand(state, oldest)
             kept = [*(s for s in kept if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
         rest = sorted(rest, key=_arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
         undecided = state.undecided_running
-        margin, light = self._margin(view), state.promises.light
+        margin, prefill_weight = self._margin(view), state.reader.prefill_weight
         next_batch = BatchOrder(
-            view, grid, kept, [jobs[s.id] for s in kept], self._drafts, margin, light, self._skipped_decodes
+            view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, prefill_weight, self._skipped_decodes
         )
         bound, most = next_batch.bounds()
-        depths, late = self._drafts.depths(view, next_batch.order, most, grid.phases[0].tokens, bound, light)
+        depths, late = self._drafts.depths(view, next_batch.order, most, grid.phases[0].tokens, bound, prefill_weight)
         order, verified = next_batch.in_order()
         drafts = {id: (depth, 1) for id, depth in depths.items()}
         filler = BatchFiller(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, drafts)
         if holders or state.undecided or not filler.decodes(order):
             filler.fill(order)
         if rest:
-            needs = [jobs[s.id].memory if s.id in jobs else memory(s, block) for s in [*kept, *state.undecided]]
+            needs = [demands[s.id].memory if s.id in demands else memory(s, block) for s in [*kept, *state.undecided]]
             held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filler.add_best_effort(rest, view.kv_total - held, block)
         if filler.empty:  # for lack of memory: the admitted first, the oldest after them, then the undecided

@@ -130,26 +130,26 @@ class SpeculationPlan:
     steps: int = 0
     longest: int = 1
 
-    def entries(self, jobs: Iterable[Demand], drafted: Mapping[str, int]) -> list[Demand]:
-        """The jobs as entries of verified tokens; drafted: how many tokens there are to be verified now, by id."""
-        return [self._entry(job, drafted.get(job.id, 0)) for job in jobs] if self.steps else list(jobs)
+    def entries(self, demands: Iterable[Demand], drafted: Mapping[str, int]) -> list[Demand]:
+        """The demands as entries of verified tokens; drafted: how many tokens there are to be verified now, by id."""
+        return [self._entry(d, drafted.get(d.id, 0)) for d in demands] if self.steps else list(demands)
 
-    def _entry(self, job: Demand, drafted: int) -> Demand:
-        verified = self.verified(job)
+    def _entry(self, demand: Demand, drafted: int) -> Demand:
+        verified = self.verified(demand)
         if verified == 1:
-            return job
-        period = job.tpot * expected(job.accepts, verified)
-        now, tokens = 1.0, job.tokens
+            return demand
+        period = demand.tpot * expected(demand.accepts, verified)
+        now, tokens = 1.0, demand.tokens
         if tokens == 1:
             there = min(verified, 1 + drafted)
-            now, tokens = expected(job.accepts, there), float(there)
-        due = job.due - (period - job.tpot * now)
-        if job.accepts < 1.0 and due < period:  # behind by chance, or too soon to be ahead
-            due = min(job.due, period) if job.tokens > 1 else 0.0
-        return job._replace(due=due, tokens=tokens, tpot=period, verified=verified)
+            now, tokens = expected(demand.accepts, there), float(there)
+        due = demand.due - (period - demand.tpot * now)
+        if demand.accepts < 1.0 and due < period:  # behind by chance, or too soon to be ahead
+            due = min(demand.due, period) if demand.tokens > 1 else 0.0
+        return demand._replace(due=due, tokens=tokens, tpot=period, verified=verified)
 
-    def verified(self, job: Demand) -> int:
-        return keeping_up(job.tpot, job.accepts, self.seconds, self.longest) if job.tpot < inf else 1
+    def verified(self, demand: Demand) -> int:
+        return keeping_up(demand.tpot, demand.accepts, self.seconds, self.longest) if demand.tpot < inf else 1
 
 
 PLAIN = SpeculationPlan()
@@ -178,9 +178,9 @@ class Drafts:
             self.accepted.follow(view.running)
             self.drafted = {s.id: _verifiable(s) for s in view.running if s.draft is not None}
 
-    def entries(self, jobs: Sequence[Demand], plan: SpeculationPlan | None = None) -> list[Demand]:
-        """The jobs as entries of verified tokens, by a plan or the one in force."""
-        return (self.in_force if plan is None else plan).entries(jobs, self.drafted)
+    def entries(self, demands: Sequence[Demand], plan: SpeculationPlan | None = None) -> list[Demand]:
+        """The demands as entries of verified tokens, by a plan or the one in force."""
+        return (self.in_force if plan is None else plan).entries(demands, self.drafted)
 
     def chance(self, seq: SeqView) -> float:
         """What is planned on for it: the mean; nothing where deadlines run from the first token, for no decode is
@@ -193,32 +193,33 @@ class Drafts:
         mean = self.accepted.mean(seq.request)
         return 1.0 if mean >= 1.0 else floor(mean / ACCEPTANCE_STEP) * ACCEPTANCE_STEP
 
-    def candidates(self, jobs: Sequence[Demand], machine: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
+    def candidates(self, demands: Sequence[Demand], capacity: BatchCapacity, most: float) -> Iterator[SpeculationPlan]:
         """What to try, in this order: none, and the one with the largest prefill throughput if all are there, whose
         batches take at most `most` seconds."""
         yield PLAIN
-        counts = Counter((job.tpot, job.accepts) for job in jobs if job.tpot < inf) if self.able else None
+        counts = Counter((d.tpot, d.accepts) for d in demands if d.tpot < inf) if self.able else None
         if not counts:
             return
         tiers = [Tier(tpot, count, chance) for (tpot, chance), count in counts.items()]
-        plain = best_lengths(tiers, machine.capacity, 1, most)
-        best = best_lengths(tiers, machine.capacity, self.most + 1, most)
+        plain = best_lengths(tiers, capacity.tokens, 1, most)
+        best = best_lengths(tiers, capacity.tokens, self.most + 1, most)
         if best is None or max(best.verified) == 1:
             return
         if plain is None or best.throughput >= LONGER_BATCH_GAIN * plain.throughput:
             yield SpeculationPlan(best.seconds, max(best.verified) - 1, self.most + 1)
 
     def depths(
-        self, view: View, seqs: Sequence[SeqView], most: int, tokens: float, bound: float, light: float = 1.0
+        self, view: View, seqs: Sequence[SeqView], most: int, tokens: float, bound: float, prefill_weight: float = 1.0
     ) -> tuple[dict[str, int], float]:
         """How many tokens to draft for each whose entry may end in a batch of so many tokens, where those of prefill
-        count `light`, and seconds: `most`, but none beyond its end, and of those that the drafter lags behind with no
-        more than a part of the batch is enough for. And the seconds of that, which a batch's shape does not say."""
+        count `prefill_weight`, and seconds: `most`, but none beyond its end, and of those that the drafter lags behind
+        with no more than a part of the batch is enough for. And the seconds of that, which a batch's shape does not
+        say."""
         found: dict[str, int] = {}
         lag, late = 0, 0.0
         for seq in seqs if most else ():
             depth = min(most, ceil(remaining(seq)) - 2)
-            if counted(seq.pending, light) > tokens or depth < 1:
+            if counted(seq.pending, prefill_weight) > tokens or depth < 1:
                 continue
             if behind := self._behind(seq):
                 seconds = self._catching_up(view, lag + behind)

@@ -97,15 +97,15 @@ class Grid:
 COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified")))
 
 
-def rows(jobs: Sequence[Demand]) -> Floats:
+def rows(demands: Sequence[Demand]) -> Floats:
     """What those with a deadline demand, (due, tokens, tpot, verified), in order of deadline: told once, held against
     many grids."""
-    each = sorted(row for row in map(COLUMNS, jobs) if row[0] < inf)
+    each = sorted(row for row in map(COLUMNS, demands) if row[0] < inf)
     flat = np.fromiter(chain.from_iterable(each), np.float64, 4 * len(each))  # `array` of rows takes twice as long
     return flat.reshape(len(each), 4)
 
 
-def room(grid: Grid, jobs: Sequence[Demand]) -> Floats:
+def room(grid: Grid, demands: Sequence[Demand]) -> Floats:
     """Tokens that these, served anyway, leave of a grid for others, by each batch by which something of theirs is due;
     negative: they do not fit. Jobs due at 0 are late already: they are due with the first batch."""
-    return dynamic_program.demand_line(grid.rows, rows(jobs))[3]
+    return dynamic_program.demand_line(grid.rows, rows(demands))[3]
