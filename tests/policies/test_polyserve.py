@@ -16,6 +16,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
+from rubato.policies.polyserve.replica_model import PREFILL
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.doubles import Linear, request
 from tests.policies.test_properties import Load, few, loads, run
@@ -28,32 +29,32 @@ MODES = st.sampled_from(["co", "pd"])
 class Watched(Router):
     """Looks at each decision before it is made, and at what is held after."""
 
-    def _take(self, replica: Any, want: Any, turn: Any, slo_rule: str, when: float, passed: Sequence[str]) -> None:
+    def _take(self, replica: Any, request: Any, turn: Any, rule: str, when: float) -> None:
         assert not replica.draining
-        assert want.seq.id not in turn.place, "placed twice"
-        if replica.group < len(self.tiers):
-            assert replica.group <= want.tier, "a looser tier's replica"
-        if slo_rule.startswith("promoted") or slo_rule in ("scaled up", "claimed"):
-            for group in range(want.tier, -1, -1) if slo_rule in ("scaled up", "claimed") else [want.tier]:
+        assert request.seq.id not in turn.place, "placed twice"
+        if replica.group != PREFILL:
+            assert replica.group <= request.tier, "a looser tier's replica"
+        if rule.startswith("promoted") or rule in ("scaled up", "claimed"):
+            for group in range(request.tier, -1, -1) if rule in ("scaled up", "claimed") else [request.tier]:
                 for other in self._groups[group]:
-                    if other is not replica and not other.draining and replica.group < len(self.tiers):
-                        assert self._fits(other, group, want, turn.now) is None, "its own tier had room"
-        super()._take(replica, want, turn, slo_rule, when, passed)
+                    if other is not replica and not other.draining and replica.group != PREFILL:
+                        assert self._fits(other, group, request, turn.now) is None, "its own tier had room"
+        super()._take(replica, request, turn, rule, when)
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        before, eased = set(self._pending), set(self._eased)
+        before, freed = set(self._held_until), set(self._freed)
         dispatch = super().place(held, fleet, now)
         for seq in held:
-            if seq.id not in self._pending:
+            if seq.id not in self._held_until:
                 continue
-            want = self._want(seq)
-            assert want is not None
-            if want.moves or self.mode == "pd":
+            wanted = self._request(seq)
+            assert wanted is not None
+            if wanted.moves or self.mode == "pd":
                 continue  # those that prefill share their replicas: tried as they come
-            tried = self._replicas.values() if seq.id not in before else [self._replicas[id] for id in eased]
+            tried = self._replicas.values() if seq.id not in before else [self._replicas[id] for id in freed]
             for replica in tried:
-                if replica.group is not None and replica.group <= want.tier and not replica.draining:
-                    assert self._fits(replica, replica.group, want, now) is None, "held though a replica would take it"
+                if replica.group is not None and replica.group <= wanted.tier and not replica.draining:
+                    assert self._fits(replica, replica.group, wanted, now) is None, "held though a replica would take it"
         return dispatch
 
 

@@ -30,9 +30,6 @@ class KVForecast:
     def __len__(self) -> int:
         return len(self._of)
 
-    def __contains__(self, id: str) -> bool:
-        return id in self._of
-
     def add(self, id: str, length: int, remaining: float, step: int) -> None:
         """A resident of `length` tokens at `step`, `remaining` to come, takes its place; or gets other numbers."""
         self.drop(id)
