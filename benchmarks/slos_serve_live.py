@@ -69,7 +69,7 @@ def rate_of(stage: Stage, choice: PolicyChoice, warm: demo.WarmUp) -> float:
 
 
 def found(attained_at: Callable[[float], float], rate: float, policy: str) -> float:
-    """The rate at which 90 % is attained, tried from `rate` on. Raises as `demo.held`."""
+    """The rate at which 90 % is attained, tried from `rate` on. Raises as `demo.sustained_rate`."""
     tries: list[tuple[float, float]] = []
     for _ in range(TRIES):
         share = attained_at(rate)
@@ -77,7 +77,7 @@ def found(attained_at: Callable[[float], float], rate: float, policy: str) -> fl
         if min(a for _, a in tries) < demo.HOLDS <= max(a for _, a in tries):
             break
         rate *= 1.15 if share >= demo.HOLDS else 0.85 if share >= HALF else 0.7
-    return demo.held(tries, policy)
+    return demo.sustained_rate(tries, policy)
 
 
 def row(choice: PolicyChoice, seed: int, run: Run) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any
 from vllm_env import ROOT, ensure_env
 
 from rubato.core.request import SLO
-from rubato.demo.runs import HOLDS, PROMPT, Unloaded, held, kinds
+from rubato.demo.runs import HOLDS, PROMPT, Unloaded, kinds, sustained_rate
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import Endpoint, TierField
 from rubato.measure.records import Run, summarise
@@ -193,7 +193,7 @@ def rate_held(server: Server, load: Load, rate: float, count: int) -> float:
         if min(a for _, a in tries) < HOLDS <= max(a for _, a in tries):
             break
         rate *= 1.25 if tries[-1][1] >= HOLDS else 0.8
-    return held(tries)
+    return sustained_rate(tries)
 
 
 def cell(server: Server, load: Workload) -> Run:

@@ -25,7 +25,7 @@ from rubato.demo.runs import (
     Unloaded,
     burst_of,
     checked_rate,
-    held,
+    sustained_rate,
 )
 from rubato.latency import affine
 from rubato.latency.fit_error import Report
@@ -74,12 +74,12 @@ def test_two_tries_correct_the_simulated_rate(attained: dict[float, float], rate
     ],
 )
 def test_the_rate_that_is_held(tries: list[tuple[float, float]], rate: float) -> None:
-    assert held(tries) == pytest.approx(rate)
+    assert sustained_rate(tries) == pytest.approx(rate)
 
 
 def test_none_held() -> None:
     with pytest.raises(BenchError, match=r"none of 2 rates down to 4.00/s"):
-        held([(5.0, 0.5), (4.0, 0.8)])
+        sustained_rate([(5.0, 0.5), (4.0, 0.8)])
 
 
 def stage(tmp_path: Path, seed: int = 0) -> Stage:
@@ -91,7 +91,7 @@ def test_every_class_is_in_the_load_and_the_rate_is_exact(tmp_path: Path, seed: 
     load = stage(tmp_path, seed).load(LEAST / SECONDS, SECONDS, dict.fromkeys(TIERS, SLO(1.0, 0.1)), 1.0, texts=False)
     tiers = Counter(a.tier for a in load.arrivals)
     assert len(load.arrivals) == LEAST
-    assert min(tiers[tier] / (share * LEAST) for tier, share in demo_runs.SHARES.items()) >= 0.5
+    assert min(tiers[name] / (tier.share * LEAST) for name, tier in TIERS.items()) >= 0.5
     assert load.arrivals[-1].at == pytest.approx(SECONDS * LEAST / (LEAST + 1))
 
 
@@ -126,7 +126,7 @@ def test_time_left_is_told_with_each_phase(capsys: pytest.CaptureFixture[str]) -
     progress = Progress("edf")
     for _ in range(5):
         progress.begin()
-    progress.contest_takes(60.0)
+    progress.seconds = 60.0
     progress.begin()
     lines = capsys.readouterr().out.splitlines()
     left = [60 * int(m) + int(s) for m, s in (line.split()[-2].split(":") for line in lines)]
@@ -141,7 +141,7 @@ def test_a_baseline_may_be_set_against_the_baselines(policy: str) -> None:
     progress = Progress(policy)
     for _ in range(7):
         progress.begin()
-    assert progress.left == []
+    assert progress.begun == len(progress.phases())
 
 
 @pytest.mark.parametrize(
@@ -193,13 +193,16 @@ def test_how_to_read_a_poor_fit_and_a_disturbed_machine(monkeypatch: pytest.Monk
     busy = iter([10.0, 10.0, 20.0, 21e9])
     monkeypatch.setattr("rubato.core.cpu_usage.busy_seconds", lambda cores: next(busy))
     monkeypatch.setattr(demo_progress, "cpu_seconds_of", lambda pid: 5.0)
-    with progress.watched("vllm served", 1):
+    for _ in range(6):
+        progress.begin()
+    with progress.watched(1):
         pass
     assert progress.disturbance() == ""
-    with progress.watched("edf served", 1):
+    progress.begin()
+    with progress.watched(1):
         pass
-    assert "while edf served" in progress.disturbance()
-    assert "vllm served" not in progress.disturbance()
+    assert "while serving under edf" in progress.disturbance()
+    assert "sarathi" not in progress.disturbance()
 
 
 def test_what_to_try_next_are_commands_that_exist(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 What it does, in order: measure the unloaded TTFT and step time and set each tier's SLO as a fixed multiple of them; fit
 the latency model on steps of every kind; ask the simulator which rate `vllm` holds, and try that rate twice; offer 1.3
 times the rate, the same requests at the same times, to `vllm`, `sarathi` (its budget tuned on this workload) and one of
-ours, each in a server of its own. A slow machine gets shorter requests, and only then more seconds, LONGEST at most.
+ours, each in a server of its own. A slow machine gets shorter requests, and only then more seconds, MAX_DEMO_SECONDS at
+most.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from rubato.core.extras import extra
 from rubato.demo.progress import Progress, say
-from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, kept
+from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, met
 from rubato.measure import compare, plot, results
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import Run
@@ -80,12 +81,11 @@ def _check_able(policy: str) -> None:
 def sentence(runs: Sequence[Run], doubtful: bool = False) -> str:
     """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
     *baselines, ours = runs
-    met = {run.label: kept(run) for run in runs}
-    others = " and ".join(f"{run.label} of {met[run.label]}" for run in baselines)
+    others = " and ".join(f"{run.label} of {met(run)}" for run in baselines)
     holds = "may hold (see below)" if doubtful else "holds"
     return (
         f"Under {OVERLOAD} x the load that vLLM's scheduling {holds}, {ours.label} met the SLO of "
-        f"{met[ours.label]} of {len(ours.records)} requests, {others}."
+        f"{met(ours)} of {len(ours.records)} requests, {others}."
     )
 
 

@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +17,7 @@ from rubato.core import event_log
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import steps
-from rubato.demo.progress import BURST_SECONDS, CHECK_SECONDS, SECONDS, Progress, ms, say
+from rubato.demo.progress import BURST_SECONDS, CHECK_SECONDS, SECONDS, Progress, say
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
@@ -24,42 +26,44 @@ from rubato.measure.http_client import BenchError, Endpoint, TierField
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
+from rubato.planning.sweep import milliseconds
 from rubato.simulation.simulate import SimulationSetup, simulated_run
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
 from rubato.workloads.request_kinds import Kind
 
-OVERLOAD = 1.3  # times the rate that vllm holds
-HOLDS = 0.9  # attainment at which a rate is held
-LONGEST = 60.0  # seconds of load for each policy at most, where even short requests are served slowly
+OVERLOAD = 1.3  # times the rate that vllm sustains
+HOLDS = 0.9  # attainment at which a rate is sustained
+MAX_DEMO_SECONDS = 60.0  # of load for each policy, where even short requests are served slowly
 LEAST = 40  # requests for each policy
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25)  # of all lengths: the first at which LEAST requests come in SECONDS
 LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=2048, block_size=16)
 # Sarathi's, tried in simulation; 0 = by the tightest TPOT, which is as good as the model: last of equally good ones
 BUDGETS = (256, 512, 128, 64, 32, 0)
 POOR_P50, POOR_P95 = 0.15, 0.6  # relative errors of the latency model, beyond which the simulator's rate is rough
+PROMPT = 256
 
 
 @dataclass(frozen=True)
-class Multiples:
-    """A tier's SLO: TTFT in unloaded TTFTs (of a prompt of PROMPT tokens), TPOT in unloaded steps."""
+class Tier:
+    """share: of requests. prompt, output: tokens, the least and the most. ttft, tpot: its SLO, in unloaded TTFTs (of a
+    prompt of PROMPT tokens) and in unloaded steps."""
 
+    share: float
+    prompt: tuple[int, int]
+    output: tuple[int, int]
     ttft: float
     tpot: float
 
 
-PROMPT = 256
-TIERS: Mapping[str, Multiples] = {"chat": Multiples(7, 4), "code": Multiples(8, 4.5), "summary": Multiples(9, 5)}
-SHARES = {"chat": 0.6, "code": 0.3, "summary": 0.1}  # mostly chat that is read along, and a few long documents
-# tokens, the least and the most, of a prompt and of an answer
-LENGTHS = {
-    "chat": ((30, 200), (60, 180)),
-    "code": ((100, 400), (40, 120)),
-    "summary": ((400, 900), (80, 160)),
+TIERS: Mapping[str, Tier] = {  # mostly chat that is read along, and a few long documents
+    "chat": Tier(0.6, (30, 200), (60, 180), ttft=7, tpot=4),
+    "code": Tier(0.3, (100, 400), (40, 120), ttft=8, tpot=4.5),
+    "summary": Tier(0.1, (400, 900), (80, 160), ttft=9, tpot=5),
 }
-MEAN_PROMPT = sum(share * sum(LENGTHS[tier][0]) / 2 for tier, share in SHARES.items())
-MEAN_OUTPUT = sum(share * sum(LENGTHS[tier][1]) / 2 for tier, share in SHARES.items())
+MEAN_PROMPT = sum(tier.share * sum(tier.prompt) / 2 for tier in TIERS.values())
+MEAN_OUTPUT = sum(tier.share * sum(tier.output) / 2 for tier in TIERS.values())
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Unloaded:
     step: float
 
     def slos(self) -> dict[str, SLO]:
-        return {tier: SLO(times.ttft * self.ttft, times.tpot * self.step) for tier, times in TIERS.items()}
+        return {name: SLO(tier.ttft * self.ttft, tier.tpot * self.step) for name, tier in TIERS.items()}
 
     def scaled(self, scale: float, model: affine.Model) -> Unloaded:
         """With prompts `scale` times as long, by the model."""
@@ -85,27 +89,26 @@ def kinds(slos: Mapping[str, SLO], scale: float = 1.0, outputs: float = 1.0) -> 
         return max(8, round(span[0] * by)), max(16, round(span[1] * by))
 
     return [
-        Kind(tier, slos[tier], tokens(prompt, scale), tokens(output, scale * outputs), share=SHARES[tier])
-        for tier, (prompt, output) in LENGTHS.items()
+        Kind(name, slos[name], tokens(tier.prompt, scale), tokens(tier.output, scale * outputs), share=tier.share)
+        for name, tier in TIERS.items()
     ]
 
 
 def checked_rate(attained_at: Callable[[float], float], rate: float) -> tuple[float, str]:
     """The rate at which 90 % is attained, from the simulator's and two tries on the real server; and what to say where
     these do not enclose it."""
-    tries = [(rate, attained_at(rate))]
-    second = rate * (1.4 if tries[0][1] >= HOLDS else 0.75)
-    tries = sorted([*tries, (second, attained_at(second))])
+    first = attained_at(rate)
+    second = rate * (1.4 if first >= HOLDS else 0.75)
+    tries = sorted([(rate, first), (second, attained_at(second))])
     (low, at_low), (high, at_high) = tries
-    if at_high >= HOLDS:
-        return high, f"vllm held both rates that were tried; it may hold more than {high:.2f}/s"
-    if at_low < HOLDS:
+    if max(at_low, at_high) < HOLDS:
         guess = 0.8 * low
         return guess, f"vllm held neither rate that was tried; {guess:.2f}/s, four fifths of the lower, is a guess"
-    return held(tries), ""
+    doubt = f"vllm held both rates that were tried; it may hold more than {high:.2f}/s" if at_high >= HOLDS else ""
+    return sustained_rate(tries), doubt
 
 
-def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
+def sustained_rate(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
     """The rate at which 90 % is attained, from (rate, attainment) tried: on the line between the highest that held and
     the lowest above it that did not. Raises BenchError when none held."""
     holding = [(rate, attained) for rate, attained in tries if attained >= HOLDS]
@@ -125,8 +128,7 @@ def held(tries: Sequence[tuple[float, float]], policy: str = "vllm") -> float:
 @dataclass(frozen=True)
 class WarmUp:
     """What the warm-up found. model: fitted on its steps. scale: of all lengths. slos: of these lengths. rate:
-    requests/s that vllm holds. seconds: of load for each policy. doubt, poor_fit: how to read the
-    result, or ""."""
+    requests/s that vllm holds. seconds: of load for each policy. doubt, poor_fit: how to read the result, or ""."""
 
     model: affine.Model
     scale: float
@@ -171,19 +173,17 @@ class Stage:
 
     def warm_up(self, seconds: float | None = None) -> WarmUp:
         """Two servers: one that chunks prompts finely, for steps of every kind; then vllm's, for the rate it holds."""
-        logs = [self.out / f"{name}.events.jsonl" for name in ("measure", "hold")]
+        measured, tried = (self.out / f"{name}.events.jsonl" for name in ("measure", "hold"))
         self.progress.begin()
-        with (
-            self._server("sarathi", {"budget": PROMPT}, {}, None, "measure", logs[0]) as server,
-            self.progress.watched("this machine was measured", server.pid),
-        ):
-            unloaded = self._unloaded(server.url)
-            say(f"      TTFT of {PROMPT} prompt tokens {ms(unloaded.ttft)}, one decode step {ms(unloaded.step)}")
+        with self._served("measure", {"name": "sarathi", "budget": PROMPT}, measured) as url:
+            unloaded = self._unloaded(url)
+            ttft, step = milliseconds(unloaded.ttft), milliseconds(unloaded.step)
+            say(f"      TTFT of {PROMPT} prompt tokens {ttft}, one decode step {step}")
             self.progress.begin()
             most = burst_of(unloaded)
             for requests in (most, max(2, most // 6), max(3, most // 3)):
-                self._burst(server.url, requests)
-        samples = steps(event_log.read(logs[0]))
+                self._burst(url, requests)
+        samples = steps(event_log.read(measured))
         model, _ = self._fit(samples)
         self.progress.begin()
         scale, simulated = self._sized(unloaded, model)
@@ -191,36 +191,33 @@ class Stage:
         shorter = "" if scale == 1.0 else f"; this machine is slow, so all lengths are {scale:g} times the usual"
         say(f"      {simulated:.2f} requests/s{shorter}")
         for tier, slo in slos.items():
-            say(f"      {tier:8} SLO: TTFT {ms(slo.ttft)}, TPOT {ms(slo.tpot)}")
+            say(f"      {tier:8} SLO: TTFT {milliseconds(slo.ttft)}, TPOT {milliseconds(slo.tpot)}")
         self.progress.begin()
-        with (
-            self._server("vllm", {}, {}, None, "hold", logs[1]) as server,
-            self.progress.watched("vllm's rate was tried", server.pid),
-        ):
+        with self._served("hold", {"name": "vllm"}, tried) as url:
             # the simulated server has its cores to itself, the real one shares them with its clients
-            rate, doubt = checked_rate(lambda r: self._attained(server.url, r, slos, scale), 0.9 * simulated)
-        model, report = self._fit(samples + steps(event_log.read(logs[1])))
+            rate, doubt = checked_rate(lambda r: self._attained(url, r, slos, scale), 0.9 * simulated)
+        model, report = self._fit(samples + steps(event_log.read(tried)))
         if seconds is None:
-            seconds = min(LONGEST, max(SECONDS, LEAST / (OVERLOAD * rate)))
-        self.progress.contest_takes(seconds)
+            seconds = min(MAX_DEMO_SECONDS, max(SECONDS, LEAST / (OVERLOAD * rate)))
+        self.progress.seconds = seconds
         return WarmUp(model, scale, slos, rate, seconds, doubt, poor_fit(report))
 
     def _unloaded(self, url: str) -> Unloaded:
         """One request at a time, six of them of which the first does not count, and medians."""
         kind = Kind("code", SLO(), prompt=(PROMPT, PROMPT), output=(16, 16))
         alone = make("unloaded", [kind], 1.0, count=6, seed=self.seed, count_tokens=self._count())
-        records = [self._bench(url, self._one(alone, arrival), "unloaded").records[0] for arrival in alone.arrivals]
+        records = [self._bench(url, at_once(alone, [one]), "unloaded").records[0] for one in alone.arrivals]
         ttft, tpot = ([v for r in records[1:] if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
         if len(ttft) + len(tpot) < 10:
-            raise BenchError(f"the unloaded measurement failed: {[r.reason for r in records if r.reason]}")
+            reasons = [r.reason for r in records if r.reason]
+            raise BenchError(f"the unloaded measurement failed: {reasons}")
         return Unloaded(median(ttft), median(tpot))
 
     def _burst(self, url: str, requests: int) -> None:
         """Steps for the latency model: so many requests at once, until the last has ended."""
         mix = kinds(dict.fromkeys(TIERS, SLO()), outputs=0.5)
         load = make("burst", mix, 1.0, count=requests, seed=requests, count_tokens=self._count())
-        at_once = tuple(dataclasses.replace(a, at=0.0) for a in load.arrivals)
-        self._bench(url, dataclasses.replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
+        self._bench(url, at_once(load, load.arrivals), f"burst of {requests}")
 
     def _fit(self, samples: Sequence[Sample]) -> tuple[affine.Model, Report]:
         model = affine.Model()
@@ -232,13 +229,13 @@ class Stage:
         vllm attains 90 % of these, simulated."""
         for scale in SCALES:
             pattern = self.load(1.0, 120.0, unloaded.scaled(scale, model).slos(), scale, "hold", texts=False)
-            rate, _ = narrowed(lambda r, p=pattern: self._holds(p.rescaled(r), model), 0.02, 50.0, 0.03)  # type: ignore[misc]
+            rate, _ = narrowed(partial(self._holds, pattern, model), 0.02, 50.0, 0.03)
             if OVERLOAD * rate * SECONDS >= LEAST:
                 break
         return scale, rate
 
-    def _holds(self, load: Workload, model: affine.Model) -> bool:
-        return attained(simulated_run(load, self._setup("vllm", {}, model))) >= HOLDS
+    def _holds(self, pattern: Workload, model: affine.Model, rate: float) -> bool:
+        return attained(simulated_run(pattern.rescaled(rate), self._setup("vllm", {}, model))) >= HOLDS
 
     def _attained(self, url: str, rate: float, slos: Mapping[str, SLO], scale: float) -> float:
         run = self._bench(url, self.load(rate, CHECK_SECONDS, slos, scale, "hold"), f"{rate:.2f}/s")
@@ -249,22 +246,20 @@ class Stage:
 
     def tuned_budget(self, warm: WarmUp, load: Workload) -> int:
         """Sarathi's token budget that attains the most on this workload, in simulation."""
-        met = {
-            budget: kept(simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)))
-            for budget in BUDGETS
+        runs = {
+            budget: simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)) for budget in BUDGETS
         }
-        best = max(met, key=lambda budget: met[budget])
+        best = max(BUDGETS, key=lambda budget: met(runs[budget]))
         say(f"      sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'}")
         return best
 
     def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> Run:
-        with (
-            self._server(policy, settings, load.tiers, warm.model, policy) as server,
-            self.progress.watched(f"{policy} served", server.pid),
-        ):
-            run = self._bench(server.url, load, policy, "slo", warmup=6)
+        latency = {"kind": "affine", **coefficients(warm.model)}
+        tiers = tier_settings(load.tiers)
+        with self._served(policy, {"name": policy, **settings}, tiers=tiers, latency=latency) as url:
+            run = self._bench(url, load, policy, "slo", warmup=6)
         results.write_records(self.out / f"{policy}.records.jsonl", run)
-        say(f"      met the SLO of {kept(run)} of {len(run.records)}")
+        say(f"      met the SLO of {met(run)} of {len(run.records)}")
         for problem in run.problems:
             say(f"      {policy}: {problem}")
         return run
@@ -277,16 +272,12 @@ class Stage:
             learns=False,
         )  # fmt: skip
 
-    def _server(
-        self,
-        policy: str,
-        settings: Mapping[str, object],
-        tiers: Mapping[str, SLO],
-        model: affine.Model | None,
-        name: str,
-        log: Path | None = None,
-    ) -> ServerProcess:
-        config: dict[str, object] = {
+    @contextmanager
+    def _served(
+        self, name: str, policy: Mapping[str, object], log: Path | None = None, **options: object
+    ) -> Iterator[str]:
+        """The URL of a server with this policy. log: of its events; options: of its configuration."""
+        config = {
             "model": self.model,
             "served_name": "demo",
             "engine": {
@@ -295,30 +286,30 @@ class Stage:
                 "max_num_seqs": LIMITS.max_num_seqs,
                 "max_num_batched_tokens": LIMITS.max_num_batched_tokens,
             },
-            "policy": {"name": policy, **settings},
+            "policy": policy,
             "max_in_flight": 1024,
             "prefix_cache": False,  # a repeated prompt must not be cheaper for the policy measured last
-            "tiers": tier_settings(tiers),
+            "event_log": None if log is None else str(log),
+            **options,
         }
-        if model is not None:
-            config["latency"] = {"kind": "affine", **coefficients(model)}
-        if log is not None:
-            config["event_log"] = str(log)
-        return ServerProcess(config, self.out / f"{name}.log")
+        with ServerProcess(config, self.out / f"{name}.log") as server, self.progress.watched(server.pid):
+            yield server.url
 
     def _bench(self, url: str, load: Workload, label: str, slo: TierField = "body", warmup: int = 0) -> Run:
         target = Endpoint(url, "demo", tier_field=slo)
         return asyncio.run(load_generator.run(load, target, label=label, warmup=warmup, progress=False))
-
-    def _one(self, load: Workload, arrival: Arrival) -> Workload:
-        alone = dataclasses.replace(arrival, at=0.0)
-        return dataclasses.replace(load, arrivals=(alone,), duration=1.0)
 
     def _count(self) -> Count:
         from rubato_torch.tokenizer import Text
 
         text = Text(Path(self.model))
         return lambda content: len(text.encode(content))
+
+
+def at_once(load: Workload, arrivals: Sequence[Arrival]) -> Workload:
+    """Some requests of a workload, all at time 0."""
+    arrivals = tuple(dataclasses.replace(a, at=0.0) for a in arrivals)
+    return dataclasses.replace(load, arrivals=arrivals, duration=1.0)
 
 
 def tier_settings(tiers: Mapping[str, SLO]) -> dict[str, dict[str, float]]:
@@ -347,11 +338,11 @@ def poor_fit(report: Report) -> str:
     )
 
 
-def kept(run: Run) -> int:
+def met(run: Run) -> int:
     """Requests that met their SLO."""
     return sum(record.verdict.met for record in run.records)
 
 
 def attained(run: Run) -> float:
     """Attainment: the share of the offered requests that met their SLO."""
-    return kept(run) / len(run.records)
+    return met(run) / len(run.records)
