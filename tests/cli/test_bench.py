@@ -69,7 +69,7 @@ def benched(server, tmp_path, *words):
             },
         ),
         ("somebody", [], PLAIN),
-        ("somebody", ["--slo-fields"], {**PLAIN, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),
+        ("somebody", ["--slo-as", "body"], {**PLAIN, "slo": {"ttft_ms": 9000.0, "tpot_ms": 800.0}}),
         ("somebody", ["--ignore-eos"], {**PLAIN, "ignore_eos": True}),
     ],
 )

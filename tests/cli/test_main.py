@@ -38,7 +38,9 @@ def the_log_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def mix(tmp_path: Path) -> Path:
     path = tmp_path / "mix.jsonl"
-    assert main(["workload", str(path), "--rate", "2", "--duration", "20", "--seed", "3", "--chat", "500,60"]) == 0
+    assert (
+        main(["workload", "-o", str(path), "--rate", "2", "--duration", "20", "--seed", "3", "--chat", "500,60"]) == 0
+    )
     return path
 
 
@@ -125,7 +127,7 @@ def test_a_traces_blocks_are_found_in_the_simulated_cache(tmp_path: Path) -> Non
 
 def test_arrivals_in_words_texts_and_slo_scale(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
-    words = ["workload", str(path), "--rate", "5", "--count", "30", "--arrivals", "gamma:cv=3"]
+    words = ["workload", "-o", str(path), "--rate", "5", "--count", "30", "--arrivals", "gamma:cv=3"]
     assert main([*words, "--no-texts", "--slo-scale", "2"]) == 0
     made = read(path)
     assert not any(a.messages for a in made.arrivals)
@@ -156,8 +158,7 @@ def test_scenarios_are_listed_with_their_mean_lengths(capsys: pytest.CaptureFixt
         (["--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
         (["--trace", "t.csv", "--duration", "0", "-o", "x"], "--duration 0.0: give seconds above 0"),
         (["--duration", "nan", "-o", "x"], "--duration nan: give seconds above 0"),
-        (["--rate", "2"], "name one file"),
-        (["a", "-o", "b"], "name one file"),
+        (["--rate", "2"], "name the file to write: -o FILE"),
     ],
 )
 def test_workloads_that_cannot_be_made(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

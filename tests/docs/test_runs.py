@@ -76,7 +76,7 @@ def log_of_steps(workload: str) -> None:
 )
 def test_commands_work(page: str, desk: Path, server: Server) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["workload", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
+    assert main(["workload", "-o", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
     log_of_steps("first.jsonl")
     assert main(["simulate", "--workload", "first.jsonl", "--json", "other.json"]) == 0
     stands_for = {"http://127.0.0.1:8000": server.url, "NAME": "llama-3.1-8b-a100"}

@@ -74,5 +74,5 @@ def test_the_command_runs_from_it(wheel: Path, tmp_path: Path, more: dict[str, s
     assert Path(where.strip()).is_relative_to(env)
     assert "edf" in run(env / "bin" / "rubato", "policies", cwd=tmp_path, **more)
     workload = tmp_path / "load.jsonl"
-    run(env / "bin" / "rubato", "workload", workload, "--rate", "2", "--duration", "3", cwd=tmp_path, **more)
+    run(env / "bin" / "rubato", "workload", "-o", workload, "--rate", "2", "--duration", "3", cwd=tmp_path, **more)
     assert "attained" in run(env / "bin" / "rubato", "simulate", "--workload", workload, cwd=tmp_path, **more)

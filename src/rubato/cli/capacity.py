@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rubato.cli import common_options, running, simulation_options
-from rubato.measure import results
-from rubato.planning import capacity, sweep
+from rubato.planning import capacity
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,17 +24,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
+    source = simulation_options.source(args, machine)
+    specs = simulation_options.settings(args, machine, args.replicas)
     question = capacity.CapacityQuestion(
-        simulation_options.source(args, machine),
-        simulation_options.settings(args, machine, args.replicas),
-        tuple(args.seeds),
-        tuple(args.targets),
-        args.tolerance,
-        args.start,
+        source, specs, tuple(args.seeds), tuple(args.targets), args.tolerance, args.start
     )
     outcome = capacity.run(question, **simulation_options.how(args))
-    notes = "\n".join(f"Note: {note}." for note in outcome.notes)
-    running.write(args.json, f"{outcome.text()}\n{notes}", results.as_json(outcome.to_json()))
-    if args.report:
-        sweep.write(args.report, "Capacity", outcome.text(), notes)
+    running.write_answer(args, "Capacity", outcome.text(), outcome.to_json(), outcome.notes)
     return 0

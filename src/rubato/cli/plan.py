@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from rubato.cli import running, simulation_options
-from rubato.measure import results
-from rubato.planning import fleet_size, optimum, sweep
+from rubato.planning import fleet_size, optimum
 from rubato.planning.fleet_size_model import FleetQuestion
 
 
@@ -36,14 +33,15 @@ def run(args: argparse.Namespace) -> int:
         load = simulation_options.source(args, machine, args.rate, drawn=False).make(0)
         best = [optimum.optimum(load, machine.model, machine.limits, mode) for mode in optimum.COSTS]
         data = {"hardware": machine.describe(), "optimum": [asdict(o) | {"rate": o.rate} for o in best]}
-        return _write(args, "Optimum", optimum.text(best), data)
-    settings = simulation_options.settings(args, machine, replicas=1)
-    if len(settings) != 1:
+        running.write_answer(args, "Optimum", optimum.text(best), data)
+        return 0
+    specs = simulation_options.settings(args, machine, replicas=1)
+    if len(specs) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
-    settings[0].choice.checked()
+    specs[0].choice.checked()
     question = FleetQuestion(
         simulation_options.source(args, machine, args.rate, drawn=False),
-        settings[0],
+        specs[0],
         args.target,
         args.window,
         (args.least_seeds, args.most_seeds),
@@ -51,11 +49,5 @@ def run(args: argparse.Namespace) -> int:
         args.price,
     )
     plan = fleet_size.plan(question, **simulation_options.how(args))
-    return _write(args, "Fleet", plan.text(), plan.to_json())
-
-
-def _write(args: argparse.Namespace, title: str, text: str, data: Mapping[str, Any]) -> int:
-    running.write(args.json, text, results.as_json(data))
-    if args.report:
-        sweep.write(args.report, title, text)
+    running.write_answer(args, "Fleet", plan.text(), plan.to_json())
     return 0

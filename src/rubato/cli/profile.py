@@ -68,9 +68,8 @@ def _composed(args: argparse.Namespace) -> Profile:
     if len(args.model) != 2:
         raise ValueError("--aiconfigurator takes MODEL GPU, such as llama-3.1-8b h200")
     model, gpu = args.model
-    count, times, kind = gpu.partition("x")
-    gpus = int(count) if times and count.isdigit() else 1
-    kind = kind if times and count.isdigit() else gpu
+    count, _, several = gpu.partition("x")
+    gpus, kind = (int(count), several) if several and count.isdigit() else (1, gpu)
     if not model.endswith(".json"):
         profile = made(model, kind, gpus)
         return replace(profile, name=args.name or profile.name)

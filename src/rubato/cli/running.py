@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "output": "", "model": ""}  # what is no `--NAME`
+UNLIKE = {"arrivals_from": "--trace ", "log": "", "a": "", "b": "", "model": ""}  # what is no `--NAME`
 
 
 def carried_out(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
@@ -70,6 +70,17 @@ def sentence(error: Exception, args: argparse.Namespace) -> str:
     file = str(error.filename)
     options = [UNLIKE.get(name, f"--{name} ") for name, value in vars(args).items() if str(value) == file]
     return f"{options[0] if options else ''}{file} cannot be opened: {error.strerror.lower()}"
+
+
+def write_answer(args: argparse.Namespace, title: str, text: str, data: object, notes: Sequence[str] = ()) -> None:
+    """What `sweep`, `capacity` or `plan` found: as text, and in the files of --json and --report."""
+    from rubato.measure import results  # NumPy comes with it
+    from rubato.planning import sweep
+
+    shown = "\n\n".join([text, *(f"Note: {note}." for note in notes)])
+    write(args.json, shown, results.as_json(data))
+    if args.report:
+        sweep.write(args.report, title, shown)
 
 
 def write(to: str | None, text: str, data: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from rubato.cli import common_options, running, simulation_options
-from rubato.measure import results
 from rubato.planning import sweep
 
 
@@ -20,18 +19,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
-    asked = sweep.Sweep(
-        simulation_options.source(args, machine),
-        simulation_options.settings(args, machine, args.replicas),
-        tuple(args.rates),
-        tuple(args.seeds),
-    )
+    source = simulation_options.source(args, machine)
+    specs = simulation_options.settings(args, machine, args.replicas)
+    asked = sweep.Sweep(source, specs, tuple(args.rates), tuple(args.seeds))
     outcome = sweep.run(asked, **simulation_options.how(args))
-    notes = "\n".join(f"Note: {note}." for note in outcome.notes)
-    text = f"{outcome.text()}\n\n{notes}"
-    running.write(args.json, text, results.as_json(outcome.to_json()))
-    if args.report:
-        sweep.write(args.report, "Attainment by rate", outcome.text(), notes)
+    running.write_answer(args, "Attainment by rate", outcome.text(), outcome.to_json(), outcome.notes)
     if args.plot:
         from rubato.planning.plot import plot
 

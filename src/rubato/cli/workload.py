@@ -9,8 +9,7 @@ from rubato.workloads import scenarios, workload_file
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", nargs="?", help="file to write")
-    parser.add_argument("-o", "--out", metavar="FILE", help="the same")
+    parser.add_argument("-o", "--out", metavar="FILE", help="file to write")
     parser.add_argument("--list", action="store_true", help="name the scenarios, with their mean lengths")
     workload_options.add(parser, file=False)
 
@@ -20,12 +19,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(_listing())
         return 0
-    path = args.out or args.output
-    if not path or (args.out and args.output):
-        raise ValueError("name one file to write: -o FILE")
+    if args.out is None:
+        raise ValueError("name the file to write: -o FILE")
     made = workload_options.asked(args, args.seed)
-    workload_file.write(made, path)
-    print(f"{path}: {len(made.arrivals)} requests in {made.duration:g} s")
+    workload_file.write(made, args.out)
+    print(f"{args.out}: {len(made.arrivals)} requests in {made.duration:g} s")
     for name in ("empty", "skipped", "best_effort", "max_model_len"):
         if name in made.notes:
             print(f"  {made.notes[name]}")

@@ -78,8 +78,10 @@ def asked(args: argparse.Namespace, seed: int) -> Workload:
         raise ValueError(f"--count {args.count}: give 1 or more")
     if args.duration is not None and not 0.0 < args.duration < inf:
         raise ValueError(f"--duration {args.duration}: give seconds above 0")
-    made = _scenario(args, seed) if args.scenario else _trace_or_mix(args, seed)
-    return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+    process = None if args.arrivals in (None, "trace") else parse(args.arrivals)
+    if args.scenario:
+        return _scaled(args, _scenario(args, seed, process))
+    return _scaled(args, _trace(args, seed, process) if args.arrivals_from else _mix(args, seed, process))
 
 
 def from_file(args: argparse.Namespace) -> Workload:
@@ -87,27 +89,32 @@ def from_file(args: argparse.Namespace) -> Workload:
     if args.kinds or args.arrivals_from or args.scenario:
         raise ValueError("--workload says everything: leave out --kinds, --trace and --scenario")
     made = workload_file.read(args.workload)
-    made = made if args.rate is None else made.rescaled(args.rate)
-    made = made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+    made = _scaled(args, made if args.rate is None else made.rescaled(args.rate))
     return with_texts(made) if args.texts else made
 
 
-def _scenario(args: argparse.Namespace, seed: int) -> Workload:
+def _scaled(args: argparse.Namespace, made: Workload) -> Workload:
+    return made if args.slo_scale is None else made.with_slo_scale(args.slo_scale)
+
+
+def _duration(args: argparse.Namespace) -> float | None:
+    return 60.0 if args.duration is None and args.count is None else args.duration
+
+
+def _scenario(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
     if args.kinds:
         raise ValueError("--scenario has kinds of its own: leave out --kinds")
-    process = _process(args.arrivals)
     rate = args.rate
     if args.arrivals_from:
         if process is not None:
             raise ValueError("--scenario takes its arrivals from --trace or from --arrivals: leave out one of them")
         process = traces.read(args.arrivals_from, skip=args.skip_malformed).times
         rate = process.rate if rate is None else rate
-    duration = args.duration or (60.0 if args.count is None else None)
     made = scenarios.make(
         args.scenario,
         1.0 if rate is None else rate,
         count=args.count,
-        duration=duration,
+        duration=_duration(args),
         seed=seed,
         arrivals=process,
         prefill=args.prefill_ms,
@@ -117,41 +124,35 @@ def _scenario(args: argparse.Namespace, seed: int) -> Workload:
     return with_texts(made) if args.texts else made
 
 
-def _trace_or_mix(args: argparse.Namespace, seed: int) -> Workload:
-    process = _process(args.arrivals)
-    texts = args.texts is not False
-    name = Path(args.arrivals_from or args.kinds or "mix").name.partition(".")[0]
-    if args.arrivals_from:
-        trace = traces.read(args.arrivals_from, seconds=args.duration, count=args.count, skip=args.skip_malformed)
-        own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
-        return traces.make(
-            name,
-            trace,
-            () if own else common_options.kinds(args),
-            rate=args.rate,
-            arrivals=process,
-            seed=seed,
-            prefill=args.prefill_ms,
-            unloaded=None if args.unloaded_ms is None else args.unloaded_ms / 1e3,
-            texts=texts,
-        )
-    duration = args.duration or (60.0 if args.count is None else None)
+def _trace(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
+    trace = traces.read(args.arrivals_from, seconds=args.duration, count=args.count, skip=args.skip_malformed)
+    own = any(o.tpot is not None or o.tpot_slowdown is not None for o in trace.offers) and not args.kinds
+    return traces.make(
+        Path(args.arrivals_from).name.partition(".")[0],
+        trace,
+        () if own else common_options.kinds(args),
+        rate=args.rate,
+        arrivals=process,
+        seed=seed,
+        prefill=args.prefill_ms,
+        unloaded=None if args.unloaded_ms is None else args.unloaded_ms / 1e3,
+        texts=args.texts is not False,
+    )
+
+
+def _mix(args: argparse.Namespace, seed: int, process: Process | None) -> Workload:
     return make(
-        name,
+        Path(args.kinds or "mix").name.partition(".")[0],
         common_options.kinds(args),
         1.0 if args.rate is None else args.rate,
-        duration=duration,
+        duration=_duration(args),
         count=args.count,
         seed=seed,
         arrivals=process,
         prefill=args.prefill_ms,
-        texts=texts,
+        texts=args.texts is not False,
         max_model_len=args.max_model_len,
     )
-
-
-def _process(words: str | None) -> Process | None:
-    return None if words in (None, "trace") else parse(str(words))
 
 
 def add(parser: argparse.ArgumentParser, file: bool = True) -> None:

@@ -26,7 +26,7 @@ from rubato.core.cpu_usage import usable
 from rubato.core.json_lines import json_object
 
 FORMAT = "rubato-jobs/2"
-SHUTDOWN_SECONDS = 10.0  # for a pool to end in, once the command is told to
+SHUTDOWN_SECONDS = 3.0  # for a pool to end in, once the command is told to
 
 
 @dataclass(frozen=True)

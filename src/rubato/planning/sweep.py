@@ -188,6 +188,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
 
 
-def write(path: str | Path, title: str, *parts: str) -> None:
-    """A short Markdown report: a title and paragraphs or tables."""
-    Path(path).write_text("\n\n".join([f"# {title}", *filter(None, parts)]) + "\n", encoding="utf-8")
+def write(path: str | Path, title: str, text: str) -> None:
+    """A short Markdown report."""
+    Path(path).write_text(f"# {title}\n\n{text}\n", encoding="utf-8")
