@@ -32,7 +32,6 @@ def _target_options(parser: argparse.ArgumentParser) -> None:
         help="how to state SLOs: body = as `slo` in the body; slo = and the tier by its name, which the server must "
         "know; vllm-xargs = as flat keys in `vllm_xargs`; auto = body for a Rubato server, none for any other",
     )  # fmt: skip
-    parser.add_argument("--slo-fields", dest="slo_as", action="store_const", const="body", help="same as --slo-as body")
     parser.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction,
         help="ask for exactly as many tokens as the workload says (default: where the server is known to take it)",

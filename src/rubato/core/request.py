@@ -46,6 +46,11 @@ class SLO:
     def best_effort(self) -> bool:
         return self.ttft is None and self.tpot is None and self.e2e is None
 
+    @property
+    def promised(self) -> dict[str, float]:
+        """The times that are bounded, by name, in seconds."""
+        return {name: value for name in ("ttft", "tpot", "e2e") if (value := getattr(self, name)) is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

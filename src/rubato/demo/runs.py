@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -314,10 +314,7 @@ def at_once(load: Workload, arrivals: Sequence[Arrival]) -> Workload:
 
 def tier_settings(tiers: Mapping[str, SLO]) -> dict[str, dict[str, float]]:
     """As a server's configuration takes them."""
-    return {
-        tier: {f"{name}_ms": 1e3 * value for name, value in asdict(slo).items() if value is not None}
-        for tier, slo in tiers.items()
-    }
+    return {tier: {f"{name}_ms": 1e3 * value for name, value in slo.promised.items()} for tier, slo in tiers.items()}
 
 
 def burst_of(unloaded: Unloaded) -> int:

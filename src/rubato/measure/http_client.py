@@ -86,8 +86,7 @@ class Endpoint:
         return {"messages": [{"role": role, "content": content} for role, content in arrival.messages]}
 
     def _promise(self, tier: str, slo: SLO) -> dict[str, Any]:
-        named = (("ttft_ms", slo.ttft), ("tpot_ms", slo.tpot), ("e2e_ms", slo.e2e))
-        stated = {name: value * 1000.0 for name, value in named if value is not None}
+        stated = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items()}
         if self.tier_field == "vllm-xargs":
             return {"vllm_xargs": {f"slo_{name}": value for name, value in stated.items()} | {"slo_tier": tier}}
         fields: dict[str, Any] = {"service_tier": tier} if self.tier_field in ("slo", "tier") else {}

@@ -174,5 +174,4 @@ def _ms(seconds: float | None, digits: int = 0) -> str:
 def _promise(slo: SLO) -> str:
     if slo.best_effort:
         return "best effort"
-    named = (("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e))
-    return " ".join(f"{name} {1000 * value:.4g}" for name, value in named if value is not None)
+    return " ".join(f"{name} {1000 * value:.4g}" for name, value in slo.promised.items())

@@ -282,8 +282,7 @@ def _promises(request: Request) -> dict[str, float]:
     """Dimension -> seconds; a TPOT only where all stages promise the same, since it is measured over the whole."""
     slo = request.stages[0].slo
     same = all(stage.slo.tpot == slo.tpot for stage in request.stages)
-    slo = SLO(slo.ttft, slo.tpot if same else None, slo.e2e)
-    return {name: value for name in ("ttft", "tpot", "e2e") if (value := getattr(slo, name)) is not None}
+    return SLO(slo.ttft, slo.tpot if same else None, slo.e2e).promised
 
 
 def _kept(verdict: Verdict, dimension: str, seconds: float) -> bool:

@@ -144,8 +144,7 @@ class Workload:
             raise ValueError(f"SLO scale is {factor}: give a positive number")
 
         def wider(slo: SLO) -> SLO:
-            promised = ((name, getattr(slo, name)) for name in ((what,) if what else ("ttft", "tpot", "e2e")))
-            return replace(slo, **{name: value * factor for name, value in promised if value is not None})
+            return replace(slo, **{name: factor * s for name, s in slo.promised.items() if what in ("", name)})
 
         def changed(a: Arrival) -> Arrival:
             if a.slo is None and not a.parts:

@@ -34,7 +34,7 @@ def write(workload: Workload, path: str | Path) -> None:
         "rate": workload.rate,
         "duration": workload.duration,
         "prompt_tokens": "counted" if workload.counted else "estimated",
-        "tiers": {name: _slo(slo) for name, slo in workload.tiers.items()},
+        "tiers": {name: slo.promised for name, slo in workload.tiers.items()},
         "notes": workload.notes,
     }
     if workload.profile:
@@ -43,11 +43,6 @@ def write(workload: Workload, path: str | Path) -> None:
         file.write(orjson.dumps(header) + b"\n")
         for a in workload.arrivals:
             file.write(orjson.dumps(_row(a)) + b"\n")
-
-
-def _slo(slo: SLO) -> dict[str, float]:
-    promised = (("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e))
-    return {name: value for name, value in promised if value is not None}
 
 
 def _row(a: Arrival) -> dict[str, Any]:
@@ -60,7 +55,7 @@ def _row(a: Arrival) -> dict[str, Any]:
     else:
         row |= {"prompt_tokens": a.prompt_tokens, "output_tokens": a.output_tokens}
     if a.slo is not None:
-        row["slo"] = _slo(a.slo)
+        row["slo"] = a.slo.promised
     if a.blocks:
         row["blocks"] = a.blocks
     for name, default in (("temperature", 0.0), ("seed", None), ("tenant", "default"), ("acceptance", None)):
@@ -74,7 +69,7 @@ def _row(a: Arrival) -> dict[str, Any]:
 
 
 def _stage(part: OfferedStage) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_tokens": part.prompt, "output_tokens": part.output, "slo": _slo(part.slo)}
+    row: dict[str, Any] = {"prompt_tokens": part.prompt, "output_tokens": part.output, "slo": part.slo.promised}
     return row | ({"ends": part.ends} if part.ends != "eos" else {}) | ({"pause": part.pause} if part.pause else {})
 
 

@@ -37,9 +37,10 @@ class Text:
         if self._kind is None:
             raise ValueError(f"the tokenizer of {str(folder)!r} is neither byte-level BPE nor SentencePiece BPE")
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a plain prompt, with the tokenizer's own beginning-of-text token where it has one."""
-        return self._ids(text)
+    def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """The ids of a plain prompt. special: with the tokenizer's own beginning-of-text token, where it has one."""
+        # as a batch: `encode` holds the GIL, and with it all other threads, until it is done; this one does not
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The ids of a dialogue up to where the assistant is to speak. Raises ValueError, with the template's words,
@@ -51,11 +52,7 @@ class Text:
             text = self._compiled.render(messages=messages, add_generation_prompt=True, **names)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        return self._ids(text, special=False)
-
-    def _ids(self, text: str, special: bool = True) -> tuple[int, ...]:
-        # as a batch: `encode` holds the GIL, and with it all other threads, until it is done; this one does not
-        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        return self.encode(text, special=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
