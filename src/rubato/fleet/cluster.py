@@ -274,10 +274,6 @@ class Cluster:
         back. Raises ValueError for a replica that is not there, or is the last that serves."""
         self._scaling.drain(id, self._placed_at())
 
-    def add_replica(self) -> str:
-        """Start a further host; its id. It serves once it has started. Raises ValueError where none can be made."""
-        return self._scaling.add()
-
     def _placed_at(self) -> set[str]:
         return {replica for replica, _ in self._placed.values()}
 

@@ -63,7 +63,7 @@ class FleetScaling:
         self.let_leave(placed)
 
     def add(self) -> str:
-        """As `Cluster.add_replica`."""
+        """Start a further host; its id. It serves once it has started. Raises ValueError where none can be made."""
         if self._make is None:
             raise ValueError("this cluster makes no further replicas: build it with an autoscaler")
         id = f"r{self._made}"
