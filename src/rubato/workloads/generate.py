@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -107,38 +108,28 @@ class SLOAssignment:
 
     def __init__(self, prefill: Prefill | None) -> None:
         self._prefill = prefill
-        self._known: dict[tuple[object, ...], SLO] = {}
-        self._seconds: dict[int, float] = {}
+        self._slo_of = cache(SLO)
+        self.seconds = cache(self._seconds)
 
-    def seconds(self, prompt: int) -> float:
+    def _seconds(self, prompt: int) -> float:
         """Zero-load prefill. Raises ValueError without a prefill function, or when it says what cannot be."""
-        if prompt not in self._seconds:
-            if self._prefill is None:
-                raise ValueError(
-                    "some TTFTs are multiples of the zero-load prefill time: give `prefill` (--prefill-ms)"
-                )
-            seconds = self._prefill(prompt)
-            if not seconds > 0.0:
-                raise ValueError(f"prefill({prompt}) is {seconds} s: give a function that says positive seconds")
-            self._seconds[prompt] = seconds
-        return self._seconds[prompt]
+        if self._prefill is None:
+            raise ValueError("some TTFTs are multiples of the zero-load prefill time: give `prefill` (--prefill-ms)")
+        seconds = self._prefill(prompt)
+        if not seconds > 0.0:
+            raise ValueError(f"prefill({prompt}) is {seconds} s: give a function that says positive seconds")
+        return seconds
 
     def slo(self, of: Kind | FollowUp, prompt: int) -> SLO:
         """What a stage with this prompt is promised."""
         if of.ttft_slowdown is None:
             return of.slo
-        return self._slo(of.ttft_slowdown * self.seconds(prompt), of.slo)
+        return self._slo_of(of.ttft_slowdown * self.seconds(prompt), of.slo.tpot, of.slo.e2e)
 
     def drawn(self, kind: Kind, prompt: int, u: float) -> SLO | None:
         """With one of the kind's TTFTs, evenly among those that an idle replica can meet; None if it can meet none."""
         able = [t for t in kind.ttfts if self._prefill is None or t >= self.seconds(prompt)]
-        return self._slo(able[int(u * len(able))], kind.slo) if able else None
-
-    def _slo(self, ttft: float, slo: SLO) -> SLO:
-        key = (ttft, slo.tpot, slo.e2e)
-        if key not in self._known:
-            self._known[key] = SLO(ttft, slo.tpot, slo.e2e)
-        return self._known[key]
+        return self._slo_of(able[int(u * len(able))], kind.slo.tpot, kind.slo.e2e) if able else None
 
 
 def _rounds(kinds: Sequence[Kind], which: Ints, seed: int) -> Ints:

@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -315,17 +316,14 @@ def _by_kinds(trace: Trace, kinds: Sequence[Kind], seed: int, prefill: Prefill |
 
 def _by_trace(trace: Trace, unloaded: float | None) -> tuple[dict[str, SLO], Row]:
     tiers: dict[str, SLO] = {}
-    slos: dict[tuple[float | None, float | None], SLO] = {}
+    slo_of = cache(SLO)  # equal ones are one object
     if unloaded is None and any(offer.tpot_slowdown is not None for offer in trace.offers):
         raise ValueError("the trace's slo_ratio is a multiple of the unloaded time per token: say what that is (s)")
 
     def row(index: int, id: str, at: float) -> Arrival:
         offer = trace.offers[index]
-        promised = (offer.tpot, offer.tpot_slowdown)
-        if promised not in slos:
-            slowdown = None if offer.tpot_slowdown is None else offer.tpot_slowdown * (unloaded or 0.0)
-            slos[promised] = SLO(tpot=slowdown or offer.tpot)
-        slo = slos[promised]
+        slowdown = None if offer.tpot_slowdown is None else offer.tpot_slowdown * (unloaded or 0.0)
+        slo = slo_of(tpot=slowdown or offer.tpot)
         tier = offer.tier or _called(offer)
         own = None if tiers.setdefault(tier, slo) == slo else slo
         return Arrival(

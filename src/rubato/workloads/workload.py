@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain, repeat
 from typing import Any
 
@@ -171,13 +172,10 @@ class Workload:
         """As the simulator and the judge take them, made one by one: arrival in seconds from the workload's start,
         token ids only where prompts have prefixes in common. Each asks for its true output of all stages, or for
         `stated_max_tokens` where that is more."""
-        samplings: dict[tuple[int, float, int | None], Sampling] = {}  # shared: most of a request's memory otherwise
+        sampling_of = cache(Sampling)  # equal ones are one object: most of a request's memory otherwise
         for a in self.arrivals:
             most = max(a.output_tokens, stated_max_tokens)
-            key = (most, a.temperature, a.seed)
-            sampling = samplings.get(key)
-            if sampling is None:
-                sampling = samplings[key] = Sampling(most, a.temperature, seed=a.seed, ignore_eos=True)
+            sampling = sampling_of(most, a.temperature, seed=a.seed, ignore_eos=True)
             yield Request(a.id, self._stages(a), a.at, a.tier, a.tenant, a.app, sampling)
 
     def _stages(self, a: Arrival) -> tuple[Stage, ...]:

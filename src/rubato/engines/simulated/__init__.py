@@ -38,9 +38,6 @@ class ByteText:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode("\n".join(f"{m['role']}: {m['content']}" for m in messages) + "\nassistant: ")
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i % 256 for i in ids).decode(errors="replace")
-
     def spell(self, id: int) -> bytes:
         """What an output token says: the engine's word, not a byte as in a prompt."""
         return WORDS[id % len(WORDS)].encode()
