@@ -3,20 +3,27 @@ and whether their decodes can go together."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from heapq import heappop, heappush
 from math import inf
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.interfaces import SeqView, View
+from rubato.core.interfaces import SeqView, View, nothing_sent
 from rubato.core.plan import Shape
 
 PROBE = 256  # tokens of prefill whose marginal time stands for all
 MARGIN = 1.2  # times the tokens: what comes back after it was set aside must fit with so many
 
-Job = tuple[float, float, int, int, SeqView]  # due, arrival, place among all here, tokens pending: sorted by deadline
+# Due, arrival, place among all that are here, tokens pending, sequence; sorts by deadline. A plain tuple: a NamedTuple
+# makes a plan up to a quarter longer where thousands wait.
+PrefillJob = tuple[float, float, int, int, SeqView]
+due_of: Callable[[PrefillJob], float] = itemgetter(0)
+place_of: Callable[[PrefillJob], int] = itemgetter(2)
+pending_of: Callable[[PrefillJob], int] = itemgetter(3)
+seq_of: Callable[[PrefillJob], SeqView] = itemgetter(4)
 
 
 class PrefillRate:
@@ -56,9 +63,38 @@ class PrefillRate:
         return work / max(self._token, 1e-12)
 
 
+def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Sequence[PrefillJob]:
+    """Without those that are to be refused rather than late, and could not keep their pace if they were alone: their
+    TPOT, and their e2e as far as their length can be predicted."""
+    to_refuse = [job for job in jobs if refusable(seq_of(job))]
+    longest: dict[float, int] = {}  # by TPOT: a step of the longest takes longest, and mostly says enough of all
+    for job in to_refuse:
+        tpot, length = tpot_of(seq_of(job)), seq_of(job).length
+        longest[tpot] = max(longest.get(tpot, 0), length)
+    steps = {tpot: view.latency.step_time(Shape(1, 1, length)) for tpot, length in longest.items()}
+    slow = set()
+    for _, arrival, place, pending, seq in to_refuse:
+        tpot, e2e = tpot_of(seq), seq.request.stages[seq.stage].slo.e2e
+        predicted = None if e2e is None else seq.predicted
+        step = steps[tpot]
+        if step > tpot or predicted is not None:
+            step = view.latency.step_time(Shape(1, 1, seq.length))
+        late = step > tpot
+        if e2e is not None and predicted is not None:
+            end = view.now + rate.seconds_alone(pending) + (predicted - 1.0) * step
+            late = late or end > arrival + seq.away + e2e
+        if late:
+            slow.add(place)
+    return [job for job in jobs if place_of(job) not in slow] if slow else jobs
+
+
+def refusable(seq: SeqView) -> bool:
+    return seq.request.on_decline == "refuse" and nothing_sent(seq)
+
+
 def schedulable(
-    jobs: Sequence[Job], rate: PrefillRate, now: float, reserve: float, protected: Container[str]
-) -> list[Job]:
+    jobs: Sequence[PrefillJob], rate: PrefillRate, now: float, reserve: float, protected: Container[str]
+) -> list[PrefillJob]:
     """Go through the jobs by deadline, less `reserve` seconds; whenever one is late, set aside the longest so far, the
     first of equally long ones, that is not of a protected tier (Moore 1968; with a heap, in Hodgson's form).
 
@@ -79,22 +115,22 @@ def schedulable(
 
 
 def fitting_beside(
-    kept: Sequence[Job], more: Sequence[Job], rate: PrefillRate, now: float, reserve: float
-) -> list[Job]:
-    """Those of `more`, cheapest first, that fit beside all that are kept, by a margin.
+    on_time: Sequence[PrefillJob], others: Sequence[PrefillJob], rate: PrefillRate, now: float, reserve: float
+) -> list[PrefillJob]:
+    """Those of `others`, cheapest first, that fit beside all that are on time, by a margin.
 
     All stand in line by deadline. One of p tokens fits where none behind it has fewer than p tokens to spare; that is
     found in tokens, to rounding, and then decided in seconds."""
-    able = [job for job in more if rate.seconds(int(job[3] * MARGIN)) <= job[0] - now]
+    able = [job for job in others if rate.seconds(int(pending_of(job) * MARGIN)) <= due_of(job) - now]
     if not able:
         return []
-    line = sorted([*kept, *able])
-    places = {job[2] for job in kept}
-    taken = np.array([job[2] in places for job in line])
-    done = np.cumsum(np.where(taken, np.array([job[3] for job in line], dtype=np.float64), 0.0))
-    ends = np.array([job[0] for job in line]) - reserve
+    line = sorted([*on_time, *able])
+    places = set(map(place_of, on_time))
+    taken = np.array([place_of(job) in places for job in line])
+    done = np.cumsum(np.where(taken, np.array([*map(pending_of, line)], dtype=np.float64), 0.0))
+    ends = np.array([*map(due_of, line)]) - reserve
     within = rate.tokens_each(ends - now)
-    back: list[Job] = []
+    back: list[PrefillJob] = []
 
     def room() -> NDArray[np.float64]:
         """Tokens that the job at each place, and all behind it, can spare."""
@@ -103,9 +139,9 @@ def fitting_beside(
 
     if np.any(taken & (now + rate.seconds_each(done) > ends)):
         return []
-    order = sorted(range(len(line)), key=lambda i: (line[i][3], line[i][2]))
-    todo = np.array([i for i in order if line[i][2] not in places])
-    tokens = np.array([line[i][3] for i in todo], dtype=np.float64)
+    order = sorted(range(len(line)), key=lambda i: (pending_of(line[i]), place_of(line[i])))
+    todo = np.array([i for i in order if place_of(line[i]) not in places])
+    tokens = np.array([pending_of(line[i]) for i in todo], dtype=np.float64)
     spare = room()
     fit = (tokens <= spare[todo] + 1.0) & (done[todo] + tokens <= within[todo] + 1.0)
     for i, need in zip(todo[fit].tolist(), tokens[fit].tolist(), strict=True):
