@@ -23,7 +23,7 @@ import aiohttp
 import numpy as np
 
 from rubato import SLO, BilinearModel
-from rubato.policies.sa import Job, order
+from rubato.policies.sa import MappedRequest, order
 
 WORDS = (
     "the", "river", "carries", "small", "boats", "past", "quiet", "gardens", "while", "bells", "ring", "over",
@@ -67,7 +67,7 @@ class Client:
                     first = first or time.perf_counter()
         return Answer(first - given, time.perf_counter() - given, tokens)
 
-    async def together(self, jobs: Sequence[Job], prompts: dict[str, str], given: float) -> dict[str, Answer]:
+    async def together(self, jobs: Sequence[MappedRequest], prompts: dict[str, str], given: float) -> dict[str, Answer]:
         answers = await asyncio.gather(*(self.ask(prompts[job.id], job.output, given) for job in jobs))
         return {job.id: answer for job, answer in zip(jobs, answers, strict=True)}
 
@@ -106,7 +106,10 @@ async def run(url: str, count: int, max_batch: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         alone = model.prefill(1, 60) + model.decode(1, 60, 48)  # a mean code request
         slos = [SLO(ttft=3.3 * alone, tpot=3.1 * model.step(1, 60)), SLO(e2e=10 * alone)]
-        jobs = [Job(f"q{i}", int(rng.integers(20, 200)), int(rng.integers(16, 96)), slos[i % 2]) for i in range(count)]
+        jobs = [
+            MappedRequest(f"q{i}", int(rng.integers(20, 200)), int(rng.integers(16, 96)), slos[i % 2])
+            for i in range(count)
+        ]
         prompts = {job.id: text(job.prompt, i) for i, job in enumerate(jobs)}
         order(jobs, model, max_batch)  # compiles the search, which is to be in nobody's time
         for name in ("order of arrival", "sa"):

@@ -65,8 +65,8 @@ class Served:
 class Exhaustive(sa.Router):
     """SA's router with the yardstick for a search."""
 
-    def solved(self, jobs: sa.Predicted) -> sa.Solution:
-        return exhaustive(jobs)
+    def solved(self, predicted: sa.Predicted) -> sa.Solution:
+        return exhaustive(predicted)
 
 
 ARRIVAL = Served(router="round_robin")

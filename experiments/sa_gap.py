@@ -16,9 +16,9 @@ from experiments import Found
 from experiments._exhaustive_mapping import exhaustive
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate
-from rubato.planning.jobs import Job as Run
+from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
-from rubato.policies.sa import Annealing, Job, Predicted, anneal
+from rubato.policies.sa import Annealing, MappedRequest, Predicted, anneal
 from rubato.workloads import scenarios
 
 SOURCE = "SA, §5.2 and Fig. 7"
@@ -31,20 +31,20 @@ EQUAL = 1e-9  # a gap below it is none: sums are taken in another order
 _SEARCH = 71  # random stream
 
 
-def jobs(small: bool) -> list[Run]:
+def jobs(small: bool) -> list[Job]:
     counts, parts = (COUNTS[:2], 1) if small else (COUNTS, INSTANCES // PART)
     return [
-        Run(f"n={n} b={b} part={part}", searched, (n, b, part, 5 if small else PART))
+        Job(f"n={n} b={b} part={part}", searched, (n, b, part, 5 if small else PART))
         for n in counts
         for b in BATCHES
         for part in range(parts)
     ]
 
 
-def instance(n: int, seed: int) -> list[Job]:
+def instance(n: int, seed: int) -> list[MappedRequest]:
     """So many requests of the scenario, with their true lengths."""
     load = scenarios.make(SCENARIO, 1.0, count=n, seed=seed)
-    return [Job(a.id, a.prompt_tokens, a.output_tokens, load.slo(a)) for a in load.arrivals]
+    return [MappedRequest(a.id, a.prompt_tokens, a.output_tokens, load.slo(a)) for a in load.arrivals]
 
 
 def searched(n: int, b: int, part: int, instances: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from experiments.sa_gap import instance
 from rubato.core.clock import process_cpu_time
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.planning.jobs import Job as Run
+from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
 from rubato.policies.sa import Annealing, Predicted, Solution, anneal
 
@@ -37,11 +37,11 @@ HOW = Annealing(early_exit=False)
 _SEARCH = 73  # random stream
 
 
-def jobs(small: bool) -> list[Run]:
+def jobs(small: bool) -> list[Job]:
     repeats = 3 if small else REPEATS
-    made = [Run(f"n={n} seed={seed}", timed, (n, 1, seed, repeats)) for n in COUNTS for seed in SEEDS]
-    made += [Run(f"instances={k} seed={seed}", timed, (10, k, seed, repeats)) for k in SEVERAL for seed in SEEDS]
-    return [*made, *(Run(f"exhaustive n={n}", exhaustively, (n,)) for n in (COUNTS[:2] if small else COUNTS[:4]))]
+    made = [Job(f"n={n} seed={seed}", timed, (n, 1, seed, repeats)) for n in COUNTS for seed in SEEDS]
+    made += [Job(f"instances={k} seed={seed}", timed, (10, k, seed, repeats)) for k in SEVERAL for seed in SEEDS]
+    return [*made, *(Job(f"exhaustive n={n}", exhaustively, (n,)) for n in (COUNTS[:2] if small else COUNTS[:4]))]
 
 
 def timed(n: int, instances: int, seed: int, repeats: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for
-from rubato.policies.sa import Annealing, Job, Predicted, Router, anneal, annealed, evaluated, order
+from rubato.policies.sa import Annealing, MappedRequest, Predicted, Router, anneal, annealed, evaluated, order
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.doubles import Linear
@@ -132,9 +132,9 @@ def test_the_compiled_search_is_the_one_that_is_written(jobs: Predicted, seed: i
         sizes = np.zeros(n, dtype=np.int64)
         sizes[: n // most] = most
         sizes[n // most :][: n % most > 0] = n % most
-        start, levels = np.arange(n, dtype=np.int64), np.zeros((5, 3))
+        start, levels = np.arange(n, dtype=np.int64), np.outer(500.0 * 0.95 ** np.arange(5), [1.0, 0.0, 0.0])
         begin = evaluated(start, sizes, jobs.seconds, jobs.slack, jobs.waited)
-        given = (*begin, jobs.seconds, jobs.slack, jobs.waited, 500.0, 400.0, 10, 0.95, rng, levels)
+        given = (*begin, jobs.seconds, jobs.slack, jobs.waited, 10, rng, levels)
         return *search(start, sizes, *given), start.tolist(), sizes.tolist(), levels.tolist()  # type: ignore[operator]
 
     if n > 1:
@@ -170,7 +170,9 @@ def test_what_nobody_can_meet_is_still_sent_in_the_order_with_the_least_latency(
 
 def test_times_are_the_papers_formulas() -> None:
     model = bilinear.Model()
-    [[alone, both], _] = Predicted.of([Job("a", 100, 10, SLO(e2e=1.0)), Job("b", 50, 5, SLO())], model, 4).seconds
+    [[alone, both], _] = Predicted.of(
+        [MappedRequest("a", 100, 10, SLO(e2e=1.0)), MappedRequest("b", 50, 5, SLO())], model, 4
+    ).seconds
 
     def prefill(b: int) -> float:
         return (0.1 * b * 100 + 5.7 * b + 0.01 * 100 + 43.67) / 1e3
@@ -194,7 +196,7 @@ def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
     model = bilinear.Model()
 
     def slack(slo: SLO, waited: float = 0.0) -> float:
-        return float(Predicted.of([Job("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
+        return float(Predicted.of([MappedRequest("a", 100, 10, slo, waited)], model, 1).slack[0, 0])
 
     prefill, decode = prefill_seconds(model, 1, 100), decode_seconds(model, 1, 100, 10)
     assert slack(SLO()) == np.inf
@@ -205,7 +207,7 @@ def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
 
 
 def test_anyone_can_order_their_jobs() -> None:
-    jobs = [Job(str(i), 100 + i, 50, SLO(ttft=2.0)) for i in range(5)]
+    jobs = [MappedRequest(str(i), 100 + i, 50, SLO(ttft=2.0)) for i in range(5)]
     batches = order(jobs, bilinear.Model(), 2)
     assert sorted(job.id for batch in batches for job in batch) == [job.id for job in jobs]
     assert max(len(batch) for batch in batches) <= 2
@@ -214,17 +216,17 @@ def test_anyone_can_order_their_jobs() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    jobs = [Job("a", 1, 1, SLO())]
+    jobs = [MappedRequest("a", 1, 1, SLO())]
     for jobs_given, wrong in ((jobs, 0), ([], 0), (jobs, 2.5)):
         with pytest.raises(ValueError, match=f"max_batch is {wrong}: give a whole number, 1 or more"):
             order(jobs_given, bilinear.Model(), wrong)  # type: ignore[arg-type]
     for tokens in (float("nan"), 12.5):
         with pytest.raises(ValueError, match="give 1 token or more of each, whole numbers"):
-            Job("a", 1, tokens, SLO())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="two jobs have the same id"):
+            MappedRequest("a", 1, tokens, SLO())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two requests have the same id"):
         order(jobs * 2, bilinear.Model(), 1)
-    with pytest.raises(ValueError, match="job 'a': prompt 0"):
-        Job("a", 0, 1, SLO())
+    with pytest.raises(ValueError, match="request 'a': prompt 0"):
+        MappedRequest("a", 0, 1, SLO())
     with pytest.raises(ValueError, match="12 jobs: an exhaustive search takes 10 at most"):
         exhaustive(predicted([[1.0]] * 12, [1.0] * 12))
     with pytest.raises(ValueError, match="threshold 0"):
@@ -303,7 +305,7 @@ def test_it_runs_on_vllms_scheduler_and_is_nothing_without_its_router() -> None:
 
 
 def test_short_requests_without_an_slo_go_first_for_the_sum_of_latencies() -> None:
-    jobs = [Job("slo", 1500, 200, SLO(e2e=100.0)), Job("none", 50, 10, SLO())]
+    jobs = [MappedRequest("slo", 1500, 200, SLO(e2e=100.0)), MappedRequest("none", 50, 10, SLO())]
     assert [[job.id for job in batch] for batch in order(jobs, bilinear.Model(), 1)] == [["none"], ["slo"]]
 
 
@@ -318,5 +320,5 @@ def test_cancelled_requests_are_forgotten_and_those_of_a_lost_replica_assigned_a
     events = serve("simulated", router, offered, acts=acts, host=Elsewhere, limits=replace(LIMITS, kv_blocks=200))
     outcomes = {id: end.outcome for id, end in ends(events).items()}
     assert outcomes == {f"q{i}": "completed" for i in range(7)} | {"q7": "cancelled"}
-    assert not router._batches
+    assert not any(router._batches.values())
     assert not router._sent

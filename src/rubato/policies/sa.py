@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, log
 from numbers import Integral
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,8 @@ MEMORY_USE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One request. prompt, output: tokens, the second as predicted. waited: seconds since it arrived."""
+class MappedRequest:
+    """A request to be ordered. prompt, output: tokens, the second as predicted. waited: seconds since it arrived."""
 
     id: str
     prompt: int
@@ -52,7 +52,7 @@ class Job:
     def __post_init__(self) -> None:
         whole = isinstance(self.prompt, Integral) and isinstance(self.output, Integral)
         if not whole or self.prompt < 1 or self.output < 1 or not 0.0 <= self.waited < inf:
-            said = f"job {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
+            said = f"request {self.id!r}: prompt {self.prompt}, output {self.output}, waited {self.waited} s"
             raise ValueError(f"{said}: give 1 token or more of each, whole numbers, and a finite time of 0 or more")
 
 
@@ -79,8 +79,7 @@ class Annealing:
             raise ValueError(f"{said}, iterations {self.iterations}: give finite numbers, a decay below 1, 1 iteration")
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """At this temperature, how many solutions worse than the one at hand were tried, and accepted."""
 
     temperature: float
@@ -90,8 +89,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """batches: indices of jobs, in the order in which they are sent. met: jobs predicted to be in SLO. latency: the sum
-    of all jobs' end-to-end latencies, seconds. evaluations: solutions whose G was computed."""
+    """batches: indices of requests, in the order in which they are sent. met: requests predicted to be in SLO. latency:
+    the sum of all end-to-end latencies, seconds. evaluations: solutions whose G was computed."""
 
     batches: tuple[tuple[int, ...], ...]
     met: int
@@ -101,26 +100,26 @@ class Solution:
 
     @property
     def g(self) -> float:
-        """Jobs in SLO per second of latency (equation 2)."""
+        """Requests in SLO per second of latency (equation 2)."""
         return self.met / self.latency
 
 
 def order(
-    jobs: Sequence[Job], model: LatencyModel, max_batch: int, *, annealing: Annealing | None = None, seed: int = 0
-) -> list[list[Job]]:
-    """The jobs in batches of at most `max_batch`, to be sent one after the other.
+    requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int, *, seed: int = 0
+) -> list[list[MappedRequest]]:
+    """The requests in batches of at most `max_batch`, to be sent one after the other.
 
     model: a step's time from its shape; `latency.bilinear.Model()` is the paper's. Raises ValueError for a `max_batch`
-    that is no whole number of 1 or more, and when two jobs have one id.
+    that is no whole number of 1 or more, and when two requests have one id.
     """
     if not isinstance(max_batch, Integral) or max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}: give a whole number, 1 or more")
-    if len({job.id for job in jobs}) < len(jobs):
-        raise ValueError("two jobs have the same id: ids must be unique")
-    if not jobs:
+    if len({request.id for request in requests}) < len(requests):
+        raise ValueError("two requests have the same id: ids must be unique")
+    if not requests:
         return []
-    found = anneal(Predicted.of(jobs, model, max_batch), annealing or Annealing(), np.random.default_rng(seed))
-    return [[jobs[i] for i in batch] for batch in found.batches]
+    found = anneal(Predicted.of(requests, model, max_batch), Annealing(), np.random.default_rng(seed))
+    return [[requests[i] for i in batch] for batch in found.batches]
 
 
 # --------------------------------------------------------------------------- what a solution is worth
@@ -128,25 +127,25 @@ def order(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the latency model says of jobs (equations 14 to 19). seconds[j, b-1]: execution time of job j in a batch of
-    b. slack[j, b-1]: how long it may wait for the batches before its own and still be in SLO. waited: seconds that all
-    jobs together have waited so far."""
+    """What the latency model says of requests (equations 14 to 19). seconds[j, b-1]: execution time of request j in a
+    batch of b. slack[j, b-1]: how long it may wait for the batches before its own and still be in SLO. waited: seconds
+    that all together have waited so far."""
 
     seconds: Floats
     slack: Floats
     waited: float
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], model: LatencyModel, max_batch: int) -> Predicted:
-        sizes = min(max_batch, max(1, len(jobs)))
-        seconds, slack = np.empty((len(jobs), sizes)), np.empty((len(jobs), sizes))
-        for j, job in enumerate(jobs):
+    def of(cls, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
+        sizes = min(max_batch, max(1, len(requests)))
+        seconds, slack = np.empty((2, len(requests), sizes))
+        for j, request in enumerate(requests):
             for b in range(1, sizes + 1):
-                prefill = prefill_seconds(model, b, job.prompt)
-                decode = decode_seconds(model, b, job.prompt, job.output)
+                prefill = prefill_seconds(model, b, request.prompt)
+                decode = decode_seconds(model, b, request.prompt, request.output)
                 seconds[j, b - 1] = prefill + decode
-                slack[j, b - 1] = _slack(job.slo, prefill, decode, job.output) - job.waited
-        return cls(seconds, slack, sum(job.waited for job in jobs))
+                slack[j, b - 1] = _slack(request.slo, prefill, decode, request.output) - request.waited
+        return cls(seconds, slack, sum(request.waited for request in requests))
 
 
 def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
@@ -160,7 +159,7 @@ def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
 
 @compiled()
 def evaluated(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: float) -> tuple[int, float]:
-    """Jobs in SLO and the sum of latencies, when each batch waits for the longest of each before it (equation 11).
+    """Requests in SLO and the sum of latencies, when each batch waits for the longest of each before it (equation 11).
     sizes: of the batches, with zeros behind them."""
     wait, total, met, at = 0.0, waited, 0, 0
     for size in sizes:
@@ -182,8 +181,8 @@ def evaluated(order: Ints, sizes: Ints, seconds: Floats, slack: Floats, waited: 
 
 @compiled()
 def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
-    """Change a solution in one of the paper's three ways: a job goes into the batch before its own, or into the one
-    after it (the last batch's into a new one), where there is room; or two jobs of different batches change places.
+    """Change a solution in one of the paper's three ways: a request goes into the batch before its own, or into the one
+    after it (the last batch's into a new one), where there is room; or two of different batches change places.
     What is drawn and cannot be done is drawn again."""
     n = len(order)
     while True:
@@ -225,76 +224,71 @@ def move(order: Ints, sizes: Ints, most: int, rng: np.random.Generator) -> None:
 @compiled()
 def annealed(
     order: Ints, sizes: Ints, met: int, total: float, seconds: Floats, slack: Floats, waited: float,
-    temperature: float, threshold: float, iterations: int, decay: float, rng: np.random.Generator, levels: Floats,
-) -> tuple[int, float, int]:  # fmt: skip
-    """From a solution with `met` jobs in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
-    what was tried in `levels` (temperature, worse, accepted). Returns the best one's two numbers, and evaluations."""
+    iterations: int, rng: np.random.Generator, levels: Floats,
+) -> tuple[int, float]:  # fmt: skip
+    """From a solution with `met` requests in SLO and this sum of latencies; leaves the best in `order` and `sizes`, and
+    returns its two numbers. levels: a row for each temperature, in which it leaves how many worse solutions were tried,
+    and how many of these accepted."""
     best_order, best_sizes, best_met, best_total = order.copy(), sizes.copy(), met, total
     tried_order, tried_sizes = order.copy(), sizes.copy()
-    evaluations, level = 0, 0
-    while temperature >= threshold:
-        levels[level, 0] = temperature
+    for level in levels:
         for _ in range(iterations):
             tried_order[:], tried_sizes[:] = order, sizes
             move(tried_order, tried_sizes, seconds.shape[1], rng)
             now_met, now_total = evaluated(tried_order, tried_sizes, seconds, slack, waited)
-            evaluations += 1
-            g, now_g = met / total, now_met / now_total
+            g, now_g, best_g = met / total, now_met / now_total, best_met / best_total
             take = now_g > g or (now_g == g and now_total < total)
             if not take:
                 if best_met > 0:
-                    difference = (now_g - g) / (best_met / best_total)
+                    difference = (now_g - g) / best_g
                 else:
                     difference = (total - now_total) / total
-                take = rng.random() < np.exp(1000.0 * difference / temperature)
-                levels[level, 1] += 1
-                levels[level, 2] += take
+                take = rng.random() < np.exp(1000.0 * difference / level[0])
+                level[1] += 1
+                level[2] += take
             if take:
                 order[:], sizes[:] = tried_order, tried_sizes
                 met, total = now_met, now_total
-                best_g = best_met / best_total
-                if now_met / now_total > best_g or (now_met / now_total == best_g and total < best_total):
+                if now_g > best_g or (now_g == best_g and total < best_total):
                     best_order[:], best_sizes[:] = order, sizes
                     best_met, best_total = met, total
-        temperature *= decay
-        level += 1
     order[:], sizes[:] = best_order, best_sizes
-    return best_met, best_total, evaluations
+    return best_met, best_total
 
 
-def anneal(jobs: Predicted, how: Annealing, rng: np.random.Generator) -> Solution:
+def anneal(predicted: Predicted, how: Annealing, rng: np.random.Generator) -> Solution:
     """The best solution that the search has seen. It begins with the better of order of arrival and order of execution
     time, both in full batches."""
-    n, most = jobs.seconds.shape
+    seconds, slack, waited = predicted.seconds, predicted.slack, predicted.waited
+    n, most = seconds.shape
     sizes = np.zeros(n, dtype=np.int64)
     full = -(-n // most)
     sizes[:full] = most
     sizes[full - 1] = n - (full - 1) * most
     arrival = np.arange(n, dtype=np.int64)
-    shortest = np.argsort(jobs.seconds[:, most - 1], kind="stable").astype(np.int64)
-    (met, total), (own_met, own_total) = (
-        evaluated(o, sizes, jobs.seconds, jobs.slack, jobs.waited) for o in (shortest, arrival)
-    )
+    shortest = np.argsort(seconds[:, most - 1], kind="stable").astype(np.int64)
+    met, total = evaluated(shortest, sizes, seconds, slack, waited)
+    own_met, own_total = evaluated(arrival, sizes, seconds, slack, waited)
     if n == 1 or (how.early_exit and met == n):
         return Solution(_batches(shortest, sizes), met, total, 2)
     begin = shortest
     if own_met / own_total > met / total:
         begin, met, total = arrival, own_met, own_total
-    levels = np.zeros((int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2, 3))
-    met, total, tried = annealed(
-        begin, sizes, met, total, jobs.seconds, jobs.slack, jobs.waited, how.temperature, how.threshold,
-        how.iterations, how.decay, rng, levels,
-    )  # fmt: skip
-    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels if t)
-    return Solution(_batches(begin, sizes), met, total, tried + 2, seen)
+    most_levels = int(max(0.0, log(how.threshold / how.temperature) / log(how.decay))) + 2
+    temperatures = np.cumprod([how.temperature, *[how.decay] * most_levels])
+    temperatures = temperatures[temperatures >= how.threshold]
+    levels = np.outer(temperatures, [1.0, 0.0, 0.0])
+    met, total = annealed(begin, sizes, met, total, seconds, slack, waited, how.iterations, rng, levels)
+    seen = tuple(Level(float(t), int(worse), int(taken)) for t, worse, taken in levels)
+    return Solution(_batches(begin, sizes), met, total, how.iterations * len(seen) + 2, seen)
 
 
 @lru_cache(1)
 def compile_search() -> None:
     """Compile the search, once on a new machine, or load it: seconds that no request is to wait for."""
     warn_if_plain("sa", "up to a second for each search")
-    jobs = Predicted(np.ones((2, 1)), np.zeros((2, 1)), 0.0)
-    anneal(jobs, Annealing(iterations=1, early_exit=False), np.random.default_rng(0))
+    predicted = Predicted(np.ones((2, 1)), np.zeros((2, 1)), 0.0)
+    anneal(predicted, Annealing(iterations=1, early_exit=False), np.random.default_rng(0))
 
 
 def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
@@ -344,18 +338,19 @@ class Router:
         views = {view.id: view for view in fleet}
         queued = self._forget_gone(waiting, views)
         for id in self._assigned([seq for seq in held if seq.id not in queued], fleet):
-            self._batches[id] = self._mapped([waiting[i] for b in self._batches.get(id, []) for i in b], views[id], now)
+            self._batches[id] = self._mapped([waiting[i] for batch in self._batches[id] for i in batch], views[id], now)
         place = {id: replica for replica in views for id in self._due(replica, now)}
         self._sent.update(place)
-        times = [at for id, at in self._next_at.items() if at > now + SOONEST and self._batches.get(id)]
+        times = (at for id, at in self._next_at.items() if at > now + SOONEST and self._batches.get(id))
         return Dispatch(place, wake_at=min(times, default=None))
 
     def _forget_gone(self, waiting: Mapping[str, SeqView], views: Mapping[str, View]) -> set[str]:
         """Drop cancelled requests and lost replicas. Returns the ids assigned to one of the others."""
         self._batches = {
-            replica: kept
-            for replica, batches in self._batches.items()
-            if replica in views and (kept := [b for batch in batches if (b := [i for i in batch if i in waiting])])
+            replica: [
+                left for batch in self._batches.get(replica, []) if (left := [id for id in batch if id in waiting])
+            ]
+            for replica in views
         }
         return {id for batches in self._batches.values() for batch in batches for id in batch}
 
@@ -367,12 +362,12 @@ class Router:
         changed = set()
         for seq in new:
             need = seq.length + remaining(seq)
-            most = max(left, key=lambda id: left[id])
+            most = max(left, key=left.__getitem__)
             if left[most] < need:
                 left = dict(full)
-                most = max(left, key=lambda id: left[id])
+                most = max(left, key=left.__getitem__)
             left[most] -= need
-            self._batches.setdefault(most, []).append([seq.id])
+            self._batches[most].append([seq.id])
             changed.add(most)
         self._memory = left
         return changed
@@ -381,27 +376,24 @@ class Router:
         """The priority mapper (§4.3), for the requests of one replica that have not been sent."""
         limits = view.limits
         most = self.max_batch or min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
-        found = self.solved(Predicted.of([_job(seq, now) for seq in seqs], view.latency, most))
+        found = self.solved(Predicted.of([_mapped_request(seq, now) for seq in seqs], view.latency, most))
         return [[seqs[i].id for i in batch] for batch in found.batches]
 
-    def solved(self, jobs: Predicted) -> Solution:
+    def solved(self, predicted: Predicted) -> Solution:
         """By annealing; for a router that searches in another way to replace."""
-        return anneal(jobs, self._annealing, self._rng)
+        return anneal(predicted, self._annealing, self._rng)
 
     def _due(self, replica: str, now: float) -> list[str]:
         """The next batch to be sent now, if any."""
-        batches = self._batches.get(replica)
+        batches = self._batches[replica]
         busy = self.dispatch == "batch_end" and replica in self._sent.values()
         if not batches or busy or now + SOONEST < self._next_at.get(replica, 0.0):
             return []
         self._next_at[replica] = now + APART
-        batch = batches.pop(0)
-        if not batches:
-            del self._batches[replica]
-        return batch
+        return batches.pop(0)
 
 
-def _job(seq: SeqView, now: float) -> Job:
+def _mapped_request(seq: SeqView, now: float) -> MappedRequest:
     """A request as it waits; one that is resumed has all it has so far for a prompt."""
     slo, waited = seq.request.stages[seq.stage].slo, max(0.0, now - seq.stage_start)
-    return Job(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, waited)
+    return MappedRequest(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, waited)
