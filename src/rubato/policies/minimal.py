@@ -9,6 +9,7 @@ of those that decode and have memory for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Role, Shape
-from rubato.policy_kit.pools import candidates, check_ratio, roles_for
+from rubato.policy_kit.pools import candidates, check_ratio, split
 
 SOURCE = "PolyServe, §5.1: baselines PD-Minimal and CO-Minimal (lowest cycle time)"
 
@@ -33,37 +34,22 @@ class Router:
         check_ratio(self.prefill, self.decode)
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        return roles_for("minimal", replicas, self.prefill, self.decode)
+        return split("minimal", replicas, self.prefill, self.decode) if self.prefill else {}
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        if self.prefill:
-            return self._apart(held, fleet)
-        loads = [_Load(view) for view in fleet]
-        place = {}
-        for seq in held:
-            least = min(loads, key=lambda load: load.cost)
-            place[seq.id] = least.view.id
-            least.add(seq.pending, seq.cached)
-        return Dispatch(place)
-
-    def _apart(self, held: Sequence[SeqView], fleet: Sequence[View]) -> Dispatch:
-        loads: dict[str, _Load] = {}
+        loads = {view.id: _Load(view) for view in fleet}
         place: dict[str, str] = {}
-        given: dict[str, int] = {}
+        given: Counter[str] = Counter()  # KV blocks
         for seq in held:
-            able = candidates(seq, fleet, given)
-            if not able:
-                continue
-            for view in able:
-                if view.id not in loads:
-                    loads[view.id] = _Load(view)
-            least = min((loads[view.id] for view in able), key=lambda load: load.cost)
-            place[seq.id] = least.view.id
-            given[least.view.id] = given.get(least.view.id, 0) + least.view.limits.blocks(seq.cached)
-            least.add(seq.pending, seq.cached)
+            able = candidates(seq, fleet, given) if self.prefill else fleet
+            if able:
+                least = min((loads[view.id] for view in able), key=lambda load: load.cost)
+                place[seq.id] = least.view.id
+                given[least.view.id] += least.view.limits.blocks(seq.cached)
+                least.add(seq.pending, seq.cached)
         return Dispatch(place)
 
 

@@ -5,6 +5,7 @@ and has memory for it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,7 +15,7 @@ import numpy as np
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Role
-from rubato.policy_kit.pools import candidates, check_ratio, roles_for
+from rubato.policy_kit.pools import candidates, check_ratio, split
 
 SOURCE = "PolyServe, §5.1: baselines PD-Random and CO-Random"
 
@@ -37,19 +38,17 @@ class Router:
         self._draw = np.random.default_rng(self.seed)
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
-        return roles_for("random", replicas, self.prefill, self.decode)
+        return split("random", replicas, self.prefill, self.decode) if self.prefill else {}
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
-        if not self.prefill:
-            return Dispatch({seq.id: fleet[int(self._draw.integers(len(fleet)))].id for seq in held})
         place: dict[str, str] = {}
-        given: dict[str, int] = {}
+        given: Counter[str] = Counter()  # KV blocks
         for seq in held:
-            if able := candidates(seq, fleet, given):
+            if able := candidates(seq, fleet, given) if self.prefill else fleet:
                 view = able[int(self._draw.integers(len(able)))]
                 place[seq.id] = view.id
-                given[view.id] = given.get(view.id, 0) + view.limits.blocks(seq.cached)
+                given[view.id] += view.limits.blocks(seq.cached)
         return Dispatch(place)

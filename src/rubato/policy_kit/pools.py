@@ -18,25 +18,16 @@ def split(router: str, replicas: Sequence[str], prefill: int, decode: int) -> Ma
     return {id: Role("prefill" if i < first else "decode") for i, id in enumerate(replicas)}
 
 
-def roles_for(router: str, replicas: Sequence[str], prefill: int, decode: int) -> Mapping[str, Role]:
-    """None where both are 0, for replicas that do both; else as `split`."""
-    return split(router, replicas, prefill, decode) if prefill else {}
-
-
 def check_ratio(prefill: int, decode: int) -> None:
     """Raises ValueError unless both are 0 (replicas that do both) or both at least 1."""
     if min(prefill, decode) < 0 or (prefill == 0) != (decode == 0):
         raise ValueError(f"prefill {prefill}, decode {decode}: give at least 1 of both, or leave both out")
 
 
-def candidates(seq: SeqView, fleet: Sequence[View], placed: Mapping[str, int]) -> Sequence[View]:
+def candidates(seq: SeqView, fleet: Sequence[View], given: Mapping[str, int]) -> Sequence[View]:
     """The replicas that may take it: those that prefill, or, if it brings KV, those that decode and have memory for
-    that. placed: KV blocks given away meanwhile, by replica."""
+    that. given: KV blocks given away meanwhile, by replica."""
     if not seq.cached:
         return [view for view in fleet if view.role.phase != "decode"]
-    need = seq.cached
-    return [
-        view
-        for view in fleet
-        if view.role.phase != "prefill" and view.limits.blocks(need) <= view.kv_free - placed.get(view.id, 0)
-    ]
+    decodes = [view for view in fleet if view.role.phase != "prefill"]
+    return [v for v in decodes if v.limits.blocks(seq.cached) <= v.kv_free - given.get(v.id, 0)]
