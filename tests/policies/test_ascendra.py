@@ -342,9 +342,9 @@ def test_a_fleet_of_one_and_nonsense_are_refused() -> None:
     ("settings", "says"),
     [
         ({"value": "efd"}, "'efd' is no value function: did you mean 'edf'.*package.module:function"),
-        ({"value": "no_such_module:f"}, "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
-        ({"value": "math:nothing"}, "module 'math' has no function 'nothing'"),
-        ({"value": "math.pi"}, "module 'math' has no function 'pi'"),
+        ({"value": "no_such_module:f"}, "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
+        ({"value": "math:nothing"}, "cannot be loaded: AttributeError: module 'math' has no attribute 'nothing'"),
+        ({"value": "math.pi"}, "'math.pi' is no function"),
         ({"theta": 1.5}, r"theta 1.5.* a share in \[0, 1\]"),
         ({"hp_tokens": 0}, "hp_tokens 0"),
     ],

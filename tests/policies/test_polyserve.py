@@ -54,7 +54,9 @@ class Watched(Router):
             tried = self._replicas.values() if seq.id not in before else [self._replicas[id] for id in freed]
             for replica in tried:
                 if replica.group is not None and replica.group <= wanted.tier and not replica.draining:
-                    assert self._fits(replica, replica.group, wanted, now) is None, "held though a replica would take it"
+                    assert self._fits(replica, replica.group, wanted, now) is None, (
+                        "held though a replica would take it"
+                    )
         return dispatch
 
 

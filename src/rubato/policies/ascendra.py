@@ -13,7 +13,7 @@ time until a running one's token is due. The latency model, which the paper fits
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,15 @@ from rubato.core.events import Event, Finished, HandedOff, Lost, Started
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Role, Shape
 from rubato.core.request import SATURATED, HandoffReason
-from rubato.policy_kit.batch_builder import BatchBuilder, memory, prefill_time, run_all, run_in_order, unreserved
+from rubato.policy_kit.batch_builder import (
+    BatchBuilder,
+    decodes_or_prefills,
+    memory,
+    prefill_time,
+    resume_prefills,
+    run_all,
+    unreserved,
+)
 
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 
@@ -50,11 +58,7 @@ def deadline(seq: SeqView) -> float:
 def edf(seq: SeqView, view: View) -> float:
     """What must start first. With one TTFT for all, plain deadline order would be the order of arrival."""
     due = deadline(seq)
-    return (
-        -inf
-        if due == inf
-        else prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens) - due
-    )
+    return -inf if due == inf else _alone(seq, view) - due
 
 
 def edf_plain(seq: SeqView, view: View) -> float:
@@ -81,23 +85,20 @@ VALUES: Mapping[str, Value] = {f.__name__: f for f in (edf, edf_plain, sjf, ljf,
 
 
 def value_function(name: str) -> Value:
-    """One of `VALUES`, or anyone's, as package.module:function or package.module.function. Raises ValueError."""
+    """One of `VALUES`, or another, as package.module:function or package.module.function. Raises ValueError."""
     if name in VALUES:
         return VALUES[name]
-    module, _, function = name.rpartition(":" if ":" in name else ".")
-    if not module or not function:
+    if "." not in name and ":" not in name:
         raise ValueError(
             f"value {name!r} is no value function{nearest(name, VALUES)}; for one of your own give "
             "package.module:function"
         )
     try:
-        found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever a module of anyone's may raise
-        raise ValueError(
-            f"value {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # whatever its module may raise
+        raise ValueError(f"value {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise ValueError(f"value {name!r}: module {module!r} has no function {function!r}")
+        raise ValueError(f"value {name!r} is no function")
     return cast(Value, found)
 
 
@@ -152,10 +153,11 @@ class Scheduler:
         seconds = _until_due(view, builder.shape)
         for seq in self._by_value(view, waiting):
             tokens = min(seq.pending, builder.tokens_left)
-            own = prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens)
-            fits = seconds > own and builder.kv_left > _new_blocks(seq, view) and builder.tokens_left > seq.pending
+            own = _alone(seq, view)
+            in_time = seconds > own and builder.kv_left > view.limits.blocks(seq.length) - seq.blocks
+            fits = in_time and builder.tokens_left > seq.pending
             if not fits and alone and tokens:  # longer than the batch; or, where nothing runs, than anything
-                fits = idle or (seconds > own and builder.kv_left > _new_blocks(seq, view))
+                fits = idle or in_time
             if not fits or not _startable(builder, seq, places):
                 break
             builder.add(seq, tokens)
@@ -172,7 +174,7 @@ class Scheduler:
         keyed = []
         for at, seq in enumerate(waiting):
             value = self._value(seq, view)
-            if not _is_number(value):
+            if not isinstance(value, Real) or value != value:
                 said = f"value {self.value!r} of request {seq.id!r} is {value!r}"
                 raise ValueError(f"{said}: return a number, the highest first")
             turn = at if in_turn or value == -inf or seq.best_effort else -at
@@ -206,19 +208,10 @@ class Scheduler:
     def _high_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
         """Prompts alone while any can run, else decodes."""
         builder = BatchBuilder(view, self.hp_tokens)
-        begun = view.prefilling
-        for seq in begun:
-            if tokens := builder.room(seq):
-                builder.add(seq, tokens)
+        begun = resume_prefills(builder)
         if all(s.id in builder.work and builder.work[s.id].tokens == s.pending for s in begun):
             self._start(builder, view, sorted(waiting, key=lambda s: s.best_effort))
-        if builder.work:
-            return builder
-        builder = BatchBuilder(view)
-        if not builder.decode_all() or not builder.decode:  # where none decodes, prompts that run lack KV
-            builder = BatchBuilder(view)
-            run_in_order(builder, view.running)
-        return builder
+        return builder if builder.work else decodes_or_prefills(view)
 
     def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
         """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
@@ -239,8 +232,9 @@ class Scheduler:
             idle = False
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and value == value
+def _alone(seq: SeqView, view: View) -> float:
+    """Seconds of its prompt on an idle replica."""
+    return prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens)
 
 
 def _short_of_kv(hp: View) -> bool:
@@ -266,11 +260,6 @@ def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
     return min(builder.tokens_left, builder.seqs_left, places) > 0 and not builder.lacks(seq, seq.pending)
 
 
-def _new_blocks(seq: SeqView, view: View) -> int:
-    """KV blocks that its prompt takes beyond those it shares."""
-    return view.limits.blocks(seq.length) - seq.blocks
-
-
 def _too_late(seq: SeqView, now: float) -> bool:
     """Whether it waits beyond its TTFT and its client has had nothing of it."""
     return now > deadline(seq) and nothing_sent(seq) and not seq.best_effort
@@ -289,9 +278,7 @@ class Router:
     _sizes: tuple[int, int] = field(init=False, repr=False)
     _home: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # replica -> group, also of lost ones
     _began: set[str] = field(default_factory=set, init=False, repr=False)  # groups of which an LP has had a request
-    _coming: dict[str, str] = field(
-        default_factory=dict, init=False, repr=False
-    )  # placed on this HP and not seen there
+    _coming: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # placed on this HP, not seen there
     _turns: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:

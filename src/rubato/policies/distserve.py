@@ -18,7 +18,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
 from rubato.core.request import Request
-from rubato.policy_kit.batch_builder import BatchBuilder, decodes_only, memory
+from rubato.policy_kit.batch_builder import BatchBuilder, decodes_only, memory, resume_prefills
 from rubato.policy_kit.pools import split
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -51,10 +51,7 @@ class Scheduler:
 
     def _prefill(self, view: View) -> Plan:
         builder = BatchBuilder(view, self.budget or None)
-        begun = [s for s in view.running if s.pending > 1]
-        for seq in begun:  # a prompt longer than a batch, part of the way; all of its KV was there when it began
-            if tokens := builder.room(seq):
-                builder.add(seq, tokens)
+        begun = resume_prefills(builder)  # a prompt longer than a batch; all of its KV was there when it began
         arrived = sorted(view.waiting, key=lambda s: s.request.arrival)  # one back for another prefill goes first
         for seq in arrived if not begun else ():
             fits = seq.pending <= builder.tokens_left or not builder.work  # longer than a batch it has one for itself

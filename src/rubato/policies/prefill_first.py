@@ -12,7 +12,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
-from rubato.policy_kit.batch_builder import BatchBuilder, run_in_order, starting
+from rubato.policy_kit.batch_builder import BatchBuilder, decodes_or_prefills, resume_prefills, starting
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
 
@@ -39,17 +39,11 @@ class Scheduler:
         self._prefill(prefills, view)
         if prefills.work:
             return prefills.plan()
-        decodes = BatchBuilder(view)
-        if not decodes.decode_all() or not decodes.decode:  # where none decodes, later stages' prompts lack KV
-            run_in_order(decodes, view.running)
+        decodes = decodes_or_prefills(view)
         return decodes.plan(steady=decodes.steady())
 
     def _prefill(self, builder: BatchBuilder, view: View) -> None:
-        begun = [s for s in view.running if s.pending > 1]
-        for seq in begun:  # a prompt longer than a batch, part of the way
-            tokens = builder.room(seq)
-            if tokens:
-                builder.add(seq, tokens)
+        begun = resume_prefills(builder)  # a prompt longer than a batch
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
         for seq in starting(view, self.reserve_kv):
             whole = self._whole(builder, seq)

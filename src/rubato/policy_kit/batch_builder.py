@@ -270,6 +270,23 @@ def decodes_only(view: View) -> Plan:
     return builder.plan(handoff=back)
 
 
+def decodes_or_prefills(view: View) -> BatchBuilder:
+    """Every decode and nothing else; where none decodes, the prefills that run, which lack KV (`run_in_order`)."""
+    builder = BatchBuilder(view)
+    if not builder.decode_all() or not builder.decode:
+        run_in_order(builder, view.running)
+    return builder
+
+
+def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
+    """Running prefills, in order of start, each as far as tokens and free KV go. Returns all of them."""
+    begun = builder.view.prefilling
+    for seq in begun:
+        if tokens := builder.room(seq):
+            builder.add(seq, tokens)
+    return begun
+
+
 def run_chunks(builder: BatchBuilder) -> bool:
     """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
     for seq in builder.view.prefilling:
