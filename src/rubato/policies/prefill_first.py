@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rubato.core.events import Event
-from rubato.core.interfaces import SeqView, View
+from rubato.core.interfaces import View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, decodes_or_prefills, resume_prefills, starting
 
@@ -46,16 +46,11 @@ class Scheduler:
         begun = resume_prefills(builder)  # a prompt longer than a batch
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
         for seq in starting(view, self.reserve_kv):
-            whole = self._whole(builder, seq)
+            longer_than_a_batch = seq.pending > builder.tokens_left and not builder.work
+            whole = builder.tokens_left if longer_than_a_batch else seq.pending
             if begun or whole == 0 or builder.room(seq) < whole:
                 return
             builder.add(seq, whole)
             if builder.kv_left < reserve:
                 builder.remove(seq)
                 return
-
-    def _whole(self, builder: BatchBuilder, seq: SeqView) -> int:
-        """The whole prompt; or a batch full of it, when it is longer than a batch and has this one for itself."""
-        if seq.pending > builder.tokens_left and not builder.work:
-            return builder.tokens_left
-        return seq.pending
