@@ -16,7 +16,7 @@ from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, components, profiles
 from rubato.latency.roofline import Model
-from rubato.policies.slos_serve import Scheduler, scheduler
+from rubato.policies.slos_serve import Scheduler, scheduler, starvation
 from rubato.simulation.simulate import SimulationSetup, simulate
 from tests.conftest import few
 from tests.policies.test_properties import Load
@@ -124,7 +124,8 @@ def test_nor_does_one_in_short_or_even_batches_or_beside_one_that_has_waited_for
     """`max_batch_seconds`: where a batch does not hold all decodes they take turns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "BEST_EFFORT_PATIENCE", patience)
-        patch.setattr(scheduler, "BEST_EFFORT_INTERVAL", patience / 16)
+        patch.setattr(starvation, "BEST_EFFORT_PATIENCE", patience)
+        patch.setattr(starvation, "BEST_EFFORT_INTERVAL", patience / 16)
         admitted, met = played(*case, max_batch_seconds=longest, steady_tokens=even)
     assert admitted <= met
 

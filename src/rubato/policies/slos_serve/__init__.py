@@ -24,7 +24,7 @@ while there is room.
 
 When steps take longer than predicted, a decode that is behind counts in the next tighter tier until it is on time
 again; a prompt that cannot be done by its deadline any more is demoted, or refused. So that none starves, the oldest
-request that was not admitted counts as admitted once it is some seconds behind (`scheduler.BEST_EFFORT_PATIENCE`).
+request that was not admitted counts as admitted once it is some seconds behind (`starvation`).
 
 Where the engine drafts (`speculation`), decodes verify as deep as makes them fastest, wherever all can spare the time
 and half the memory is reserved: decodes that end sooner make room. Longer batches, with which decodes keep up only by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil, inf, log2
@@ -146,6 +146,19 @@ def demand_after_current_batch(
         elif chunk:
             after[i] = demand._replace(tokens=counted(pending - chunk, prefill_weight))
     return after
+
+
+def seconds_alone(view: View, seq: SeqView) -> Iterator[float]:
+    """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
+    last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
+    knee costs more a token."""
+    batches, least = -(-seq.pending // view.limits.max_num_batched_tokens), inf
+    while batches <= seq.pending:
+        seconds = batches * view.latency.step_time(Shape().plus(seq.pending // batches, seq.cached))
+        if seconds >= least:
+            return
+        yield seconds
+        batches, least = batches + 1, seconds
 
 
 class BatchCapacity:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import ClassVar, NamedTuple
 
@@ -23,10 +24,12 @@ from rubato.policies.slos_serve.demand import (
     demand_after_current_batch,
     prefill_token_weight,
     prompt_stage,
+    seconds_alone,
     tightest_tpot,
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
+from rubato.policies.slos_serve.starvation import BEST_EFFORT_PATIENCE, OldestBestEffort, arrival
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
 from rubato.policy_kit.batch_builder import memory
 from rubato.policy_kit.compiled import warn_if_plain
@@ -34,27 +37,13 @@ from rubato.policy_kit.compiled import warn_if_plain
 DECLINED = "rejected-slo-infeasible"
 ASKED = 16  # requests decided in one admission; the others, due later, in the next step
 RETRIED = 8  # declined requests looked at again in one admission
-BEST_EFFORT_PATIENCE = 4.0  # seconds that a prompt without a TTFT, or best effort, may wait before it is planned
-BEST_EFFORT_INTERVAL = BEST_EFFORT_PATIENCE / 16  # seconds a token; best effort with fewer tokens is behind
 
 
-@dataclass(frozen=True, slots=True)
-class OldestBestEffort:
-    """The one without a promise that is counted as if it had one: its length when last seen, and when its next token is
-    to be out (inf: there is no room for it yet)."""
+class LastToken(NamedTuple):
+    """How many tokens a decode has had, and since when."""
 
-    id: str
-    length: int
-    due: float = inf
-
-
-NO_BEST_EFFORT = OldestBestEffort("", 0)
-
-
-class _Decision(NamedTuple):
-    admitted: Admitted | None
-    limits: AdmissionLimits
-    speculation: SpeculationPlan
+    output: int
+    at: float
 
 
 def _worth(admitted: Admitted | None) -> float:
@@ -70,7 +59,7 @@ class _PlanState:
     admitted: list[SeqView] = field(default_factory=list)
     undecided: list[SeqView] = field(default_factory=list)
     best_effort: list[SeqView] = field(default_factory=list)
-    oldest_best_effort: SeqView | None = None
+    oldest: SeqView | None = None  # best-effort one that is planned as if admitted
     demands: dict[str, Demand] = field(default_factory=dict)  # of the promised, the asked, and the oldest
     demoted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
@@ -129,9 +118,9 @@ class Scheduler:
     _grid: Grid | None = field(default=None, init=False)
     _decided: float = field(default=-inf, init=False)
     _finished: int = field(default=0, init=False)
-    _oldest_best_effort: OldestBestEffort = field(default=NO_BEST_EFFORT, init=False)
+    _oldest: OldestBestEffort = field(default_factory=OldestBestEffort, init=False)
     _prefill_weight: float = field(default=1.0, init=False)
-    _came: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)  # id -> its tokens, and since when
+    _came: dict[str, LastToken] = field(default_factory=dict, init=False)
     _skipped_decodes: list[str] = field(default_factory=list, init=False)  # left out of the last batches, in turn
     _drafts: Drafts = field(init=False)
 
@@ -188,7 +177,8 @@ class Scheduler:
         state = self._classify(view)
         if state.reader.prefill_weight != self._prefill_weight:  # the grid counts tokens as they were
             self._prefill_weight, self._grid = state.reader.prefill_weight, None
-        self._find_oldest_best_effort(state)
+        unbound = (s for s in state.admitted if s.due == inf and tightest_tpot(s) == inf)
+        state.oldest = self._oldest.find([*state.best_effort, *unbound], state.now)
         demands = self._tighten_late_decodes(view, [state.reader.demand(s) for s in state.admitted])
         state.demands = {d.id: d for d in demands}
         grid, entries = self._grid, self._drafts.entries(demands)
@@ -215,8 +205,13 @@ class Scheduler:
     def _note_last_tokens(self, view: View) -> None:
         """Since when each decode has had as many tokens as it has."""
         before = self._came
-        self._came = {s.id: (s.output, view.now) for s in view.running if s.output}
-        self._came |= {id: had for id, had in before.items() if id in self._came and self._came[id][0] == had[0]}
+        self._came = {
+            s.id: had
+            if (had := before.get(s.id)) is not None and had.output == s.output
+            else LastToken(s.output, view.now)
+            for s in view.running
+            if s.output
+        }
 
     def admits(self, view: View, seq: SeqView, placed: Sequence[SeqView]) -> bool:
         """Whether it would promise this one, beside those that run there with a promise and `placed`, which wait there
@@ -234,14 +229,14 @@ class Scheduler:
         capacity = BatchCapacity(
             view, [*running, *placed, seq], [*forced, *new], self._margin(view), reader.prefill_weight
         )
-        found = self._choose(view, capacity, forced, new).admitted
+        found, _ = self._choose(view, capacity, forced, new)
         return found is not None and bool(found.accepted)
 
     # ----------------------------------------------------------------- what is promised
 
     def _reader(self, view: View) -> DemandReader:
         now = max(view.now, view.busy_until)
-        since = {id: at for id, (_, at) in self._came.items()}
+        since = {id: token.at for id, token in self._came.items()}
         self._drafts.look(view)
         return DemandReader(
             now,
@@ -272,43 +267,19 @@ class Scheduler:
         """The admitted, those still to be decided, and best effort."""
         state = _PlanState(view, self._reader(view))
         before, self._promised = self._promised, {}
-        for seq in view.running:
-            round_ = prompt_stage(seq)
-            if seq.best_effort:
-                state.best_effort.append(seq)
-            elif seq.id not in self._undecided and before.get(seq.id, round_) == round_:  # also if none is recorded
-                self._promised[seq.id] = round_
-                state.admitted.append(seq)
-            else:
-                state.undecided.append(seq)
-        for seq in view.waiting:
-            if seq.best_effort:
-                state.best_effort.append(seq)
-            elif before.get(seq.id) == (round_ := prompt_stage(seq)):  # else new, or back from a tool
-                self._promised[seq.id] = round_
-                state.admitted.append(seq)
-            else:
-                state.undecided.append(seq)
+        for seqs, runs in ((view.running, True), (view.waiting, False)):
+            for seq in seqs:
+                round_ = prompt_stage(seq)
+                # one that runs though none is recorded comes from elsewhere, admitted there
+                known = before.get(seq.id, round_ if runs and seq.id not in self._undecided else None)
+                if seq.best_effort:
+                    state.best_effort.append(seq)
+                elif known == round_:
+                    self._promised[seq.id] = round_
+                    state.admitted.append(seq)
+                else:  # new, or back from a tool
+                    state.undecided.append(seq)
         return state
-
-    def _find_oldest_best_effort(self, state: _PlanState) -> None:
-        """The oldest without a promise that is behind, until it ends."""
-        able = [*state.best_effort, *(s for s in state.admitted if s.due == inf and tightest_tpot(s) == inf)]
-        oldest = next((s for s in able if s.id == self._oldest_best_effort.id), None)
-        if oldest is None:
-            behind = [
-                s for s in able if state.now > s.stage_start + BEST_EFFORT_PATIENCE + s.output * BEST_EFFORT_INTERVAL
-            ]
-            oldest = min(behind, key=_arrival, default=None)
-            self._oldest_best_effort = (
-                OldestBestEffort(oldest.id, oldest.length) if oldest is not None else NO_BEST_EFFORT
-            )
-        if oldest is not None:
-            due = (
-                self._oldest_best_effort.due + (oldest.length - self._oldest_best_effort.length) * BEST_EFFORT_INTERVAL
-            )
-            self._oldest_best_effort = replace(self._oldest_best_effort, length=oldest.length, due=due)
-        state.oldest_best_effort = oldest
 
     def _is_time(self, state: _PlanState) -> bool:
         """Whether to decide now: enough is new or has finished, the last time is long ago, or there is nothing else."""
@@ -321,12 +292,12 @@ class Scheduler:
     def _decide(self, state: _PlanState, demands: Sequence[Demand]) -> None:
         """Admit those that can be in time beside the admitted, and lay the grid for all of them."""
         again = self._declined_before(state)
-        forced = self._with_oldest_best_effort(state, demands)
+        forced = self._with_oldest(state, demands)
         state.demands.update((s.id, state.reader.demand(s)) for s in [*state.undecided, *again])
         asked = heapq.nsmallest(
-            ASKED, [*state.undecided, *again], key=lambda s: (-state.demands[s.id].value, s.due, _arrival(s))
+            ASKED, [*state.undecided, *again], key=lambda s: (-state.demands[s.id].value, s.due, arrival(s))
         )
-        asked.sort(key=lambda s: (s.due, _arrival(s)))
+        asked.sort(key=lambda s: (s.due, arrival(s)))
         new = [state.demands[s.id] for s in asked]
         margin, prefill_weight = self._margin(state.view), state.reader.prefill_weight
         capacity = BatchCapacity(state.view, [*state.admitted, *asked], [*forced, *new], margin, prefill_weight)
@@ -336,18 +307,16 @@ class Scheduler:
         ]  # keep KV and place
         held = sum(d.memory for d in [*forced, *others])
         fits = len(forced) == len(demands) or held <= self._memory(state.view)
-        chosen = self._choose(state.view, capacity, [*forced, *others], new) if fits else None
-        if chosen is None or (chosen.admitted is None and len(forced) > len(demands)):
-            self._oldest_best_effort = replace(
-                self._oldest_best_effort, due=inf
-            )  # it has to wait until others end; none is added meanwhile
-            chosen = self._choose(state.view, capacity, demands, [])
-        if chosen.admitted is None and self.steady_tokens:
-            chosen = self._choose(state.view, capacity, self._fall_back_to_deadlines(state), [])
-        found, limits, speculation = chosen
+        found, speculation = self._choose(state.view, capacity, [*forced, *others], new) if fits else (None, PLAIN)
+        if not fits or (found is None and len(forced) > len(demands)):
+            self._oldest.due = inf  # it has to wait until others end; none is added meanwhile
+            found, speculation = self._choose(state.view, capacity, demands, [])
+        if found is None and self.steady_tokens:
+            found, speculation = self._choose(state.view, capacity, self._fall_back_to_deadlines(state), [])
         if found is not None:
             self._grid, self._drafts.in_force = found.grid, speculation
         elif self._grid is None:
+            limits = self._limits(state.view, capacity, demands, 1.0, PLAIN)
             self._grid, self._drafts.in_force = first_grid(demands, limits), PLAIN
         accepted = {asked[i].id for i in found.accepted} if found is not None else set()
         self._answer(state, asked, accepted)
@@ -355,36 +324,31 @@ class Scheduler:
 
     def _choose(
         self, view: View, capacity: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand]
-    ) -> _Decision:
-        """Which of the new to admit beside the forced, and how."""
-        entries = self._drafts.entries
-        best: _Decision | None = None
-        for speculation in (
-            [PLAIN]
-            if self.steady_tokens
-            else self._drafts.candidates([*forced, *new], capacity, self._unbound(capacity))
-        ):
-            found = self._admit(view, capacity, entries(forced, speculation), entries(new, speculation), speculation)
-            if best is None or _worth(found.admitted) > _worth(best.admitted) + EPS:
-                best = found
-            if _worth(best.admitted) >= sum(d.value for d in new) - EPS:
+    ) -> tuple[Admitted | None, SpeculationPlan]:
+        """Which of the new to admit beside the forced, and with which drafts."""
+        plans: Iterable[SpeculationPlan] = [PLAIN]
+        if not self.steady_tokens:
+            plans = self._drafts.candidates([*forced, *new], capacity, self._unbound(capacity))
+        best, chosen = None, PLAIN
+        for speculation in plans:
+            entries = partial(self._drafts.entries, plan=speculation)
+            found = self._admit(view, capacity, entries(forced), entries(new), speculation)
+            if _worth(found) > _worth(best) + EPS:
+                best, chosen = found, speculation
+            if _worth(best) >= sum(d.value for d in new) - EPS:
                 break
-        assert best is not None, "plain decoding is always tried"
-        return best
+        return best, chosen
 
     def _admit(
-        self,
-        view: View,
-        capacity: BatchCapacity,
-        forced: Sequence[Demand],
-        new: Sequence[Demand],
+        self, view: View, capacity: BatchCapacity, forced: Sequence[Demand], new: Sequence[Demand],
         speculation: SpeculationPlan,
-    ) -> _Decision:
+    ) -> Admitted | None:  # fmt: skip
         limits = self._limits(view, capacity, forced, 1.0, speculation)
-        if self.tier_reserve and any(d.value < self._most for d in new):
+        most = max([1.0, *self.tier_values.values()])  # what a request can be worth
+        if self.tier_reserve and any(d.value < most for d in new):
             others = self._limits(view, capacity, forced, 1.0 - self.tier_reserve, speculation)
-            return _Decision(admit_first(forced, new, limits, others, self._most), limits, speculation)
-        return _Decision(admit(forced, new, limits), limits, speculation)
+            return admit_first(forced, new, limits, others, most)
+        return admit(forced, new, limits)
 
     def _limits(
         self, view: View, capacity: BatchCapacity, forced: Sequence[Demand], share: float, speculation: SpeculationPlan
@@ -409,33 +373,23 @@ class Scheduler:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
         return max(self.max_batch_seconds, 2.0 * capacity.seconds(1))
 
-    @property
-    def _most(self) -> float:
-        """What a request can be worth."""
-        return max([1.0, *self.tier_values.values()])
-
-    def _with_oldest_best_effort(self, state: _PlanState, demands: Sequence[Demand]) -> list[Demand]:
-        """The forced, and the oldest as if it were."""
-        oldest = state.oldest_best_effort
+    def _with_oldest(self, state: _PlanState, demands: Sequence[Demand]) -> list[Demand]:
+        """The forced, and the oldest best-effort one as if it were."""
+        oldest = state.oldest
         if oldest is None:
             return list(demands)
-        if self._oldest_best_effort.due == inf:
-            self._oldest_best_effort = replace(self._oldest_best_effort, due=state.now + 0.5 * BEST_EFFORT_PATIENCE)
-        demand = self._oldest_best_effort_demand(state, oldest)
-        return [*(d for d in demands if d.id != oldest.id), demand]
-
-    def _oldest_best_effort_demand(self, state: _PlanState, oldest: SeqView) -> Demand:
-        due = max(self._oldest_best_effort.due - state.now, 0.0)
-        return state.reader.demand(oldest)._replace(due=due, tpot=BEST_EFFORT_INTERVAL)
+        if self._oldest.due == inf:
+            self._oldest.due = state.now + 0.5 * BEST_EFFORT_PATIENCE
+        return [*(d for d in demands if d.id != oldest.id), self._oldest.demand(oldest, state.reader)]
 
     def _declined_before(self, state: _PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
         able = [
             s
             for s in state.best_effort
-            if s.demoted and s is not state.oldest_best_effort and not s.missed and state.now < s.due < inf
+            if s.demoted and s is not state.oldest and not s.missed and state.now < s.due < inf
         ]
-        return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, _arrival(s)))
+        return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, arrival(s)))
 
     def _answer(self, state: _PlanState, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
         """Take up the admitted, and answer the declined."""
@@ -472,20 +426,20 @@ class Scheduler:
             return
         begun = {*state.view.running_ids, *work}
         fresh = [s for s in state.best_effort if nothing_sent(s) and s.id not in begun]
-        for seq in heapq.nlargest(len(fresh) - self.max_waiting, fresh, key=_arrival):
+        for seq in heapq.nlargest(len(fresh) - self.max_waiting, fresh, key=arrival):
             state.drop[seq.id] = SATURATED
         state.demoted = [id for id in state.demoted if id not in state.drop]
 
     # ----------------------------------------------------------------- what the next batch holds
 
     def _filled(self, state: _PlanState, grid: Grid) -> Plan:
-        view, oldest, block = state.view, state.oldest_best_effort, state.view.limits.block_size
+        view, oldest, block = state.view, state.oldest, state.view.limits.block_size
         kept, rest, demands = state.admitted, state.best_effort, state.demands
-        if oldest is not None and self._oldest_best_effort.due < inf:
-            demands[oldest.id] = self._oldest_best_effort_demand(state, oldest)
+        if oldest is not None and self._oldest.due < inf:
+            demands[oldest.id] = self._oldest.demand(oldest, state.reader)
             kept = [*(s for s in kept if s is not oldest), oldest]
             rest = [s for s in rest if s is not oldest]
-        rest = sorted(rest, key=_arrival)
+        rest = sorted(rest, key=arrival)
         running = view.running_ids if rest else ()
         holders = [s for s in rest if s.id in running]
         undecided = state.undecided_running
@@ -518,20 +472,3 @@ class Scheduler:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _arrival(seq: SeqView) -> tuple[float, str]:
-    return (seq.request.arrival, seq.id)
-
-
-def seconds_alone(view: View, seq: SeqView) -> Iterator[float]:
-    """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
-    last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
-    knee costs more a token."""
-    batches, least = -(-seq.pending // view.limits.max_num_batched_tokens), inf
-    while batches <= seq.pending:
-        seconds = batches * view.latency.step_time(Shape().plus(seq.pending // batches, seq.cached))
-        if seconds >= least:
-            return
-        yield seconds
-        batches, least = batches + 1, seconds
