@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rubato.policies.slos_serve import dynamic_program
-from rubato.policies.slos_serve.admission import AdmissionLimits, columns, grids_to_try
+from rubato.policies.slos_serve.admission import AdmissionLimits, grids_to_try
 from rubato.policies.slos_serve.token_budget import Demand, Grid, rows
 from tests.policies.slos_serve import reference
 from tests.policies.slos_serve.reference import CLOSE
@@ -40,7 +40,7 @@ def alone(grid: Grid, demand: Demand) -> bool:
 
 def tried(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> list[Grid]:
     """The grids that admission tries."""
-    grids, sizes = grids_to_try(rows(forced), columns(new), limits)
+    grids, sizes = grids_to_try(rows(forced), rows(new, in_order_given=True), limits)
     return [Grid.of(grid[:size]) for grid, size in zip(grids, sizes.tolist(), strict=True)]
 
 

@@ -16,8 +16,8 @@ def index(grid: Grid, due: float) -> float:
     """How many batches have ended by then."""
     ended, begin = 0.0, 0.0
     for phase in grid.phases:
-        ended += min(max(floor((due - begin) / phase.seconds + CLOSE), 0), phase.count)
-        begin += phase.count * phase.seconds
+        ended += min(max(floor((due - begin) / phase.seconds + CLOSE), 0), phase.batches)
+        begin += phase.batches * phase.seconds
         if due < begin:
             break
     return ended
@@ -27,8 +27,8 @@ def until(grid: Grid, k: float, what: Callable[[Phase], float]) -> float:
     """The sum of something over the first k batches."""
     total = 0.0
     for phase in grid.phases:
-        total += min(k, phase.count) * what(phase)
-        k = max(0.0, k - phase.count)
+        total += min(k, phase.batches) * what(phase)
+        k = max(0.0, k - phase.batches)
     return total
 
 

@@ -40,7 +40,6 @@ def test_a_decode_that_drafts_wants_an_entry_every_so_many_tokens() -> None:
     certain = Demand("a", 0.1, 1, 0.05, accepts=1.0)
     [entry] = SpeculationPlan(0.1, 1, 10).entries([certain], {"a": 1})
     assert (entry.due, entry.tokens, entry.tpot, entry.verified) == (0.1, 2, 0.1, 2)
-    assert entry.rate == 20.0
 
 
 def test_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:

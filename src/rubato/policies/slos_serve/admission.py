@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from operator import itemgetter
 
 import numpy as np
 
@@ -62,7 +61,8 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
 
 def _best(served: Floats, new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
     """As `admit`, on a grid that may be laid for some that are declined. served: rows of the forced."""
-    asked = columns(new)
+    assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
+    asked = rows(new, in_order_given=True)
     grids, sizes = grids_to_try(served, asked, limits)
     most = ceiling(new, limits.memory, limits.seats)
     at, value, accepted = dynamic_program.best_set(grids, sizes, served, asked, limits.memory, limits.seats, most)
@@ -104,17 +104,8 @@ def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
 
 def first_grid(forced: Sequence[Demand], limits: AdmissionLimits) -> Grid:
     """The first grid that is tried where none is new, whether the forced are in time there or not."""
-    grids, sizes = grids_to_try(rows(forced), columns(()), limits)
+    grids, sizes = grids_to_try(rows(forced), rows(()), limits)
     return Grid.of(grids[0, : sizes[0]])
-
-
-COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified", "memory", "value")))
-
-
-def columns(new: Sequence[Demand]) -> Floats:
-    """The new as rows (due, tokens, tpot, verified, memory, value). Each has a deadline, if one of ours."""
-    assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
-    return np.array(list(map(COLUMNS, new)), dtype=np.float64).reshape(len(new), 6)
 
 
 def grids_to_try(forced: Floats, new: Floats, limits: AdmissionLimits) -> tuple[Floats, Ints]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
@@ -60,15 +60,12 @@ class BatchFiller:
 
     def fill(self, order: Iterable[SeqView]) -> None:
         """Their pending tokens, in this order: each decode's and its drafted ones, as much of each prefill as fits."""
-        decodes: list[SeqView] = []
-        for seq in order:
-            if seq.pending == 1:
-                decodes.append(seq)
-                continue
-            self._decodes(decodes)
-            decodes = []
-            self.chunk(seq)
-        self._decodes(decodes)
+        for decode, seqs in groupby(order, key=lambda s: s.pending == 1):
+            if decode:
+                self._decodes(list(seqs))
+            else:
+                for seq in seqs:
+                    self.chunk(seq)
 
     def chunk(self, seq: SeqView) -> None:
         """As much of it as fits."""
@@ -114,8 +111,6 @@ class BatchFiller:
 
     def _decodes(self, seqs: Sequence[SeqView]) -> None:
         builder, model = self.builder, self._model
-        if not seqs:
-            return
         before = builder.shape
         kv = sum([s.cached for s in seqs]) + len(seqs)
         together = before._replace(tokens=before.tokens + len(seqs), seqs=before.seqs + len(seqs), kv=before.kv + kv)

@@ -4,9 +4,9 @@
 function is kept on disk until its own file changes, whatever it calls: so neither file calls the other. Compiled when
 first imported, some seconds, then loaded.
 
-A grid is an array of rows (count, seconds, tokens), the last without end; those served anyway, `forced`, rows (due,
-tokens, tpot, verified) in order of `due`; the `new`, in the order given, rows (due, tokens, tpot, verified, memory,
-value). Sums are taken in the order of the rows.
+A grid is an array of rows (count, seconds, tokens), the last without end; those served anyway, `forced`, and the `new`
+are rows (due, tokens, tpot, verified, memory, value), the forced in order of `due`, the new as given. Sums are taken in
+the order of the rows.
 """
 
 from __future__ import annotations

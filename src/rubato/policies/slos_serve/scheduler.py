@@ -28,6 +28,7 @@ from rubato.policies.slos_serve.demand import (
     tightest_tpot,
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
+from rubato.policies.slos_serve.plan_state import PlanState
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.starvation import BEST_EFFORT_PATIENCE, OldestBestEffort, arrival
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
@@ -48,44 +49,6 @@ class LastToken(NamedTuple):
 
 def _worth(admitted: Admitted | None) -> float:
     return -1.0 if admitted is None else admitted.value
-
-
-@dataclass
-class _PlanState:
-    """One plan in the making: the requests there, and what is decided of them."""
-
-    view: View
-    reader: DemandReader
-    admitted: list[SeqView] = field(default_factory=list)
-    undecided: list[SeqView] = field(default_factory=list)
-    best_effort: list[SeqView] = field(default_factory=list)
-    oldest: SeqView | None = None  # best-effort one that is planned as if admitted
-    demands: dict[str, Demand] = field(default_factory=dict)  # of the promised, the asked, and the oldest
-    demoted: list[str] = field(default_factory=list)
-    promoted: list[str] = field(default_factory=list)
-    drop: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def now(self) -> float:
-        return self.reader.now
-
-    @property
-    def undecided_running(self) -> list[SeqView]:
-        """Those that run, with the KV of earlier prompts, while the next prompt is not decided yet."""
-        running = self.view.running_ids if self.undecided else ()  # made anew whenever it is asked for
-        return [s for s in self.undecided if s.id in running]
-
-    def demote(self, seq: SeqView) -> None:
-        self.best_effort.append(seq)
-        if seq.id in self.promoted:
-            self.promoted.remove(seq.id)
-        else:
-            self.demoted.append(seq.id)
-
-    def promote(self, seq: SeqView) -> None:
-        self.best_effort.remove(seq)
-        self.admitted.append(seq)
-        self.promoted.append(seq.id)
 
 
 @dataclass
@@ -195,7 +158,7 @@ class Scheduler:
             self._grid = grid.step()
         return plan
 
-    def _fall_back_to_deadlines(self, state: _PlanState) -> list[Demand]:
+    def _fall_back_to_deadlines(self, state: PlanState) -> list[Demand]:
         """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
         state.reader = replace(state.reader, since={})
         demands = self._tighten_late_decodes(state.view, [state.reader.demand(s) for s in state.admitted])
@@ -263,9 +226,9 @@ class Scheduler:
         """Ids of those here that it has admitted."""
         return self._promised.keys()
 
-    def _classify(self, view: View) -> _PlanState:
+    def _classify(self, view: View) -> PlanState:
         """The admitted, those still to be decided, and best effort."""
-        state = _PlanState(view, self._reader(view))
+        state = PlanState(view, self._reader(view))
         before, self._promised = self._promised, {}
         for seqs, runs in ((view.running, True), (view.waiting, False)):
             for seq in seqs:
@@ -281,7 +244,7 @@ class Scheduler:
                     state.undecided.append(seq)
         return state
 
-    def _is_time(self, state: _PlanState) -> bool:
+    def _is_time(self, state: PlanState) -> bool:
         """Whether to decide now: enough is new or has finished, the last time is long ago, or there is nothing else."""
         return (
             max(len(state.undecided), self._finished) >= self.decision_threshold
@@ -289,7 +252,7 @@ class Scheduler:
             or not (state.admitted or state.best_effort)
         )
 
-    def _decide(self, state: _PlanState, demands: Sequence[Demand]) -> None:
+    def _decide(self, state: PlanState, demands: Sequence[Demand]) -> None:
         """Admit those that can be in time beside the admitted, and lay the grid for all of them."""
         again = self._declined_before(state)
         forced = self._with_oldest(state, demands)
@@ -373,7 +336,7 @@ class Scheduler:
         """Seconds of a batch that neither a TPOT nor the engine bounds."""
         return max(self.max_batch_seconds, 2.0 * capacity.seconds(1))
 
-    def _with_oldest(self, state: _PlanState, demands: Sequence[Demand]) -> list[Demand]:
+    def _with_oldest(self, state: PlanState, demands: Sequence[Demand]) -> list[Demand]:
         """The forced, and the oldest best-effort one as if it were."""
         oldest = state.oldest
         if oldest is None:
@@ -382,7 +345,7 @@ class Scheduler:
             self._oldest.due = state.now + 0.5 * BEST_EFFORT_PATIENCE
         return [*(d for d in demands if d.id != oldest.id), self._oldest.demand(oldest, state.reader)]
 
-    def _declined_before(self, state: _PlanState) -> list[SeqView]:
+    def _declined_before(self, state: PlanState) -> list[SeqView]:
         """Declined requests that could still be in time: those with the least left to prefill."""
         able = [
             s
@@ -391,7 +354,7 @@ class Scheduler:
         ]
         return heapq.nsmallest(RETRIED, able, key=lambda s: (s.pending, arrival(s)))
 
-    def _answer(self, state: _PlanState, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
+    def _answer(self, state: PlanState, asked: Sequence[SeqView], accepted: Collection[str]) -> None:
         """Take up the admitted, and answer the declined."""
         for seq in asked:
             if seq.id in accepted and seq.demoted:
@@ -408,7 +371,7 @@ class Scheduler:
         state.undecided = [s for s in state.undecided if s.id not in decided]
         self._promised.update((s.id, prompt_stage(s)) for s in asked if s.id in accepted)
 
-    def _give_up(self, state: _PlanState) -> None:
+    def _give_up(self, state: PlanState) -> None:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
         prefills = [s for s in state.admitted if state.demands[s.id].tokens > 1]
         now, view = state.now, state.view
@@ -420,7 +383,7 @@ class Scheduler:
             else:
                 state.demote(seq)
 
-    def _shed(self, state: _PlanState, work: Collection[str]) -> None:
+    def _shed(self, state: PlanState, work: Collection[str]) -> None:
         """Refuse the youngest without a promise that neither have begun nor are in the batch, beyond the backlog."""
         if self.max_waiting is None:
             return
@@ -432,7 +395,7 @@ class Scheduler:
 
     # ----------------------------------------------------------------- what the next batch holds
 
-    def _filled(self, state: _PlanState, grid: Grid) -> Plan:
+    def _filled(self, state: PlanState, grid: Grid) -> Plan:
         view, oldest, block = state.view, state.oldest, state.view.limits.block_size
         kept, rest, demands = state.admitted, state.best_effort, state.demands
         if oldest is not None and self._oldest.due < inf:
@@ -448,9 +411,8 @@ class Scheduler:
             view, grid, kept, [demands[s.id] for s in kept], self._drafts, margin, prefill_weight, self._skipped_decodes
         )
         bound, most = next_batch.bounds()
-        depths, late = self._drafts.depths(view, next_batch.order, most, grid.phases[0].tokens, bound, prefill_weight)
+        drafts, late = self._drafts.to_draft(view, next_batch.order, most, grid.phases[0].tokens, bound, prefill_weight)
         order, verified = next_batch.in_order()
-        drafts = {id: (depth, 1) for id, depth in depths.items()}
         filler = BatchFiller(view, bound / (1.0 + margin) - late, [*undecided, *holders], verified, drafts)
         if holders or state.undecided or not filler.decodes(order):
             filler.fill(order)

@@ -208,14 +208,14 @@ class Drafts:
         if plain is None or best.throughput >= LONGER_BATCH_GAIN * plain.throughput:
             yield SpeculationPlan(best.seconds, max(best.verified) - 1, self.most + 1)
 
-    def depths(
+    def to_draft(
         self, view: View, seqs: Sequence[SeqView], most: int, tokens: float, bound: float, prefill_weight: float = 1.0
-    ) -> tuple[dict[str, int], float]:
-        """How many tokens to draft for each whose entry may end in a batch of so many tokens, where those of prefill
-        count `prefill_weight`, and seconds: `most`, but none beyond its end, and of those that the drafter lags behind
-        with no more than a part of the batch is enough for. And the seconds of that, which a batch's shape does not
-        say."""
-        found: dict[str, int] = {}
+    ) -> tuple[dict[str, tuple[int, int]], float]:
+        """(Depth, width) of what to draft for each whose entry may end in a batch of so many tokens, where those of
+        prefill count `prefill_weight`, and seconds: `most` deep, but none beyond its end, and of those that the drafter
+        lags behind with no more than a part of the batch is enough for. And the seconds of that, which a batch's shape
+        does not say."""
+        found: dict[str, tuple[int, int]] = {}
         lag, late = 0, 0.0
         for seq in seqs if most else ():
             depth = min(most, ceil(remaining(seq)) - 2)
@@ -226,7 +226,7 @@ class Drafts:
                 if lag and seconds > CATCHING_UP * bound:
                     continue
                 lag, late = lag + behind, seconds
-            found[seq.id] = depth
+            found[seq.id] = (depth, 1)
         return found, late
 
     def _catching_up(self, view: View, tokens: int) -> float:

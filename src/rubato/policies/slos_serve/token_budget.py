@@ -18,7 +18,6 @@ suffice to add them up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from operator import itemgetter
@@ -46,17 +45,11 @@ class Demand(NamedTuple):
     verified: int = 1
     left: float = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second that its decode takes."""
-        return self.verified / self.tpot
 
+class Phase(NamedTuple):
+    """So many `batches` (inf: for ever) of at most `seconds` and `tokens`."""
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """`count` batches (inf: for ever) of at most `seconds` and `tokens`."""
-
-    count: float
+    batches: float
     seconds: float
     tokens: float
 
@@ -70,7 +63,7 @@ class Grid:
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = tuple(phases)
-        self.rows = np.array([(p.count, p.seconds, p.tokens) for p in self.phases], dtype=np.float64)
+        self.rows = np.array(self.phases, dtype=np.float64)
 
     @classmethod
     def of(cls, rows: Floats) -> Grid:
@@ -84,25 +77,27 @@ class Grid:
     @property
     def second(self) -> Phase:
         """What the batch after the first is like."""
-        return self.phases[0 if self.phases[0].count > 1 else 1]
+        return self.phases[0 if self.phases[0].batches > 1 else 1]
 
     def step(self) -> Grid:
         """What remains after the first batch."""
         first, *rest = self.phases
-        if first.count == inf:
+        if first.batches == inf:
             return self
-        return Grid([replace(first, count=first.count - 1), *rest] if first.count > 1 else rest)
+        return Grid([first._replace(batches=first.batches - 1), *rest] if first.batches > 1 else rest)
 
 
-COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified")))
+COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verified", "memory", "value")))
 
 
-def rows(demands: Sequence[Demand]) -> Floats:
-    """What those with a deadline demand, (due, tokens, tpot, verified), in order of deadline: told once, held against
-    many grids."""
-    each = sorted(row for row in map(COLUMNS, demands) if row[0] < inf)
-    flat = np.fromiter(chain.from_iterable(each), np.float64, 4 * len(each))  # `array` of rows takes twice as long
-    return flat.reshape(len(each), 4)
+def rows(demands: Sequence[Demand], in_order_given: bool = False) -> Floats:
+    """What those with a deadline demand, (due, tokens, tpot, verified, memory, value), in order of deadline if not as
+    given: told once, held against many grids."""
+    each = [row for row in map(COLUMNS, demands) if row[0] < inf]
+    if not in_order_given:
+        each.sort()
+    flat = np.fromiter(chain.from_iterable(each), np.float64, 6 * len(each))  # `array` of rows takes twice as long
+    return flat.reshape(len(each), 6)
 
 
 def room(grid: Grid, demands: Sequence[Demand]) -> Floats:
