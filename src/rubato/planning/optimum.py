@@ -106,10 +106,7 @@ def mixed_limit(parts: StepParts, prompt: int, output: int, tpot: float) -> Batc
         seqs = _decoding(batch, prompt, output)
         return parts.gemm(batch, seqs) + parts.decode_attention(seqs, kv(batch))
 
-    most = min(
-        parts.limits.max_num_batched_tokens,
-        int(parts.limits.max_num_seqs / share) if share else parts.limits.max_num_batched_tokens,
-    )
+    most = min(parts.limits.max_num_batched_tokens, int(parts.limits.max_num_seqs / share))
     return _largest(parts, seconds, kv, tpot, most)
 
 
@@ -187,13 +184,7 @@ NAMES = {"pd": "prefill and decode apart", "co": "co-located"}
 
 def text(found: Sequence[Optimum]) -> str:
     """A table of the modes."""
-    head = [
-        "mode",
-        "requests/s a replica",
-        "replica-seconds a request",
-        "TTFT too short for it",
-        "TPOT too short",
-    ]
+    head = ["mode", "requests/s a replica", "replica-seconds a request", "TTFT too short for it", "TPOT too short"]
     rows = [
         [NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}"]
         for o in found
