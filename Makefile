@@ -43,7 +43,7 @@ define install
 @echo "[2/3] packages: about $(2) when unpacked, more with CUDA; 2 to 5 minutes"
 @( while sleep 20 >/dev/null 2>&1; do echo "      $$(du -sm $(VENV) | cut -f1) MB so far"; done ) & beat=$$!; \
 trap "kill $$beat" EXIT; trap "exit 130" INT; trap "exit 143" TERM; \
-$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ./packages/rubato-torch -e '.[$(1)]'
+$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(1)]' -e ./packages/rubato-torch
 @echo "[3/3] the bundled model: 98 MB to fetch, half a minute to convert"
 $(BIN)/python -m rubato_torch.bundled_model
 @touch $@

@@ -34,13 +34,14 @@ from rubato.core.request import SLO
 from rubato.core.timeline import steps
 from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import operation_count
 from rubato.latency.fit import coefficients
 from rubato.latency.model_dims import Dims
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
-from rubato.planning.spec import PolicyChoice, packaged_hardware
+from rubato.simulation.run_spec import packaged_hardware
 from rubato.workloads import Workload, scenarios
 from rubato.workloads.request_kinds import Kind
 from rubato_torch import bundled_model

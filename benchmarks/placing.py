@@ -27,8 +27,9 @@ from experiments._cluster_time import Inside
 from rubato.core.clock import measured
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline
-from rubato.latency import profiles
-from rubato.simulation.simulate import SimulationSetup, simulate_fast
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.simulation.run_spec import RunSpec, packaged_hardware
+from rubato.simulation.simulate import simulate_requests
 
 ROUTERS = "least_loaded,minimal,round_robin"
 PROFILE, POLICY, BUDGET = "llama-3.1-8b-h200", "sarathi", {"budget": 2048}
@@ -37,13 +38,11 @@ PROMISE = SLO(ttft=1.0, tpot=0.05)
 REPLICA_RATE = 1.25  # requests/s of a replica: 20 sequences at a time, of about 12 s each
 
 
-def setup(router: str, replicas: int) -> SimulationSetup:
-    profile = profiles.load(PROFILE)
-    model = profile.model()
-    limits = profile.limits(
-        max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=LONGEST_IN + LONGEST_OUT, block_size=16
+def run_spec(router: str, replicas: int) -> RunSpec:
+    machine = packaged_hardware(
+        PROFILE, max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=LONGEST_IN + LONGEST_OUT, block_size=16
     )
-    return SimulationSetup(lambda: model, limits, POLICY, BUDGET, router=router, replicas=replicas, learns=False)
+    return RunSpec(machine, PolicyChoice(POLICY, BUDGET, router), replicas)
 
 
 def offered(count: int, replicas: int, seed: int) -> tuple[list[Request], dict[str, tuple[int]]]:
@@ -61,7 +60,7 @@ def run(router: str, replicas: int, count: int, seed: int) -> dict[str, float]:
     """One run. running: sequences at a replica, on average (Little's law)."""
     requests, truth = offered(count, replicas, seed)
     with Inside() as inside:
-        lines, cost = measured(lambda: simulate_fast(requests, truth, setup(router, replicas), times=False))
+        lines, cost = measured(lambda: simulate_requests(requests, truth, run_spec(router, replicas), times=False))
     share = inside.seconds / cost.wall  # of the wall's time, as of the CPU's: others take both alike
     running = sum(map(_stay, lines.values())) / requests[-1].arrival / replicas
     tokens = sum(line.end.output for line in lines.values() if line.end is not None)
@@ -78,7 +77,7 @@ def _stay(line: Timeline) -> float:
 def profiled(router: str, replicas: int, count: int) -> None:
     requests, truth = offered(count, replicas, 0)
     profile = cProfile.Profile()
-    profile.runcall(lambda: simulate_fast(requests, truth, setup(router, replicas), times=False))
+    profile.runcall(lambda: simulate_requests(requests, truth, run_spec(router, replicas), times=False))
     print(f"{router}, {replicas} replicas, {count} requests")
     pstats.Stats(profile).sort_stats("tottime").print_stats(18)
 

@@ -26,11 +26,12 @@ from rubato.core.clock import WallClock, run_strict
 from rubato.core.events import Assigned, Event, Finished, HandedOff, Tokens, Transferred
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Shape
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import steps
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import operation_count
-from rubato.planning.spec import PolicyChoice
 from rubato_torch import Engine, bundled_model
 
 TIGHT, LOOSE = 2.5, 8.0  # TPOT in unloaded decode steps
@@ -77,9 +78,8 @@ def serve(
             Engine(folder, kv_gib=0.5, max_num_seqs=64, max_num_batched_tokens=1024, threads=1) for _ in range(replicas)
         ]
         cluster = local_cluster(
-            engines, [dataclasses.replace(model) for _ in engines], clock, policy=choice.policy,
-            settings=choice.settings, router=choice.router, router_settings=choice.router_settings,
-            lengths=RunningMean(), slo_rule="mean",
+            engines, [dataclasses.replace(model) for _ in engines], clock,
+            ClusterOptions(choice, ReplicaOptions(RunningMean(), "mean")),
         )  # fmt: skip
         cluster.listen(events.append)
         warm = asyncio.Event()

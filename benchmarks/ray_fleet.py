@@ -28,6 +28,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.ray_host import RayHost, ray_cluster
 from rubato.latency.affine import Model
 
@@ -121,15 +122,17 @@ def main() -> None:
     requests = offered(args.rate, args.seconds, args.seed)
     rows = []
 
+    options = ClusterOptions(PolicyChoice("edf"))
+
     def local() -> Cluster:
         clock = WallClock()
-        return local_cluster([make(clock)[0] for _ in range(2)], [latency() for _ in range(2)], clock, policy="edf")
+        return local_cluster([make(clock)[0] for _ in range(2)], [latency() for _ in range(2)], clock, options)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     for name, build, kill_at in (
         ("in process", local, None),
-        ("ray", lambda: ray_cluster([make, make], WallClock(), policy="edf"), None),
-        ("ray, one killed", lambda: ray_cluster([make, make], WallClock(), policy="edf"), args.seconds / 2),
+        ("ray", lambda: ray_cluster([make, make], WallClock(), options), None),
+        ("ray, one killed", lambda: ray_cluster([make, make], WallClock(), options), args.seconds / 2),
     ):
         rows.append(summary(name, run_strict(run(build(), requests, kill_at))))
         print(json.dumps(rows[-1]))

@@ -33,8 +33,10 @@ from rubato.core.events import Event, Finished, Stepped
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.plan import Sample, Shape
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.measure.confidence import over_seeds
@@ -111,9 +113,10 @@ async def serve(
     clock = WallClock()
     engine = Engine(bundled_model.ensure(), kv_gib=0.5, max_num_seqs=batch)
     router = "sa" if system in (SA, MEAN, EXACT) else "round_robin"
+    settings = {"dispatch": dispatch} if router == "sa" else {}
+    choice = PolicyChoice("edf" if system == EDF else "vllm", router=router, router_settings=settings)
     cluster = local_cluster(
-        [engine], [copy.deepcopy(model)], clock, policy="edf" if system == EDF else "vllm", router=router,
-        router_settings={"dispatch": dispatch} if router == "sa" else {}, lengths=lengths, slo_rule="mean",
+        [engine], [copy.deepcopy(model)], clock, ClusterOptions(choice, ReplicaOptions(lengths, "mean")),
     )  # fmt: skip
     events: list[Event] = []
     cluster.listen(events.append)

@@ -24,9 +24,9 @@ from typing import Any
 from rubato.core.request import SLO
 from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import Run
-from rubato.planning.spec import PolicyChoice
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
 from rubato_torch import bundled_model

@@ -28,12 +28,13 @@ import numpy as np
 
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Tokens
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import affine
 from rubato.measure.confidence import over_seeds
-from rubato.planning.spec import PolicyChoice
 from rubato.policies import load
 from rubato.workloads import traces
 from rubato.workloads.prompts import fresh_text
@@ -122,8 +123,8 @@ def engine_with(drafter: SuffixDrafter | None, seqs: int = 32) -> Engine:
 async def cluster_of(policy: str, store: int, seqs: int = 32) -> Cluster:
     choice = PolicyChoice.parse(policy)
     cluster = local_cluster(
-        [engine(choice.policy, store, seqs)], [affine.Model()], WallClock(), policy=choice.policy,
-        settings=choice.settings, slo_rule="mean",
+        [engine(choice.policy, store, seqs)], [affine.Model()], WallClock(),
+        ClusterOptions(choice, ReplicaOptions(slo_rule="mean")),
     )  # fmt: skip
     await cluster.start()
     return cluster

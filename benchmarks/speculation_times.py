@@ -27,7 +27,9 @@ from speculation_speed import drawn, engine, engine_with, prompts, served, size
 from rubato.core.clock import WallClock
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Sample
+from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import affine
 from rubato.policies import adaserve
 from rubato_torch.drafters import Draft, Wanted
@@ -156,7 +158,10 @@ async def measured(args: argparse.Namespace) -> None:
     model.times = times
     time_selection(times)
     cluster = local_cluster(
-        [engine_with(TimedDrafter(times))], [model], CLOCK, policy="adaserve", settings={}, slo_rule="mean"
+        [engine_with(TimedDrafter(times))],
+        [model],
+        CLOCK,
+        ClusterOptions(PolicyChoice("adaserve"), ReplicaOptions(slo_rule="mean")),
     )
     await cluster.start()
     text = engine("vllm", 0).text

@@ -28,11 +28,11 @@ from typing import Any, Literal, Protocol, cast
 import yaml
 
 from rubato.core.did_you_mean import nearest
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice
 
 FORMAT = "rubato-figure/1"
 OPTIONS = ("trace", "policy")  # of some experiments; a run with one is not what the claims are of

@@ -21,13 +21,14 @@ from experiments._guest import beside
 from rubato.core.events import Event, Finished, Tokens
 from rubato.core.plan import Shape
 from rubato.engines.simulated import Drafter, drafter
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, packaged_hardware, running_mean
 from rubato.planning.sweep import markdown
 from rubato.policies import load as load_policy
 from rubato.policies import optional
-from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run, uncollected
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
+from rubato.simulation.simulate import gc_paused, simulate, simulate_events
 from rubato.workloads import Workload, scenarios, traces
 
 # acceptance of a drafted token: assumed, and what the suffix drafter shows live on 60 held-out prompts, of which a
@@ -132,17 +133,14 @@ class Served:
 
 
 def served(model: str, policy: str, load: Workload, acceptance: str, seed: int) -> Served:
-    chosen, machine = PolicyChoice.parse(policy), hardware(model)
-    setup = SimulationSetup(
-        lambda: machine.model, machine.limits, chosen.policy, chosen.settings, slo_rule="mean", seed=seed, learns=False,
-        lengths=running_mean({}), drafter=drafting(model, acceptance, seed),
-    )  # fmt: skip
+    chosen, drafter = PolicyChoice.parse(policy), drafting(model, acceptance, seed)
+    spec = RunSpec(hardware(model), chosen, slo_rule="mean", lengths=running_mean, drafter=drafter)
     scheduler = load_policy(chosen.policy, chosen.settings)
     if "draft" not in scheduler.needs | optional(scheduler):
-        records = simulated_run(load, setup, times=False, causes=False).records
+        records = simulate(load, spec, seed, times=False, causes=False).records
         return Served(load, [r.verdict.met for r in records], [r.output for r in records], None, ())
-    with uncollected():
-        events = simulate(list(load.requests()), load.truth(), setup)
+    with gc_paused():
+        events = simulate_events(list(load.requests()), load.truth(), spec, seed)
     ends = {event.id: event for event in events if isinstance(event, Finished)}
     right = [event.tokens - 1 for event in events if isinstance(event, Tokens) and event.tried]
     return Served(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning.capacity import NoCapacity
-from rubato.planning.spec import PolicyChoice
 from rubato.policies import load
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from experiments._guest import held
 from rubato.core.events import Event
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.components import Model
 from rubato.measure.records import Record, Run
 from rubato.planning.capacity import crossing
 from rubato.planning.optimum import Mode, optimum
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, conditional_mean, packaged_hardware
+from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 from rubato.workloads.generate import BEST_EFFORT
 
@@ -90,7 +92,7 @@ def served(
 ) -> Run:
     choices = PolicyChoice.parse(choice)
     spec = RunSpec(hardware(host), choices, replicas, lengths=conditional_mean, stated_max_tokens=LONGEST)
-    return spec.run(load, times=False, causes=False, listen=listen)
+    return simulate(load, spec, times=False, causes=False, listen=listen)
 
 
 def share(records: Sequence[Record]) -> float:

@@ -18,12 +18,14 @@ import numpy as np
 
 from experiments import Found
 from experiments._guest import beside, held
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run
 from rubato.planning.capacity import crossing, e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, packaged_hardware, running_mean
 from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, running_mean
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "Ascendra, §8.2 and Fig. 9"
@@ -96,7 +98,7 @@ def offered(case: str, seed: int, duration: float) -> Workload:
 
 def served(case: str, choice: str, load: Workload, seed: int, replicas: int = REPLICAS) -> Run:
     spec = RunSpec(hardware(case), PolicyChoice.parse(choice), replicas, slo_rule="mean", lengths=running_mean)
-    return spec.run(load, seed, times=False, causes=False)
+    return simulate(load, spec, seed, times=False, causes=False)
 
 
 def share(run: Run) -> float:

@@ -15,13 +15,14 @@ import numpy as np
 from experiments import Found
 from rubato.core.events import Stepped
 from rubato.core.plan import Sample
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.fit import blank
 from rubato.measure.confidence import over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import oracle_lengths, packaged_hardware
 from rubato.planning.sweep import markdown
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads import scenarios
 
 SOURCE = "Ascendra, §5.1 and Fig. 6"
@@ -43,12 +44,9 @@ def learnt(model: str, duration: float, seed: int) -> dict[str, Any]:
     scenario = scenarios.get(f"ascendra-sharegpt4-{model}")
     machine, believed = packaged_hardware(scenario.profile), blank("operation_count", profiles.load(scenario.profile))
     load = scenarios.make(f"ascendra-sharegpt4-{model}", MODELS[model], duration=duration, seed=seed)
-    setup = SimulationSetup(
-        lambda: machine.model, machine.limits, "sarathi", {"budget": 512}, learns=False, noise=NOISE, seed=seed,
-        lengths=oracle_lengths({a.id: a.output_tokens for a in load.arrivals}),
-    )  # fmt: skip
+    spec = RunSpec(machine, PolicyChoice("sarathi", {"budget": 512}), noise=NOISE, lengths=oracle_lengths)
     times, errors, prefills = [], [], []
-    for event in simulate(list(load.requests()), load.truth(), setup):
+    for event in simulate_events(list(load.requests()), load.truth(), spec, seed):
         if isinstance(event, Stepped) and event.shape.tokens and event.at <= duration:
             times.append(event.at)
             errors.append(abs(believed.step_time(event.shape) / event.seconds - 1.0))

@@ -19,13 +19,14 @@ from experiments.ascendra_capacity import CASES, Searched, hardware, offered, se
 from rubato.core.events import Finished, Placed, Started, Stepped
 from rubato.core.interfaces import View
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, running_mean
 from rubato.planning.sweep import markdown
 from rubato.policies import ascendra
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import RunSpec, running_mean
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads import Workload
 
 SOURCE = "Ascendra, §8.2 to §8.7, Fig. 9 to 13"
@@ -116,16 +117,11 @@ def varied(seed: int, duration: float, tolerance: float, rates: Sequence[float])
 def waits(choice: str, load: Workload, seed: int) -> dict[str, float]:
     """Mean seconds from a request's placement to its start on LPs and on the HP, and the share of time that the HP
     runs."""
-    chosen = PolicyChoice.parse(choice)
-    machine = hardware(CASE)
-    setup = SimulationSetup(
-        lambda: machine.model, machine.limits, chosen.policy, chosen.settings, chosen.router, chosen.router_settings,
-        replicas=3, learns=False, slo_rule="mean", seed=seed, lengths=running_mean({}),
-    )  # fmt: skip
+    spec = RunSpec(hardware(CASE), PolicyChoice.parse(choice), 3, slo_rule="mean", lengths=running_mean)
     came: dict[str, tuple[float, str]] = {}
     waited: dict[str, list[float]] = {"lp": [], "hp": []}
     busy = last = 0.0
-    for event in simulate(list(load.requests()), load.truth(), setup):
+    for event in simulate_events(list(load.requests()), load.truth(), spec, seed):
         if isinstance(event, Placed):
             came[event.id] = event.at, event.replica
         elif isinstance(event, Started) and event.id in came:

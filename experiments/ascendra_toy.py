@@ -15,12 +15,13 @@ from experiments import Found
 from rubato.core.events import Finished, Placed, Started
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice
 from rubato.planning.sweep import markdown
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.simulate import simulate_events
 
 SOURCE = "Ascendra, Fig. 1"
 SECONDS = 0.1
@@ -37,16 +38,13 @@ def jobs(small: bool) -> list[Job]:
 
 def play(choice: str) -> dict[str, Any]:
     """Of each prompt: the replicas that it was placed on, and when it started and ended."""
-    chosen = PolicyChoice.parse(choice)
     requests = [
         Request(id, (Stage(tokens, SLO(ttft=TTFT)),), at, sampling=Sampling(max_tokens=1))
         for id, (tokens, at) in PROMPTS.items()
     ]
-    setup = SimulationSetup(
-        lambda: Model(k=(1.0, 0.0), b=(0.0, 0.0)), LIMITS, chosen.policy, chosen.settings, chosen.router,
-        chosen.router_settings, replicas=2, learns=False,
-    )  # fmt: skip
-    events = simulate(requests, dict.fromkeys(PROMPTS, (1,)), setup)
+    machine = Hardware("a unit a token", Model(k=(1.0, 0.0), b=(0.0, 0.0)), LIMITS)
+    spec = RunSpec(machine, PolicyChoice.parse(choice), replicas=2)
+    events = simulate_events(requests, dict.fromkeys(PROMPTS, (1,)), spec)
     return {
         id: {
             "where": [e.replica for e in events if isinstance(e, Placed) and e.id == id],

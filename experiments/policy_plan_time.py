@@ -26,10 +26,10 @@ from rubato.core.plan import ANY, Role, Tree
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, packaged_hardware
 from rubato.planning.sweep import markdown
 from rubato.policies import describe, load
-from rubato.simulation.simulate import uncollected
+from rubato.simulation.run_spec import Hardware, packaged_hardware
+from rubato.simulation.simulate import gc_paused
 
 SOURCE = "ours"
 SECONDS = 62.0
@@ -103,7 +103,7 @@ def jobs(small: bool) -> list[Job]:
     ]
 
 
-@uncollected()
+@gc_paused()
 def timed(situation: str, counts: Sequence[int], seed: int) -> dict[str, Any]:
     """CPU milliseconds of a plan (median), by scheduler, at each number of waiting requests."""
     ms: dict[str, list[float]] = {name: [] for name in schedulers()}

@@ -24,13 +24,14 @@ from rubato.core.events import Event, Finished
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import Oracle, RunningMean, seeded_gaussian
 from rubato.core.request import Request
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import bilinear
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, packaged_hardware
 from rubato.planning.sweep import markdown
 from rubato.policies import sa
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import RunSpec, packaged_hardware
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "SA, Fig. 7 to 11 and Table 2"
@@ -124,14 +125,14 @@ def offered(n: int, seed: int, copies: int = 1) -> Workload:
 
 def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
-    chosen = PolicyChoice.parse(how.policy, how.router)
-    setup = SimulationSetup(
-        lambda: machine.model, replace(machine.limits, max_num_seqs=b, max_running=b), chosen.policy, chosen.settings,
-        router=chosen.router, router_settings={**chosen.router_settings, **dict(how.settings)},
-        replicas=how.replicas, believed=lambda: believed(how.off), lengths=lengths(how.lengths, load, seed),
-        learns=False, slo_rule="mean", seed=seed,
+    machine = replace(machine, limits=replace(machine.limits, max_num_seqs=b, max_running=b))
+    choice = PolicyChoice.parse(how.policy, how.router)
+    choice = replace(choice, router_settings={**choice.router_settings, **dict(how.settings)})
+    spec = RunSpec(
+        machine, choice, how.replicas, "mean", believed=believed(how.off),
+        lengths=lambda truth: lengths(how.lengths, load, seed),
     )  # fmt: skip
-    found = measured(simulate(longer(load), load.truth(), setup))
+    found = measured(simulate_events(longer(load), load.truth(), spec, seed))
     return {"name": name, "n": n, "b": b, "seed": seed, **found}
 
 

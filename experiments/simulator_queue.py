@@ -17,10 +17,12 @@ from experiments import Found
 from experiments.littles_law import littles_law
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
+from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "Pollaczek-Khinchine; Lindley (1952); Little (1961)"
@@ -51,9 +53,8 @@ def queue(policy: str, load: float, seed: int, count: int) -> dict[str, Any]:
     gaps = np.random.default_rng([seed, _GAPS]).exponential(SERVICE / load, size=count)
     times = np.cumsum(gaps).tolist()
     arrivals = tuple(Arrival(f"q{i}", at, "all-alike", "", 8, OUTPUT) for i, at in enumerate(times))
-    run = RunSpec(MACHINE, PolicyChoice(policy)).run(
-        Workload("queue", seed, load / SERVICE, times[-1], {"all-alike": SLO()}, arrivals)
-    )
+    offered = Workload("queue", seed, load / SERVICE, times[-1], {"all-alike": SLO()}, arrivals)
+    run = simulate(offered, RunSpec(MACHINE, PolicyChoice(policy)))
     waits = [record.times[0] - STEP - record.at for record in run.records]
     expected = [0.0]
     for before, after in pairwise(times):

@@ -9,7 +9,7 @@ replicas, KV moved between them at 50 GB/s; chains of drafted tokens, and trees,
 right with probability 0.7; a prefix cache, where the first half of each prompt is the beginning of one of 64 texts.
 Each is offered what it holds without queues that grow, 80 % of sarathi's capacity, but 60 % under `distserve` (beyond,
 TPOT grows in its decode replicas) and `vllm_spec` (TTFT grows: drafts take the budget that prompts need). These runs
-are timed with the making of their requests and records (`simulated_run`). They are short, too short to fill the
+are timed with the making of their requests and records (`simulate`). They are short, too short to fill the
 replicas, as where each step is walked they take longest.
 """
 
@@ -26,15 +26,15 @@ import numpy as np
 
 from experiments import Found
 from rubato.core.clock import measured
-from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.core.timeline import Timeline, timelines
 from rubato.engines.simulated import FREE, Drafter, Link, drafter
-from rubato.latency import profiles
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import narrowed
 from rubato.planning.jobs import Job
-from rubato.simulation.simulate import SimulationSetup, simulate, simulate_fast, simulated_run
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
+from rubato.simulation.simulate import simulate, simulate_events, simulate_requests
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.workload import HASH_BLOCK
 
@@ -102,9 +102,9 @@ def jobs(small: bool) -> list[Job]:
 
 def same(count: int) -> dict[str, int]:
     """Requests whose end differs between the two drivers."""
-    sizes, setup = lengths(count, 0), _setup(SARATHI, 2)
-    plain = timelines(simulate(list(requests(sizes, 4.0, 0)), _truth(sizes), setup))
-    fast = simulate_fast(requests(sizes, 4.0, 0), _truth(sizes), setup)
+    sizes, spec = lengths(count, 0), _spec(SARATHI, 2)
+    plain = timelines(simulate_events(list(requests(sizes, 4.0, 0)), _truth(sizes), spec))
+    fast = simulate_requests(requests(sizes, 4.0, 0), _truth(sizes), spec)
     return {"differ": sum(fast[line.request.id].end != line.end for line in plain)}
 
 
@@ -117,7 +117,7 @@ def speed(policy: str, replicas: int, count: int, seed: int, *, listed: bool = T
     offered: Iterable[Request] = requests(sizes, rate, seed)
     if listed:
         offered = list(offered)
-    lines, cost = measured(lambda: simulate_fast(offered, truth, _setup(policy, replicas), times=False))
+    lines, cost = measured(lambda: simulate_requests(offered, truth, _spec(policy, replicas), times=False))
     attained = _attained(lines)
     return {
         "case": policy, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained,
@@ -129,8 +129,8 @@ def case_speed(name: str, replicas: int, count: int, seed: int) -> dict[str, Any
     """Requests simulated in a CPU second, by whichever driver can do what the case asks."""
     case = CASES[name]
     rate = case.load * capacity(replicas)
-    load, setup = workload(case, count, rate, seed), case_setup(case, replicas)
-    run, cost = measured(lambda: simulated_run(load, setup, times=False))
+    load, spec = workload(case, count, rate, seed), case_spec(case, replicas)
+    run, cost = measured(lambda: simulate(load, spec, times=False))
     attained = sum(record.verdict.met for record in run.records) / count
     return {
         "case": name, "count": count, "rate": rate, "per_second": count / cost.cpu, "attained": attained,
@@ -159,10 +159,9 @@ def _blocks(number: int, prompt: int, texts: int, text: int) -> tuple[int, ...]:
     return tuple((text if i < count // 2 else texts + number) * most + i for i in range(count))
 
 
-def case_setup(case: Case, replicas: int) -> SimulationSetup:
-    model, limits = _machine()
-    return SimulationSetup(
-        lambda: model, limits, case.policy, case.settings, replicas=replicas, learns=False, link=case.link,
+def case_spec(case: Case, replicas: int) -> RunSpec:
+    return RunSpec(
+        _machine(), PolicyChoice(case.policy, case.settings), replicas, link=case.link,
         drafter=_drafter(case.drafter) if case.drafter else None, prefix_cache=case.texts > 0,
     )  # fmt: skip
 
@@ -197,11 +196,11 @@ def long_run(replicas: int, few: int, many: int, seed: int) -> dict[str, Any]:
 @lru_cache
 def capacity(replicas: int) -> float:
     """The largest rate at which `sarathi` attains its share of some minutes of requests, to 5 %."""
-    sizes, setup = lengths(300 * replicas, 1), _setup(SARATHI, replicas)
+    sizes, spec = lengths(300 * replicas, 1), _spec(SARATHI, replicas)
     truth = _truth(sizes)
 
     def holds(rate: float) -> bool:
-        lines = simulate_fast(requests(sizes, rate, 1), truth, setup, times=False, causes=False)
+        lines = simulate_requests(requests(sizes, rate, 1), truth, spec, times=False, causes=False)
         return _attained(lines) >= ATTAINED
 
     return narrowed(holds, 0.5 * replicas, 8.0 * replicas, 0.05)[0]
@@ -229,17 +228,15 @@ def _attained(lines: Mapping[str, Timeline]) -> float:
     return sum(line.end is not None and line.end.verdict.met for line in lines.values()) / len(lines)
 
 
-def _setup(policy: str, replicas: int) -> SimulationSetup:
-    model, limits = _machine()
-    return SimulationSetup(lambda: model, limits, policy, BUDGET, replicas=replicas, learns=False)
+def _spec(policy: str, replicas: int) -> RunSpec:
+    return RunSpec(_machine(), PolicyChoice(policy, BUDGET), replicas)
 
 
 @lru_cache
-def _machine() -> tuple[Any, Limits]:
-    profile = profiles.load(PROFILE)
-    length = LONGEST_IN + LONGEST_OUT
-    return profile.model(), profile.limits(
-        max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=length, block_size=16
+def _machine() -> Hardware:
+    longest = LONGEST_IN + LONGEST_OUT
+    return packaged_hardware(
+        PROFILE, max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=longest, block_size=16
     )
 
 

@@ -17,11 +17,14 @@ import numpy as np
 from experiments import Found
 from experiments.slos_serve_capacity import ALPHA, drafter
 from experiments.slos_serve_scaling import Able, Scale, crossed
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning import capacity
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
+from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios
 
 SOURCE = "SLOs-Serve, Fig. 14 and §6.3"
@@ -68,7 +71,7 @@ def same(scale: Scale) -> dict[str, int]:
         source, setting = _asked("chatbot", PLAIN, replace(scale, count=scale.count or 100))
         setting = setting if drafts else replace(setting, drafter=None)
         load = source.make(0).rescaled(STARTS["chatbot"] * REPLICAS)
-        runs.append([(r.id, r.times, r.verdict.met) for r in setting.run(load, causes=False).records])
+        runs.append([(r.id, r.times, r.verdict.met) for r in simulate(load, setting, causes=False).records])
     return {"differ": sum(a != b for a, b in zip(*runs, strict=True))}
 
 

@@ -21,12 +21,15 @@ from experiments import Found
 from experiments._guest import beside, drafts, held
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Run, rejudged
 from rubato.planning import capacity
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
+from rubato.planning.request_source import ScenarioSource
 from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "SLOs-Serve, Fig. 1, Fig. 9 and §6.1"
@@ -237,7 +240,8 @@ class RateTrials:
 
     def attained(self, rate: float) -> Mapping[str, float]:
         if rate not in self.known:
-            run = self._setting.run(self._load.rescaled(rate * self._replicas), self._seed, causes=False)
+            load = self._load.rescaled(rate * self._replicas)
+            run = simulate(load, self._setting, self._seed, causes=False)
             met = {judge_: verdicts(run, judge_) for judge_ in JUDGES}
             self.known[rate] = {judge_: sum(own) / len(own) for judge_, own in met.items()}
             self._lasted[rate] = run.workload.duration, capacity.e2e_p99(run)

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from experiments import Found
 from experiments.slos_serve_capacity import FULL, SMALL, hardware, load
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
+from rubato.simulation.run_spec import RunSpec, oracle_lengths
+from rubato.simulation.simulate import simulate
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"
 SECONDS = 2.6
@@ -43,9 +45,8 @@ def followed(name: str, seed: int, small: bool) -> dict[str, Any]:
     """How many were there at each time, by tier, and how many of each tier attained."""
     scale = SMALL if small else FULL
     offered = load("coder", seed, scale).rescaled(RATE)
-    run = RunSpec(hardware("coder", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths).run(
-        offered, causes=False
-    )
+    spec = RunSpec(hardware("coder", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths)
+    run = simulate(offered, spec, causes=False)
     until = max(r.times[-1] for r in run.records if r.times)
     at = np.linspace(0.0, until, POINTS).round(2)
     tiers = {

@@ -19,12 +19,14 @@ from experiments import Found
 from experiments._recording_slos_serve import PromiseLog
 from experiments.slos_serve_capacity import FULL, SMALL, Scale, hardware, load
 from rubato.core.plan import Sample, Shape
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, oracle_lengths
 from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths
+from rubato.simulation.simulate import simulate
 
 SOURCE = "ours; SLOs-Serve, §4.1, plans by predicted times"
 SECONDS = 380.0
@@ -77,7 +79,8 @@ def kept(scenario: str, noise: float, margin: float | None, seed: int, small: bo
     scale, log = SMALL if small else FULL, PromiseLog()
     choice = PolicyChoice(POLICY, {"safety_margin": margin, "log": log})
     setting = RunSpec(learning(scenario, scale), choice, noise=noise, lengths=oracle_lengths, learns=True)
-    run = setting.run(load(scenario, seed, scale).rescaled(RATES[scenario]), seed, times=False, causes=False)
+    offered = load(scenario, seed, scale).rescaled(RATES[scenario])
+    run = simulate(offered, setting, seed, times=False, causes=False)
     met = {r.id: r.verdict.met for r in run.records}
     return {
         "scenario": scenario, "noise": noise, "margin": _name(margin), "seed": seed,

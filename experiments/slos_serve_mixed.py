@@ -14,10 +14,12 @@ import numpy as np
 
 from experiments import Found
 from experiments.slos_serve_capacity import FULL, SMALL, hardware, load
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
+from rubato.simulation.run_spec import RunSpec, oracle_lengths
+from rubato.simulation.simulate import simulate
 
 SOURCE = "SLOs-Serve, Fig. 12 and §6.1"
 SECONDS = 7.4
@@ -45,9 +47,8 @@ def measured(name: str, rate: float, seed: int, small: bool) -> dict[str, Any]:
     """TTFT and TPOT of each request over what it was promised."""
     scale = SMALL if small else FULL
     offered = load("mixed", seed, scale).rescaled(rate)
-    run = RunSpec(hardware("mixed", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths).run(
-        offered, times=False, causes=False
-    )
+    spec = RunSpec(hardware("mixed", scale), PolicyChoice.parse(POLICIES[name]), lengths=oracle_lengths)
+    run = simulate(offered, spec, times=False, causes=False)
     shares: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     for arrival, record in zip(run.workload.arrivals, run.records, strict=True):
         for measure in MEASURES:

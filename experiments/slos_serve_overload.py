@@ -18,11 +18,13 @@ import numpy as np
 from experiments import Found
 from experiments._recording_slos_serve import PromiseLog
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.measure.records import Record
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 from rubato.workloads.arrivals import Piecewise
 from rubato.workloads.generate import make
@@ -101,7 +103,8 @@ def steadily(tiers: Sequence[str], factor: float, count: int, seed: int) -> dict
     """What SLOs-Serve attains of these tiers at so many times their rates, for as long as it takes."""
     rate = factor * sum(RATES[tier] for tier in tiers)
     load = make("steadily", kinds(tiers), rate, count=count, seed=seed, texts=False)
-    run = RunSpec(hardware(), PolicyChoice("slos_serve"), lengths=oracle_lengths).run(load, times=False, causes=False)
+    spec = RunSpec(hardware(), PolicyChoice("slos_serve"), lengths=oracle_lengths)
+    run = simulate(load, spec, times=False, causes=False)
     return {
         "steadily": list(tiers), "factor": factor, "seed": seed, "attained": share(run.records),
         "seconds": load.duration, "e2e_p99": e2e_p99(run),
@@ -113,7 +116,7 @@ def play(policy: str, tiers: Sequence[str], scale: Scale, seed: int) -> dict[str
     choice, log = POLICIES[policy], PromiseLog()
     if choice.policy == "slos_serve":
         choice = replace(choice, policy=LOGGED, settings={**choice.settings, "log": log})
-    run = RunSpec(hardware(), choice, lengths=oracle_lengths).run(load, seed, times=False, causes=False)
+    run = simulate(load, RunSpec(hardware(), choice, lengths=oracle_lengths), seed, times=False, causes=False)
     records = run.records
     rows = {tier: [r for r in records if r.tier == tier] for tier in tiers}
     asked = [r for r in records if r.tier != "batch"]

@@ -20,13 +20,13 @@ from experiments import Found
 from experiments._timed_slos_serve import Planned
 from experiments.simulator_speed import loop_seconds
 from rubato.core.events import Finished
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, packaged_hardware
-from rubato.simulation.simulate import SimulationSetup, simulate, uncollected
+from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import gc_paused, simulate_events
 
 SOURCE = "SLOs-Serve, Fig. 15 and §6.4"
 SECONDS = 370.0
@@ -58,19 +58,15 @@ def jobs(small: bool) -> list[Job]:
     ]
 
 
-@uncollected()
+@gc_paused()
 def timed(running: int, new: int, tiers: int, seed: int, bursts: int) -> dict[str, Any]:
     """CPU milliseconds of each call in such a state."""
-    machine = hardware()
     requests, begin = load(running, new, tiers, seed, bursts)
     draw = np.random.default_rng([seed, _LENGTHS, 1])
     outputs = {r.id: (int(draw.integers(*OUTPUTS)),) for r in requests}
     log: list[Planned] = []
-    setup = SimulationSetup(
-        lambda: machine.model, machine.limits, POLICY, {"log": log}, "round_robin", learns=False,
-        lengths=Oracle({id: sum(output) for id, output in outputs.items()}),
-    )  # fmt: skip
-    ends = [e for e in simulate(requests, outputs, setup) if isinstance(e, Finished)]
+    spec = RunSpec(hardware(), PolicyChoice(POLICY, {"log": log}, "round_robin"), lengths=oracle_lengths)
+    ends = [e for e in simulate_events(requests, outputs, spec) if isinstance(e, Finished)]
     of_state = [
         p for p in log if p.at >= begin and new <= p.new <= 1.2 * new and abs(p.running - running) <= running / 3
     ]

@@ -19,11 +19,14 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning import capacity
 from rubato.planning.feasibility import feasible_only
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec, ScenarioSource, oracle_lengths, packaged_hardware
+from rubato.planning.request_source import ScenarioSource
+from rubato.simulation.run_spec import Hardware, RunSpec, oracle_lengths, packaged_hardware
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch
 
@@ -128,7 +131,7 @@ def same(case: str, scale: Scale) -> dict[str, Any]:
     for system in (OURS, *BESIDE[:2]):
         source, setting = _asked(case, system, 1, scale)
         load = source.make(0).rescaled(CASES[case].start)
-        runs.append([(r.id, r.times, r.verdict.met) for r in setting.run(load, causes=False).records])
+        runs.append([(r.id, r.times, r.verdict.met) for r in simulate(load, setting, causes=False).records])
     return {"case": case, "differ": sum(len(set(each)) > 1 for each in zip(*runs, strict=True))}
 
 

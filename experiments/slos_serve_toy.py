@@ -18,10 +18,12 @@ from typing import Any
 from experiments import Found
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.affine import Model
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
+from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "SLOs-Serve, Fig. 3 and §2.3"
@@ -47,7 +49,7 @@ def jobs(small: bool) -> list[Job]:
 
 def play(policy: str) -> dict[str, Any]:
     """Units from the burst until each prefill has ended, and requests attained, by the deadline rule."""
-    records = RunSpec(MACHINE, PolicyChoice(policy)).run(toy()).records
+    records = simulate(toy(), RunSpec(MACHINE, PolicyChoice(policy))).records
     return {
         "prefilled": [r.times[0] - BURST for r in records if r.tier == "new"],
         "attained": {tier: sum(r.verdict.met for r in records if r.tier == tier) for tier in TIERS},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
-from rubato.core.interfaces import View
+from rubato.core.interfaces import LatencyModel, View
 from rubato.core.plan import Limits, Sample, Shape, Tree
-from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.model_base import ModelBase
 from rubato.replica import sequence
+from rubato.simulation.run_spec import Hardware, RunSpec
 
 
 @dataclass
@@ -48,6 +51,21 @@ def request(
         sampling=Sampling(max_tokens=most),
         on_decline="refuse" if refuse else "best_effort",
     )
+
+
+def run_spec(
+    model: LatencyModel, limits: Limits, policy: str, settings: Mapping[str, object] = NOTHING, router: str = "auto",
+    router_settings: Mapping[str, object] = NOTHING, *, learns: bool = True, **changes: Any,
+) -> RunSpec:  # fmt: skip
+    """A simulation of replicas with these step times; schedulers learn them, as live, unless told otherwise."""
+    choice = PolicyChoice(policy, settings, router, router_settings)
+    return RunSpec(Hardware("test", model, limits), choice, learns=learns, **changes)
+
+
+def changed(spec: RunSpec, **changes: Any) -> RunSpec:
+    """With other fields: its own, or those of its policy and router."""
+    of_choice = {name: changes.pop(name) for name in set(changes) & {"policy", "settings", "router", "router_settings"}}
+    return replace(spec, choice=replace(spec.choice, **of_choice), **changes)
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -16,20 +15,22 @@ from rubato.core.plan import Limits, Plan
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.policies import load
 from rubato.replica.replica import Replica
 from rubato.replica.sequence import Seq
-from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host
-from rubato.simulation.simulated_host import SimulatedHost
+from rubato.simulation.simulate import simulate_events
+from rubato.simulation.simulated_host import HostOptions
 from tests.core import test_speculation
-from tests.doubles import Linear, request
+from tests.doubles import Linear, request, run_spec
 from tests.fleet import test_cluster, test_handoff
 from tests.policies import test_properties
 from tests.simulation import test_equal
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 LOAD = test_properties.Load((request("a"), request("b", 30)), {"a": (5,), "b": (9,)}, LIMITS)
-FAST = SimulationSetup(Linear, LIMITS, "vllm", learns=False)
+VLLM = ClusterOptions(PolicyChoice("vllm"))
+FAST = run_spec(Linear(), LIMITS, "vllm", learns=False)
 
 
 class Broken(AssertionError):
@@ -132,7 +133,7 @@ def broken_once(event: Event) -> None:
 
 def test_a_listener_s_error_ends_a_simulation() -> None:
     with pytest.raises(Broken):
-        simulate(LOAD.requests, LOAD.truth, FAST, watch=lambda cluster, event: broken_once(event))
+        simulate_events(LOAD.requests, LOAD.truth, FAST, watch=lambda cluster, event: broken_once(event))
 
 
 def test_a_listener_s_error_ends_a_run_of_the_fast_driver() -> None:
@@ -140,15 +141,11 @@ def test_a_listener_s_error_ends_a_run_of_the_fast_driver() -> None:
         cluster.listen(broken_once)
 
     with pytest.raises(Broken):
-        test_equal.drive(LOAD.requests, 1, host, ready, **FAST.given())
-
-
-def host(number: int, **given: Any) -> SimulatedHost:
-    return simulated_host(FAST, number, LOAD.truth, **given)
+        test_equal.drive(LOAD.requests, LOAD.truth, FAST, HostOptions(), ready)
 
 
 async def one_request(clock: Clock) -> None:
-    cluster = local_cluster([Engine(Linear(1e-4, 0), LIMITS, clock)], [Linear()], clock, policy="vllm")
+    cluster = local_cluster([Engine(Linear(1e-4, 0), LIMITS, clock)], [Linear()], clock, VLLM)
     cluster.listen(broken_once)
     await cluster.start()
     cluster.offer(request("a", most=2))
@@ -176,7 +173,7 @@ def test_an_error_at_the_very_end_is_raised() -> None:
 
     async def main() -> None:
         clock = VirtualClock()
-        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, policy="vllm")
+        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, VLLM)
         await cluster.start()
         await cluster.close()
         cluster.listen(breaks)

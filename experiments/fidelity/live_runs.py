@@ -21,6 +21,7 @@ from rubato.core import event_log
 from rubato.core.events import Event, Offered
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
@@ -28,7 +29,8 @@ from rubato.measure.http_client import BenchError, Endpoint
 from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
@@ -176,20 +178,19 @@ class LiveRig:
         """The rate at which simulated vllm attains HOLDS of this workload."""
 
         def holds(rate: float) -> bool:
-            run = simulated_run(load.rescaled(rate), self.setup("vllm", what, 0))
+            run = simulate(load.rescaled(rate), self.spec("vllm", what))
             records = delivered(run, what).records
             return sum(r.verdict.met for r in records) >= HOLDS * len(records)
 
         return narrowed(holds, 0.05, 100.0, 0.02)[0]
 
-    def setup(self, policy: str, what: LearnedModel, seed: int) -> SimulationSetup:
-        return SimulationSetup(
-            latency=lambda: replace(what.truth),
-            limits=self.limits,
-            policy=policy,
-            believed=lambda: replace(what.believed),
+    def spec(self, policy: str, what: LearnedModel) -> RunSpec:
+        return RunSpec(
+            Hardware("as learned", what.truth, self.limits),
+            PolicyChoice(policy),
             noise=what.noise,
-            seed=seed,
+            believed=what.believed,
+            learns=True,
             max_in_flight=IN_FLIGHT,
         )
 
@@ -212,7 +213,7 @@ class LiveRig:
         for other in reversed(paces):  # each live run is simulated at the speed of the other
             now = replace(what, truth=scaled(what.truth, other))
             for seed, runs in enumerate(seeds):
-                runs.append(delivered(simulated_run(load, self.setup(policy, now, seed)), now))
+                runs.append(delivered(simulate(load, self.spec(policy, now), seed), now))
         every = [run for runs in seeds for run in runs]
         late = any(run.problems for run in live)
         rows = []

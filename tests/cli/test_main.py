@@ -16,11 +16,11 @@ from rubato.core import event_log
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.measure import results
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads import read, write
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
-from tests.doubles import Linear
+from tests.doubles import Linear, run_spec
 
 FAST = ["--set", "latency.kind=affine", "--set", "latency.b=[0.01, 0.01]", "--set", "latency.k=[0.0004, 0.0004]"]
 
@@ -248,8 +248,8 @@ def test_simulate_on_the_steps_of_a_log(mix: Path, tmp_path: Path, capsysbinary:
     limits = Limits(64, 2048, 8192, 4096, 16)
     with event_log.EventLogWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            for event in simulate(
-                list(made.requests()), {}, SimulationSetup(Linear, limits, policy, settings=settings)
+            for event in simulate_events(
+                list(made.requests()), {}, run_spec(Linear(), limits, policy, settings=settings)
             ):
                 log(event)
     records = tmp_path / "records.jsonl"
@@ -356,8 +356,8 @@ def test_fit_then_simulate_with_what_it_says(
     limits = Limits(64, 2048, 8192, 4096, 16)
     with event_log.EventLogWriter(tmp_path / "log") as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            for event in simulate(
-                list(read(mix).requests()), {}, SimulationSetup(Linear, limits, policy, settings=settings)
+            for event in simulate_events(
+                list(read(mix).requests()), {}, run_spec(Linear(), limits, policy, settings=settings)
             ):
                 log(event)
     capsysbinary.readouterr()

@@ -11,7 +11,7 @@ import pytest
 from rubato.cli.main import main
 from rubato.core.plan import Shape
 from rubato.latency.profiles import load
-from rubato.planning.spec import packaged_hardware
+from rubato.simulation.run_spec import packaged_hardware
 
 REPLICA = ["--set", "latency.kind=affine", "--set", "latency.k=[1e-5, 2e-4]", "--set", "latency.b=[0.01, 0.002]",
            "--kv-tokens", "8192", "--max-num-batched-tokens", "512"]  # fmt: skip

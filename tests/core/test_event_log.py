@@ -12,8 +12,8 @@ from rubato.core.events import Event, Stepped, Tokens
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import steps, timelines
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear, request
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, request, run_spec
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=100, kv_blocks=6, block_size=8)
 
@@ -21,7 +21,7 @@ LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=100, kv
 def events() -> list[Event]:
     stages = (Stage(4, SLO(ttft=0.1, tpot=0.02), "</think>", (1, 2, 3, 4)), Stage(0, SLO(e2e=3.0)))
     requests = [Request("a", stages, 0.0), *(request(f"r{i}", 20, ttft=0.05, refuse=i == 1) for i in range(4))]
-    return simulate(requests, {"a": (3, 2)}, SimulationSetup(Linear, LIMITS, "edf"))
+    return simulate_events(requests, {"a": (3, 2)}, run_spec(Linear(), LIMITS, "edf"))
 
 
 def test_round_trip(tmp_path: Path) -> None:

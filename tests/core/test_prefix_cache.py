@@ -8,12 +8,13 @@ import pytest
 
 from rubato.core.events import Finished, Started, Stepped
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Progress, Request, Sampling, Stage
 from rubato.policies import describe, load
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
 from rubato.replica.replica import Replica
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, run_spec
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 PLAIN = [name for name in SCHEDULERS if not load(name).needs & {"draft", "handoff"}]
@@ -29,7 +30,7 @@ def asks(
 
 
 def replica(**changes: object) -> Replica:
-    return Replica("r0", LIMITS, Linear(), **{"prefix_cache": True, **changes})  # type: ignore[arg-type]
+    return Replica("r0", LIMITS, Linear(), ReplicaOptions(**{"prefix_cache": True, **changes}))  # type: ignore[arg-type]
 
 
 def step(r: Replica, work: dict[str, int], now: float = 0.0, token: int = 7, **out: Emitted) -> list[object]:
@@ -188,7 +189,7 @@ def test_policies_compute_a_shared_prompt_once(policy: str) -> None:
     ]
 
     def run(on: bool) -> tuple[int, int]:
-        events = simulate(requests, {}, SimulationSetup(Linear, LIMITS, policy, prefix_cache=on))
+        events = simulate_events(requests, {}, run_spec(Linear(), LIMITS, policy, prefix_cache=on))
         cached = sum(e.cached for e in events if isinstance(e, Started))
         return sum(e.shape.tokens for e in events if isinstance(e, Stepped)), cached
 

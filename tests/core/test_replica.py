@@ -5,6 +5,7 @@ import pytest
 from rubato.core.events import Finished, Preempted, Started, Tokens
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.replica.replica import Replica
 from tests.doubles import Linear, request
@@ -13,7 +14,7 @@ LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv
 
 
 def replica(**changes: object) -> Replica:
-    return Replica("r0", LIMITS, Linear(), **changes)  # type: ignore[arg-type]
+    return Replica("r0", LIMITS, Linear(), ReplicaOptions(**changes))  # type: ignore[arg-type]
 
 
 def step(r: Replica, work: dict[str, int], start: float, end: float, **out: Emitted) -> list[object]:

@@ -22,10 +22,10 @@ from rubato.latency.with_drafter import Drafted
 from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
-from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
+from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
-from tests.doubles import Linear, request
+from tests.doubles import Linear, changed, request, run_spec
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=8, block_size=4)
 BOTH = frozenset({"draft", "tree"})
@@ -207,8 +207,11 @@ class Drafting:
         return Plan()
 
 
-def run(policy: object, requests: Sequence[Request], truth: dict[str, tuple[int, ...]], **given: object) -> list[Event]:
-    setup = replace(SimulationSetup(Linear, LIMITS, "vllm", drafter=Drafter(Acceptance(0.6, spread=0.1))), **given)  # type: ignore[arg-type]
+def run(
+    policy: object, requests: Sequence[Request], truth: dict[str, tuple[int, ...]], limits: Limits = LIMITS,
+    **given: object,
+) -> list[Event]:  # fmt: skip
+    spec = changed(run_spec(Linear(), limits, "vllm", drafter=Drafter(Acceptance(0.6, spread=0.1))), **given)
 
     def watch(cluster: object, event: Event) -> None:
         if isinstance(event, Stepped):
@@ -219,8 +222,8 @@ def run(policy: object, requests: Sequence[Request], truth: dict[str, tuple[int,
         if not isinstance(policy, str):
             patch.setattr("rubato.fleet.build.load", lambda name, settings: policy)
         else:
-            setup = replace(setup, policy=policy)
-        return simulate(requests, truth, setup, watch=watch)
+            spec = changed(spec, policy=policy)
+        return simulate_events(requests, truth, spec, watch=watch)
 
 
 @given(
@@ -265,7 +268,7 @@ def test_no_policy_shifts_what_is_right() -> None:
     truth = {r.id: (20,) for r in requests}
     limits = replace(LIMITS, kv_blocks=30)
     runs = [
-        right(run("vllm_spec", requests, truth, limits=limits, settings={"n": n}, replicas=replicas, seed=0))
+        right(run("vllm_spec", requests, truth, limits=limits, settings={"n": n}, replicas=replicas))
         for n, replicas in ((2, 1), (4, 2), (6, 1))
     ]
     for one in runs:
@@ -292,7 +295,7 @@ def test_drafting_takes_the_drafters_time() -> None:
 
 def test_an_engine_that_does_not_speculate_refuses_the_policy() -> None:
     with pytest.raises(ValueError, match="policy 'vllm_spec' needs draft"):
-        simulate([request()], {}, SimulationSetup(Linear, LIMITS, "vllm_spec"))
+        simulate_events([request()], {}, run_spec(Linear(), LIMITS, "vllm_spec"))
 
 
 def test_a_workloads_own_acceptance_is_what_happens() -> None:
@@ -302,13 +305,11 @@ def test_a_workloads_own_acceptance_is_what_happens() -> None:
     ]
     load = make("two", kinds, 1.0, count=20, seed=1, texts=False)
     limits = replace(LIMITS, kv_blocks=400)
-    setup = SimulationSetup(
-        Linear, limits, "vllm_spec", settings={"n": 4}, drafter=Drafter(Acceptance(0.5)), learns=False
-    )
-    for record in simulated_run(load, setup).records:
+    spec = run_spec(Linear(), limits, "vllm_spec", settings={"n": 4}, drafter=Drafter(Acceptance(0.5)), learns=False)
+    for record in simulate(load, spec).records:
         steps = len(set(record.times))
         assert steps == (50 if record.app == "never" else 11)
-    assert setup.for_load(load).drafter != setup.drafter
+    assert spec.for_load(load).drafter != spec.drafter
     with pytest.raises(ValueError, match=r"acceptance 1\.5 of a request"):
         Acceptance(requests={"a": 1.5})
 
@@ -323,9 +324,8 @@ def test_a_scheduler_knows_the_drafters_time() -> None:
     chunk = model.largest_chunk(0.05, base, 0, 100)
     assert model.step_time(base.plus(chunk, 0)) <= 0.05 < model.step_time(base.plus(chunk + 1, 0))
     assert model.largest_chunk(0.05, base._replace(spec_steps=0), 0, 100) == 39
-    assert SimulationSetup(
-        Linear, LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True
-    ).scheduler_model() == Drafted(Linear(), Linear())
+    spec = run_spec(Linear(), LIMITS, "vllm", drafter=Drafter(latency=Linear()), learns=True)
+    assert next(spec.scheduler_models()) == Drafted(Linear(), Linear())
 
 
 @dataclass

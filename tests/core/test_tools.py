@@ -7,9 +7,9 @@ import pytest
 from rubato.core.events import Demoted, Finished, Returned, Started, Tokens
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from tests.core.test_replica import replica, step
-from tests.doubles import Linear
+from tests.doubles import Linear, run_spec
 
 PROMISE = SLO(ttft=1.0, tpot=0.1)
 
@@ -113,12 +113,12 @@ def test_the_round_is_decided_anew_by_slos_serve() -> None:
     """The second prompt cannot be done 15 ms after its tool: declined then and served late, nothing started over."""
     stages = (Stage(20, SLO(1.0, 0.1), "</call>"), Stage(80, SLO(0.015, 0.1), tool=True))
     late = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
-    setup = SimulationSetup(
-        Linear,
+    spec = run_spec(
+        Linear(),
         Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10),
         "slos_serve",
     )
-    events = simulate([late], {"a": (5, 3)}, setup, pauses={"a": (0.0, 2.0)})
+    events = simulate_events([late], {"a": (5, 3)}, spec, pauses={"a": (0.0, 2.0)})
     returned = next(e.at for e in events if isinstance(e, Returned))
     assert returned == [e.at for e in events if isinstance(e, Tokens)][4] + 2.0
     (demoted,) = (e for e in events if isinstance(e, Demoted))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from rubato import policies
-from rubato.planning.spec import PolicyChoice, RunSpec, able, packaged_hardware
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.planning.runnable import able
+from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.workloads import scenarios
 from tests.docs.pages import PAGES, commands
 

@@ -15,10 +15,10 @@ from rubato import policies
 from rubato.cli.main import main
 from rubato.core import event_log
 from rubato.core.plan import Limits
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads import read
 from tests.docs.pages import PAGES, ROOT, blocks, commands, fenced
-from tests.doubles import Linear
+from tests.doubles import Linear, run_spec
 from tests.processes.conftest import Server, servers
 
 # Added at the end, where the last word counts. A workload of less, one seed, cells one by one.
@@ -66,8 +66,8 @@ def log_of_steps(workload: str) -> None:
     """As a server writes it, of batches with and without prefill."""
     with event_log.EventLogWriter(Path("events.jsonl")) as log:
         for policy, settings in (("sarathi", {"budget": 96}), ("vllm", {})):
-            setup = SimulationSetup(Linear, Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
-            for event in simulate(list(read(workload).requests()), {}, setup):
+            spec = run_spec(Linear(), Limits(64, 2048, 8192, 4096, 16), policy, settings=settings)
+            for event in simulate_events(list(read(workload).requests()), {}, spec):
                 log(event)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rubato.core.interfaces import KV, Engine
 from rubato.core.plan import Batch, Emitted, Entry, StepResult
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request, Sampling, Stage
 from rubato.latency import affine
 from rubato.replica.replica import Replica
@@ -22,7 +23,8 @@ def started_behind_replica(engine: Any, cache: bool) -> tuple[Replica, asyncio.A
     loop.run_until_complete(engine.start())
     with torch.inference_mode():
         engine._model.kv.uniform_(-50, 50)
-    return Replica("r", engine.limits, affine.Model(), supports=engine.supports, prefix_cache=cache), loop
+    options = ReplicaOptions(prefix_cache=cache)
+    return Replica("r", engine.limits, affine.Model(), options, supports=engine.supports), loop
 
 
 class Driver:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -31,9 +33,8 @@ def serve(
     async def main() -> None:
         clock = WallClock()
         engines = [Engine(model, dtype="float32", device="cpu", kv_gib=0.002, block_size=block) for block in blocks]
-        cluster = local_cluster(
-            engines, [affine.Model() for _ in engines], clock, policy=policy, router_settings=router_settings
-        )
+        options = ClusterOptions(PolicyChoice(policy, router_settings=router_settings))
+        cluster = local_cluster(engines, [affine.Model() for _ in engines], clock, options)
         cluster.listen(events.append)
         await cluster.start()
         for id, length in PROMPTS.items():

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from rubato.core.replica_options import ReplicaOptions
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+
 torch = pytest.importorskip("torch")
 
 from rubato.core.clock import WallClock  # noqa: E402
@@ -31,7 +34,8 @@ async def served(engine: Engine, breaks: Any) -> tuple[dict[str, list[int]], dic
     ids: dict[str, list[int]] = {}
     ends: dict[str, Finished] = {}
     ended = {id: asyncio.Event() for id in "abc"}
-    cluster = local_cluster([engine], [affine.Model()], WallClock(), policy="vllm", prefix_cache=True)
+    options = ClusterOptions(PolicyChoice("vllm"), ReplicaOptions(prefix_cache=True))
+    cluster = local_cluster([engine], [affine.Model()], WallClock(), options)
 
     def told(event: Event) -> None:
         if isinstance(event, Tokens):

@@ -15,10 +15,11 @@ from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
 from rubato.core.timeline import timelines
 from rubato.latency import affine
-from rubato.simulation.simulate import SimulationSetup, simulate, simulated_run
+from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat, code
+from tests.doubles import run_spec
 
 LIMITS = Limits(64, 2048, 4096, 4096, 16)
 TRUE = affine.Model(k=(1e-5, 4e-4), b=(0.02, 0.005), a=1e-6, d=2e-8, e=1e-7, host_per_seq=2e-4)
@@ -31,17 +32,15 @@ def load(seed: int, rate: float = 5.0) -> Workload:
 
 
 def events(asked: Workload, policy: str, **settings: object) -> list[Event]:
-    return simulate(
-        list(asked.requests()), {}, SimulationSetup(lambda: replace(TRUE), LIMITS, policy, settings, noise=0.15)
-    )
+    return simulate_events(list(asked.requests()), {}, run_spec(TRUE, LIMITS, policy, settings, noise=0.15))
 
 
 def test_the_fit_run_gives_back_what_was_put_in() -> None:
     """Step times with a spread of 15 %, and 30 ms outside the server until the first token, 20 ms at the last."""
     asked = load(7)
     known = LearnedModel(TRUE, TRUE, noise=0.15, first=0.03, last=0.02)
-    server = SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm", noise=0.15)
-    client = delivered(simulated_run(asked, server), known)
+    server = run_spec(TRUE, LIMITS, "vllm", noise=0.15)
+    client = delivered(simulate(asked, server), known)
     found = learn(events(load(3), "sarathi", budget=128), events(asked, "vllm"), client)
     assert (found.first, found.last) == (pytest.approx(0.03), pytest.approx(0.02))
     assert found.gap == pytest.approx(0.0, abs=1e-9)
@@ -52,7 +51,7 @@ def test_the_fit_run_gives_back_what_was_put_in() -> None:
 
 def test_requests_that_do_not_match_their_log_are_an_error() -> None:
     asked = load(7)
-    run = simulated_run(asked, SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm"))
+    run = simulate(asked, run_spec(TRUE, LIMITS, "vllm"))
     lines = list(timelines(events(replace(asked, arrivals=load(8).arrivals[:60]), "vllm")))
     with pytest.raises(ValueError, match="could be matched"):
         outside(run.records[:60], lines)
@@ -134,7 +133,7 @@ def test_runs_on_one_server_are_told_apart() -> None:
 
 
 def test_all_tiers_together() -> None:
-    run = simulated_run(load(7), SimulationSetup(lambda: replace(TRUE), LIMITS, "vllm"))
+    run = simulate(load(7), run_spec(TRUE, LIMITS, "vllm"))
     parts = [figures([run], tier) for tier in ("chat", "code")]
     whole = figures([run], "all")
     assert whole.requests == sum(part.requests for part in parts)

@@ -15,9 +15,10 @@ from experiments.fidelity.table import Cell, Figures, Rule
 from rubato.core.request import SLO
 from rubato.measure.confidence import Estimate
 from rubato.measure.records import Run
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.simulation.simulate import simulate
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat
+from tests.doubles import run_spec
 
 
 def value(attained: float, spread: float = 0.0, e2e: float = 2.0) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_a_cell_near_its_bound_is_neither_held_nor_missed() -> None:
 
 def test_requests_that_end_otherwise_are_counted_one_by_one() -> None:
     load = make("w", [chat(SLO(ttft=1.0, tpot=0.1), output=(5, 9))], 20.0, count=6, seed=1, texts=False)
-    run = simulated_run(load, SimulationSetup(lambda: replace(figure.STEPS), figure.LIMITS, "vllm"))
+    run = simulate(load, run_spec(replace(figure.STEPS), figure.LIMITS, "vllm"))
 
     def with_first(**changes: Any) -> Run:
         return replace(run, records=(replace(run.records[0], **changes), *run.records[1:]))

@@ -8,9 +8,9 @@ import pytest
 
 from experiments import simulator_speed
 from experiments._handing_off_sarathi import KINDS, Router, Scheduler
-from experiments.simulator_speed import CASES, case_setup, workload
+from experiments.simulator_speed import CASES, case_spec, workload
 from rubato.core.events import Finished, HandedOff, Placed, Started, Tokens, Transferred
-from rubato.simulation.simulate import simulate
+from rubato.simulation.simulate import simulate_events
 from rubato.workloads.workload import HASH_BLOCK
 
 COUNT, REPLICAS = 16, 4
@@ -25,7 +25,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_roles_hand_each_fourth_on_once_to_the_other_kind_before_it_begins() -> None:
     case = CASES["roles"]
     load = workload(case, 4 * COUNT, 6.0, 0)
-    events = simulate(list(load.requests()), load.truth(), case_setup(case, REPLICAS))
+    events = simulate_events(list(load.requests()), load.truth(), case_spec(case, REPLICAS))
     roles = Router().roles([f"r{i}" for i in range(REPLICAS)])
     moved = [event for event in events if isinstance(event, HandedOff)]
     assert 0.1 < len(moved) / (4 * COUNT) < 0.4
@@ -66,7 +66,7 @@ def test_the_first_half_of_a_prompt_is_one_of_the_texts_the_rest_its_own() -> No
 def test_cases_move_kv_and_verify_drafts(name: str, kind: type) -> None:
     case = CASES[name]
     load = workload(case, COUNT, 4.0, 0)
-    events = simulate(list(load.requests()), load.truth(), case_setup(case, REPLICAS))
+    events = simulate_events(list(load.requests()), load.truth(), case_spec(case, REPLICAS))
     seen = [event for event in events if isinstance(event, kind)]
     if kind is Tokens:
         assert any(event.tried for event in seen)

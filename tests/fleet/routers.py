@@ -13,6 +13,7 @@ from rubato.core.clock import ARRIVAL, Clock, VirtualClock, WallClock, run_stric
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Tokens
 from rubato.core.interfaces import Host, LengthPredictor, Router, Scheduler
 from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, HostLost
@@ -59,17 +60,14 @@ def serve(
     async def main() -> None:
         now = make()
 
-        def hosts(emit: Listener, lost: HostLost) -> list[Host]:
+        def make_host(id: str, emit: Listener, lost: HostLost) -> Host:
             given: dict[str, Any] = {} if link is None else {"link": link}
-            return [
-                host(
-                    f"r{i}", engine(STEP, limits, now, **given), scheduler(), STEP, now, emit=emit, lost=lost,
-                    policy="toy", handoff=True, lengths=lengths,
-                )
-                for i in range(replicas)
-            ]  # fmt: skip
+            return host(
+                id, engine(STEP, limits, now, **given), scheduler(), STEP, now, emit=emit, lost=lost, policy="toy",
+                options=ReplicaOptions(lengths), handoff=True,
+            )  # fmt: skip
 
-        cluster = Cluster(hosts, router, now, lengths=lengths, fair=fair)
+        cluster = Cluster([make_host] * replicas, router, now, lengths=lengths, fair=fair)
         cluster.listen(events.append)
         cluster.listen(lambda _: check(cluster))
         ahead = list(later)

@@ -15,10 +15,11 @@ from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.cluster import Cluster
-from rubato.simulation.simulate import SimulationSetup, simulate, simulate_fast
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate_events, simulate_requests
 from tests.conftest import few
-from tests.doubles import Linear
-from tests.policies.test_properties import Load, loads, setup_for
+from tests.doubles import Linear, run_spec
+from tests.policies.test_properties import Load, loads, spec_for
 
 
 class AtRandom:
@@ -52,10 +53,10 @@ def checked(events: Sequence[Event], load: Load) -> None:
     assert len(left) == len(set(left))
 
 
-def scaled(policy: str, load: Load, seed: int) -> SimulationSetup:
-    setup = setup_for(policy, load.limits, load.prefix_cache)
-    return SimulationSetup(
-        Linear, load.limits, policy, replicas=setup.replicas + 1, link=setup.link, prefix_cache=load.prefix_cache,
+def scaled(policy: str, load: Load, seed: int) -> RunSpec:
+    spec = spec_for(policy, load.limits, load.prefix_cache)
+    return run_spec(
+        Linear(), load.limits, policy, replicas=spec.replicas + 1, link=spec.link, prefix_cache=load.prefix_cache,
         autoscaler=lambda: AtRandom(seed), start_seconds=0.02, learns=False,
     )  # fmt: skip
 
@@ -79,10 +80,10 @@ def test_nothing_is_lost_as_machines_come_and_go(policy: str, load: Load, seed: 
         if isinstance(event, Left):
             assert event.id not in cluster.hosts
 
-    setup = scaled(policy, load, seed)
-    checked(simulate(load.requests, load.truth, setup, watch=watch, pauses=load.pauses), load)
+    spec = scaled(policy, load, seed)
+    checked(simulate_events(load.requests, load.truth, spec, watch=watch, pauses=load.pauses), load)
     fast: list[Event] = []
-    simulate_fast(load.requests, load.truth, setup, pauses=load.pauses, listen=fast.append)
+    simulate_requests(load.requests, load.truth, spec, pauses=load.pauses, listen=fast.append)
     checked(fast, load)
 
 
@@ -93,9 +94,9 @@ def test_both_drivers_scale_alike(policy: str) -> None:
     requests = tuple(Request(f"q{i}", (stage,), 0.02 * i, sampling=Sampling(max_tokens=30)) for i in range(60))
     load = Load(requests, {r.id: (20,) for r in requests}, Limits(8, 256, 400, 80, 8), False, {})
     fast: list[Event] = []
-    simulate_fast(requests, load.truth, scaled(policy, load, 1), listen=fast.append)
+    simulate_requests(requests, load.truth, scaled(policy, load, 1), listen=fast.append)
     assert min(sum(isinstance(e, kind) for e in fast) for kind in (Joined, Draining, Left)) > 50
-    plain = simulate(requests, load.truth, scaled(policy, load, 1))
+    plain = simulate_events(requests, load.truth, scaled(policy, load, 1))
     assert until_all_ended(fast) == until_all_ended(plain)
 
 
@@ -112,7 +113,7 @@ def test_what_cannot_be_drained_is_said() -> None:
     requests = tuple(Request(f"q{i}", (Stage(20),), 0.1 * i, sampling=Sampling(max_tokens=5)) for i in range(3))
     limits = Limits(8, 256, 400, 80, 8)
     for id, says in (("r7", "no replica 'r7': there are r0, r1"), ("r0", "replica 'r1' is the last that serves")):
-        setup = SimulationSetup(Linear, limits, "edf", replicas=2, autoscaler=lambda id=id: Drains(id), learns=False)
+        spec = run_spec(Linear(), limits, "edf", replicas=2, autoscaler=lambda id=id: Drains(id), learns=False)
         errors: list[str] = []
 
         def watch(cluster: Cluster, event: Event, errors: list[str] = errors, id: str = id) -> None:
@@ -121,6 +122,6 @@ def test_what_cannot_be_drained_is_said() -> None:
                     cluster.drain_replica("r1" if id == "r0" else id)
                 errors.append(str(caught.value))
 
-        events = simulate(requests, {}, setup, watch=watch)
+        events = simulate_events(requests, {}, spec, watch=watch)
         assert errors[0].startswith(says)
         assert sum(isinstance(e, Finished) and e.outcome == "completed" for e in events) == 3

@@ -27,6 +27,7 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
 from tests.conftest import few
 from tests.doubles import Linear, request
@@ -105,8 +106,10 @@ def served(case: Case, at: Sequence[At] = (), nth: Sequence[Nth] = (), fair: boo
         clock = VirtualClock()
         engines = [Breaks(Linear(), LIMITS, clock, link=LINK) for _ in range(case.replicas)]
         cluster = local_cluster(
-            engines, [Linear() for _ in engines], clock, policy=case.policy, router_settings=case.settings,
-            fair=FairShare(window=2) if fair else None,
+            engines, [Linear() for _ in engines], clock,
+            ClusterOptions(
+                PolicyChoice(case.policy, router_settings=case.settings), fair=FairShare(window=2) if fair else None
+            ),
         )  # fmt: skip
 
         def told(event: Event) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,14 @@ from rubato.core.plan import Batch, Limits, Plan, StepResult
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import cluster_of, local_cluster
-from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster import Cluster, HostLost
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
 from tests.doubles import Linear, request
 
+EDF, VLLM = (ClusterOptions(PolicyChoice(name)) for name in ("edf", "vllm"))
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
 
@@ -54,7 +56,7 @@ def scenario(
     async def main() -> tuple[Cluster, list[Event], Breaks]:
         clock = VirtualClock()
         engine = Breaks(clock, set(broken))
-        cluster = local_cluster([engine], [Linear()], clock, policy=policy, max_in_flight=most)
+        cluster = local_cluster([engine], [Linear()], clock, ClusterOptions(PolicyChoice(policy), max_in_flight=most))
         events: list[Event] = []
         cluster.listen(events.append)
         cluster.listen(lambda _: check_books(cluster))
@@ -145,7 +147,7 @@ def test_beyond_max_in_flight_is_refused_at_once() -> None:
 def test_what_comes_while_draining_is_refused() -> None:
     async def main() -> list[Event]:
         clock = VirtualClock()
-        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, policy="edf")
+        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, EDF)
         events: list[Event] = []
         cluster.listen(events.append)
         await cluster.start()
@@ -165,7 +167,7 @@ def test_what_comes_while_draining_is_refused() -> None:
 def test_closing_ends_what_is_in_flight() -> None:
     async def main() -> list[Event]:
         clock = VirtualClock()
-        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, policy="vllm")
+        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, VLLM)
         events: list[Event] = []
         cluster.listen(events.append)
         await cluster.start()
@@ -196,8 +198,9 @@ def test_a_policy_that_needs_what_the_engine_lacks_is_refused_at_start() -> None
     class Plain(Engine):
         supports = frozenset[str]()
 
+    sarathi = ClusterOptions(PolicyChoice("sarathi"))
     with pytest.raises(ValueError, match="needs chunked"):
-        local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), policy="sarathi")
+        local_cluster([Plain(Linear(), LIMITS, VirtualClock())], [Linear()], VirtualClock(), sarathi)
 
 
 def production(errors: list[str]) -> None:
@@ -276,10 +279,11 @@ def lose(hosts: int) -> tuple[Cluster, list[Event]]:
     async def main() -> tuple[Cluster, list[Event]]:
         clock = VirtualClock()
 
-        def make(id: str, *, settings: object, options: dict[str, Any], **given: Any) -> Dies:
-            return Dies(id, Engine(Linear(), LIMITS, clock), load("vllm"), Linear(), clock, **given, **options)
+        def make(id: str, emit: Listener, lost: HostLost) -> Dies:
+            engine = Engine(Linear(), LIMITS, clock)
+            return Dies(id, engine, load("vllm"), Linear(), clock, emit=emit, lost=lost, policy="vllm")
 
-        cluster = cluster_of([make] * hosts, clock, policy="vllm", router="least_loaded")
+        cluster = cluster_of([make] * hosts, clock, VLLM)
         events: list[Event] = []
         cluster.listen(events.append)
         cluster.listen(lambda _: check_books(cluster))

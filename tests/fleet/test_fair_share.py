@@ -20,8 +20,8 @@ from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear, request, view
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, request, run_spec, view
 
 SCHEDULERS = sorted(
     {name for name, kind, *_ in describe() if kind == "scheduler" and not load(name).needs & {"draft", "handoff"}}
@@ -48,12 +48,10 @@ def stream(tenant: str, rate: float, seed: int, scale: int = 1, tiers: Sequence[
 def ends(policy: str, requests: list[Request], fair: Callable[[], FairShare] | None, slow: float = 1.0,
          most: int | None = None) -> dict[str, list[Finished]]:  # fmt: skip
     """Per tenant what became of its requests."""
-    setup = SimulationSetup(
-        lambda: Linear(0.01 * slow, 0.0004 * slow, 2e-7 * slow), LIMITS, policy, fair=fair, max_in_flight=most
-    )
+    spec = run_spec(Linear(0.01 * slow, 0.0004 * slow, 2e-7 * slow), LIMITS, policy, fair=fair, max_in_flight=most)
     tenants = {r.id: r.tenant for r in requests}
     found: dict[str, list[Finished]] = {}
-    for event in simulate(sorted(requests, key=lambda r: r.arrival), {}, setup):
+    for event in simulate_events(sorted(requests, key=lambda r: r.arrival), {}, spec):
         if isinstance(event, Finished):
             found.setdefault(tenants[event.id], []).append(event)
     assert Counter({t: len(e) for t, e in found.items()}) == Counter(tenants.values())
@@ -208,8 +206,8 @@ def test_a_tpot_below_the_shortest_step_holds_nobody_back_while_nothing_runs() -
         for tenant in "ab"
         for i in range(10)
     ]
-    setup = SimulationSetup(lambda: Linear(0.05, 0.0, 0.0), LIMITS, "vllm", fair=FairShare)
-    done = [event.at for event in simulate(requests, {}, setup) if isinstance(event, Finished)]
+    spec = run_spec(Linear(0.05, 0.0, 0.0), LIMITS, "vllm", fair=FairShare)
+    done = [event.at for event in simulate_events(requests, {}, spec) if isinstance(event, Finished)]
     assert len(done) == 20
     assert max(done) < 3 * 20 * 60 * 0.05
 

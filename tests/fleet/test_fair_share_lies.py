@@ -19,6 +19,7 @@ from rubato.core.request import SLO, Outcome, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
 from tests.doubles import Linear, request, view
@@ -28,9 +29,9 @@ SECONDS = 10.0
 HONEST = SLO(1.0, 0.05)
 
 
-def cluster_on(clock: VirtualClock, fair: FairShare, **given: Any) -> Cluster:
+def cluster_on(clock: VirtualClock, fair: FairShare) -> Cluster:
     model = Model(k=(2e-4, 0.0), b=(0.01, 0.0))
-    return local_cluster([Engine(model, LIMITS, clock)], [model], clock, fair=fair, **{"policy": "edf", **given})
+    return local_cluster([Engine(model, LIMITS, clock)], [model], clock, ClusterOptions(PolicyChoice("edf"), fair=fair))
 
 
 @cache

@@ -19,11 +19,12 @@ from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear, request
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, request, run_spec
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
@@ -227,16 +228,16 @@ Act = Callable[[Cluster, Sequence[Breaks]], None]
 
 
 def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Sequence[Link] | None = None,
-             **given: object) -> list[Event]:  # fmt: skip
+             fair: FairShare | None = None) -> list[Event]:  # fmt: skip
     """Under distserve; the events, after every request has ended once and all KV is free."""
     events: list[Event] = []
 
     async def main() -> None:
         clock = VirtualClock()
         engines = [Breaks(Linear(), LIMITS, clock, link=link) for link in links or [LINK] * sum(ratio)]
-        settings = {"prefill": ratio[0], "decode": ratio[1]}
+        choice = PolicyChoice("distserve", router_settings={"prefill": ratio[0], "decode": ratio[1]})
         models = [Linear() for _ in engines]
-        cluster = local_cluster(engines, models, clock, policy="distserve", router_settings=settings, **given)
+        cluster = local_cluster(engines, models, clock, ClusterOptions(choice, fair=fair))
         cluster.listen(events.append)
         cluster.listen(lambda _: check(cluster))
         await cluster.start()
@@ -335,8 +336,8 @@ def test_a_client_that_leaves_as_it_is_told_of_its_placement(nth: int) -> None:
                 cluster.cancel("a")
 
     requests = [request("a", 20, most=10), request("b", 20, most=10)]
-    setup = SimulationSetup(Linear, LIMITS, "distserve", replicas=2, link=LINK)
-    events = simulate(requests, {"a": [10], "b": [10]}, setup, watch=leave)
+    spec = run_spec(Linear(), LIMITS, "distserve", replicas=2, link=LINK)
+    events = simulate_events(requests, {"a": [10], "b": [10]}, spec, watch=leave)
     assert {e.id: e.outcome for e in events if isinstance(e, Finished)} == {"a": "cancelled", "b": "completed"}
     assert len(placed) == nth
 
@@ -464,8 +465,8 @@ def test_what_is_placed_back_where_its_kv_is_ends() -> None:
 def test_transfer_time_is_latency_and_bytes_over_bandwidth() -> None:
     for link, seconds in ((Link(), 0.0), (Link(10, 1000.0), 0.2), (Link(10, 1000.0, 0.05), 0.25)):
         limits = replace(LIMITS, kv_blocks=100)
-        setup = SimulationSetup(Linear, limits, "distserve", replicas=2, link=link)
-        (moved,) = [e for e in simulate([request("a", 20)], {}, setup) if isinstance(e, Transferred)]
+        spec = run_spec(Linear(), limits, "distserve", replicas=2, link=link)
+        (moved,) = [e for e in simulate_events([request("a", 20)], {}, spec) if isinstance(e, Transferred)]
         assert moved.at == pytest.approx(0.03 + seconds)
     with pytest.raises(ValueError, match="above 0"):
         Link(bandwidth=0.0)
@@ -475,7 +476,7 @@ def test_stages_move_too() -> None:
     """The second stage's prompt is prefilled where prefills are."""
     stages = (Stage(20, SLO(ttft=1.0), "tool"), Stage(10, SLO(ttft=1.0)))
     tool = Request("t", stages, 0.0, sampling=Sampling(max_tokens=20))
-    events = simulate([tool], {"t": (5, 5)}, SimulationSetup(Linear, LIMITS, "distserve", replicas=2, link=LINK))
+    events = simulate_events([tool], {"t": (5, 5)}, run_spec(Linear(), LIMITS, "distserve", replicas=2, link=LINK))
     assert path(events, "t") == ["r0", "r1", "r0", "r1"]
     assert end(events, "t").output == 10
     assert [e.tokens for e in of(events, Transferred, "t")] == [20, 35]  # type: ignore[attr-defined]

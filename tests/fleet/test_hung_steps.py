@@ -11,6 +11,7 @@ from rubato.core.events import Event, Finished
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.local_host import CLOSE_SECONDS, SLOWER
 from tests.doubles import Linear, request
 from tests.fleet.test_silence import stop_everything
@@ -62,7 +63,7 @@ def serve(*engines: dict[str, object], offers: int = 1) -> tuple[dict[str, Finis
                 setattr(engine, name, value)
         models = [Linear(STEP, 0.0) for _ in made]
         cluster = local_cluster(
-            made, models, clock, policy="edf", router="round_robin", step_timeout=TIMEOUT
+            made, models, clock, ClusterOptions(PolicyChoice("edf", router="round_robin")), step_timeout=TIMEOUT
         )  # fmt: skip
         ends: dict[str, Finished] = {}
 
@@ -120,9 +121,8 @@ def test_an_engine_that_does_not_start_again_is_lost() -> None:
 def test_a_host_that_fails_to_close_still_ends_its_requests() -> None:
     async def main() -> list[Event]:
         clock = VirtualClock()
-        cluster = local_cluster(
-            [Hanging(Linear(), LIMITS, clock) for _ in range(2)], [Linear()] * 2, clock, policy="edf"
-        )
+        engines = [Hanging(Linear(), LIMITS, clock) for _ in range(2)]
+        cluster = local_cluster(engines, [Linear()] * 2, clock, ClusterOptions(PolicyChoice("edf")))
         events: list[Event] = []
         cluster.listen(events.append)
         await cluster.start()

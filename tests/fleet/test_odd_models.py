@@ -17,6 +17,7 @@ from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
@@ -55,7 +56,7 @@ def served(
     async def main() -> None:
         clock = VirtualClock()
         engines = [Engine(Linear(), LIMITS, clock, link=Link(latency=0.03)) for _ in range(replicas)]
-        cluster = local_cluster(engines, [model() for _ in engines], clock, policy=policy)
+        cluster = local_cluster(engines, [model() for _ in engines], clock, ClusterOptions(PolicyChoice(policy)))
         cluster.listen(events.append)
         await cluster.start()
         setup(cluster)

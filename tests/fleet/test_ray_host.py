@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,13 +12,15 @@ import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
 from rubato.core.events import Assigned, Event, Finished, HandedOff, Lost, Placed, Tokens
-from rubato.core.interfaces import Dispatch, LatencyModel, SeqView, View
+from rubato.core.interfaces import Dispatch, LatencyModel, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request, Sampling, Stage
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.ray_host import RayHost, ray_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.ray_host import Made, RayHost, ray_cluster
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=200, block_size=16)
@@ -44,11 +46,16 @@ def a_ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+EDF = PolicyChoice("edf")
+
+
 class Fleet:
     """A started cluster, its events, and the books checked at each: run it under `run_strict`."""
 
-    def __init__(self, *makers: object, **options: object) -> None:
-        self.cluster: Cluster = ray_cluster(makers, WallClock(), **{"policy": "edf", **options})  # type: ignore[arg-type]
+    def __init__(
+        self, *makers: Callable[[Clock], Made], choice: PolicyChoice = EDF, lengths: LengthPredictor | None = None
+    ) -> None:
+        self.cluster: Cluster = ray_cluster(makers, WallClock(), ClusterOptions(choice, ReplicaOptions(lengths)))
         self.events: list[Event] = []
         self.cluster.listen(self.hear)
 
@@ -123,7 +130,7 @@ def test_who_left_a_killed_replica_does_not_move() -> None:
 
 
 def test_stages_and_cancelling_across_processes() -> None:
-    fleet = Fleet(make, make, policy="sarathi")
+    fleet = Fleet(make, make, choice=PolicyChoice("sarathi"))
     talk = Request("talk", (Stage(10, ends="</think>"), Stage(0)), 0.0, sampling=Sampling(100))
 
     async def main() -> None:
@@ -185,7 +192,7 @@ def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.Monke
 
     lengths = RunningMean()
     monkeypatch.setattr("rubato.fleet.build.router_for", lambda *_: Recalls())
-    fleet = Fleet(one_at_a_time, one_at_a_time, policy="vllm", lengths=lengths)
+    fleet = Fleet(one_at_a_time, one_at_a_time, choice=PolicyChoice("vllm"), lengths=lengths)
     requests = [request(f"q{i}", 20, most=10 if i else 150) for i in range(4)]
 
     begun = asyncio.Event()
@@ -213,7 +220,8 @@ def test_waiting_work_is_recalled_from_another_process(monkeypatch: pytest.Monke
 
 
 def test_replicas_change_tiers_across_processes() -> None:
-    fleet = Fleet(make, make, policy="polyserve", router_settings={"tiers": [0.1, 5.0]}, lengths=RunningMean())
+    choice = PolicyChoice("polyserve", router_settings={"tiers": [0.1, 5.0]})
+    fleet = Fleet(make, make, choice=choice, lengths=RunningMean())
     tight = [request(f"t{n}", 20, ttft=20.0, tpot=0.2, most=6) for n in range(4)]
     loose = [request(f"l{n}", 20, ttft=10.0, tpot=9.0, most=6) for n in range(4)]
     run_strict(fleet.run([*loose, *tight]))
@@ -226,4 +234,4 @@ def test_replicas_change_tiers_across_processes() -> None:
 
 def test_what_hands_requests_off_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy 'distserve' needs handoff\. KV does not move between Ray actors yet"):
-        ray_cluster([make, make], WallClock(), policy="distserve")
+        ray_cluster([make, make], WallClock(), ClusterOptions(PolicyChoice("distserve")))

@@ -11,12 +11,14 @@ from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Handoff, Progress, Request, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.remote_view import Mirror, Report, shifted, shifted_report, shifted_request
 from tests.doubles import Linear, request
-from tests.policies.test_properties import Load, instant, loads, setup_for
+from tests.policies.test_properties import Load, instant, loads, spec_for
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
@@ -52,11 +54,12 @@ def compare(load: Load, policy: str) -> int:
     async def main() -> None:
         nonlocal compared
         clock = VirtualClock()
-        setup = setup_for(policy, load.limits)
+        setup = spec_for(policy, load.limits)
         given = {"lengths": load.truth, "noise": 0.1, "link": setup.link, "drafter": setup.drafter}
         engines = [Engine(Linear(), load.limits, clock, **given) for _ in range(setup.replicas)]  # type: ignore[arg-type]
         models = [Linear() for _ in engines]
-        cluster = local_cluster(engines, models, clock, policy=policy, prefix_cache=load.prefix_cache)
+        options = ClusterOptions(PolicyChoice(policy), ReplicaOptions(prefix_cache=load.prefix_cache))
+        cluster = local_cluster(engines, models, clock, options)
         await cluster.start()
         replicas = {id: host.replica for id, host in cluster.hosts.items()}  # type: ignore[attr-defined]
         mirrors = {id: Mirror(id, load.limits, Linear(), r.supports, 0.0) for id, r in replicas.items()}

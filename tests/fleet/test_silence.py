@@ -18,6 +18,7 @@ from rubato.core.plan import Limits
 from rubato.engines.simulated import WORDS, Engine
 from rubato.fleet import ray_host
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.ray_host import CLOSE, HEARTBEAT, SILENT, RayHost, ray_cluster
 from tests.doubles import Linear, request
 
@@ -65,7 +66,7 @@ def make(clock: Clock) -> tuple[Engine, LatencyModel]:
 
 def fleet() -> tuple[Cluster, list[Process], list[Event]]:
     """Two replicas, not started, their processes, and the events to come."""
-    cluster = ray_cluster([make, make], VirtualClock(), policy="edf")
+    cluster = ray_cluster([make, make], VirtualClock(), ClusterOptions(PolicyChoice("edf")))
     events: list[Event] = []
     cluster.listen(events.append)
     processes = []

@@ -17,7 +17,7 @@ from rubato.latency.model_base import MEMBERS, MOST, completed
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.planning.fleet_size_model import Faster
-from rubato.simulation.simulate import Fixed
+from rubato.simulation.run_spec import Fixed
 from tests.doubles import Linear
 from tests.latency.every import Entries, batch, entries, models
 

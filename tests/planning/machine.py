@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.affine import Model
-from rubato.planning.spec import Hardware, MixSource, PolicyChoice, RunSpec
+from rubato.planning.request_source import MixSource
+from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.workloads.request_kinds import chat, code, summary
 
 LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=4096, kv_blocks=512, block_size=16)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning import capacity
 from rubato.planning.capacity import CapacityQuestion, crossing
 from rubato.planning.fleet_size_model import Faster
-from rubato.planning.spec import Hardware, PolicyChoice, RunSpec
+from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.resample import Stretch
 from tests.planning.machine import MACHINE, mix, spec

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from rubato.core.request import SLO
 from rubato.core.slo import SLO_RULES
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning import feasibility
-from rubato.planning.spec import PolicyChoice, RunSpec
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload
 from tests.planning.machine import MACHINE
 
@@ -30,7 +32,7 @@ def test_as_the_simulator_judges_a_request_alone(
     prompt: int, output: int, ttft: float | None, tpot: float | None, e2e: float | None, slo_rule: str
 ) -> None:
     load = one(prompt, output, SLO(ttft, tpot, e2e))
-    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule).run(load).records
+    (record,) = simulate(load, RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule)).records
     assert feasibility.assess(load, MACHINE, slo_rule).count == (not record.verdict.met)
 
 
@@ -48,7 +50,7 @@ LATER = st.builds(OfferedStage, st.sampled_from([0, 0, 1, 100, 600]), st.sampled
 def test_as_the_simulator_judges_each_stage(parts: tuple[OfferedStage, ...], slo_rule: str) -> None:
     lengths = (sum(p.prompt for p in parts), sum(p.output for p in parts))
     staged = Workload("one", 0, 1.0, 1.0, {"only": SLO()}, (Arrival("a", 0.0, "only", "", *lengths, parts=parts),))
-    (record,) = RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule).run(staged).records
+    (record,) = simulate(staged, RunSpec(MACHINE, PolicyChoice("vllm"), slo_rule=slo_rule)).records
     assert record.outcome == "completed"
     assert feasibility.assess(staged, MACHINE, slo_rule).count == (not record.verdict.met)
 

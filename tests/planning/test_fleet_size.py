@@ -8,11 +8,12 @@ import pytest
 
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.measure.confidence import Estimate, attainment_over_seeds
 from rubato.planning import fleet_size
 from rubato.planning.fleet_size_model import Faster, FleetPlan, FleetQuestion, effect
-from rubato.planning.spec import PolicyChoice, RunSpec
+from rubato.simulation.run_spec import RunSpec
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, busiest, window
 from tests.planning.machine import KINDS, MACHINE, mix, spec

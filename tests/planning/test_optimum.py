@@ -12,7 +12,7 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.planning.optimum import COSTS, StepParts, co_located, decode_limit, disaggregated, mixed_limit, optimum
-from rubato.planning.spec import packaged_hardware
+from rubato.simulation.run_spec import packaged_hardware
 from rubato.workloads import scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import ALL
 from rubato.measure.results import as_json
 from rubato.planning import sweep
-from rubato.planning.spec import PolicyChoice
 from rubato.planning.sweep import Sweep
 from tests.planning.machine import mix, spec
 

@@ -20,9 +20,9 @@ from rubato.fleet.local_host import LocalHost
 from rubato.policies import PolicyError
 from rubato.policies.ascendra import HP, LP, Router, Scheduler
 from rubato.replica.plan_check import check, spelled_out
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, shown, view
+from tests.doubles import Linear, Seq, request, run_spec, shown, view
 from tests.fleet.routers import moved, places, serve
 from tests.policies.test_properties import Load, loads, run
 
@@ -73,8 +73,8 @@ def figure_1(
     prompts = {"A": (3, 0.0), "B": (1, 0.0), "C": (2, 0.0), "D": (2, 0.0), "E": (2, 1.0)}
     requests = [request(id, n, ttft=5.0, arrival=at, most=1) for id, (n, at) in prompts.items()]
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=100, kv_blocks=100, block_size=1)
-    setup = SimulationSetup(lambda: Linear(0.0, 1.0), limits, policy, settings, router=router, replicas=2)
-    events = simulate(requests, dict.fromkeys(prompts, (1,)), setup)
+    spec = run_spec(Linear(0.0, 1.0), limits, policy, settings, router=router, replicas=2)
+    events = simulate_events(requests, dict.fromkeys(prompts, (1,)), spec)
     times = {id: [e.at for e in events if isinstance(e, Started | Finished) and e.id == id] for id in prompts}
     return {id: places(events, id) for id in prompts}, times
 
@@ -556,8 +556,8 @@ def test_whatever_the_load(load: Load, theta: float, groups: str) -> None:
 def test_under_load_prompts_are_offloaded_once_and_in_time() -> None:
     """A prompt is due 2 to 4 steps of its own length after it came."""
     requests = [request(f"q{i}", 60, ttft=0.02 + 0.005 * (i % 4), arrival=0.0025 * i, most=4) for i in range(60)]
-    setup = SimulationSetup(lambda: Linear(0.002, 0.0001), LIMITS, "ascendra", replicas=3)
-    events = simulate(requests, {}, setup)
+    spec = run_spec(Linear(0.002, 0.0001), LIMITS, "ascendra", replicas=3)
+    events = simulate_events(requests, {}, spec)
     ids = [id for id, reason, cached in moved(events) if (reason, cached) == ("offloaded", 0)]
     assert len(ids) == len(set(ids)) == len(moved(events)) > 3
     assert all(places(events, id)[-1] == "r2" for id in ids)
@@ -565,7 +565,7 @@ def test_under_load_prompts_are_offloaded_once_and_in_time() -> None:
 
 def test_it_serves_on_one_replica_under_another_router() -> None:
     requests = [request(f"q{i}", 30, ttft=0.03, arrival=0.002 * i, most=4) for i in range(20)]
-    setup = SimulationSetup(lambda: Linear(0.002, 0.0001), LIMITS, "ascendra", router="round_robin")
-    events = simulate(requests, {}, setup)
+    spec = run_spec(Linear(0.002, 0.0001), LIMITS, "ascendra", router="round_robin")
+    events = simulate_events(requests, {}, spec)
     assert not moved(events)
     assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}

@@ -16,9 +16,11 @@ from rubato.core.events import Event, Finished, Verdict
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.planning.spec import PolicyChoice, RunSpec, oracle_lengths
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.policies import edf
 from rubato.replica.plan_check import spelled_out
+from rubato.simulation.run_spec import RunSpec, oracle_lengths
+from rubato.simulation.simulate import simulate
 from tests.conftest import PROFILE
 from tests.doubles import Linear, Seq, view
 from tests.policies import edf_reference
@@ -200,6 +202,6 @@ def test_overloaded_scenarios_are_those_of_the_reference(
     load = slos_serve_capacity.load(scenario, 1, scale).rescaled(rate)
     made = in_a_run(monkeypatch)
     machine = slos_serve_capacity.hardware(scenario, scale)
-    RunSpec(machine, PolicyChoice.parse("edf"), 1, lengths=oracle_lengths).run(load, 1, causes=False)
+    simulate(load, RunSpec(machine, PolicyChoice.parse("edf"), 1, lengths=oracle_lengths), 1, causes=False)
     assert sum(both.plans for both in made) > count
     assert [both.differ for both in made if both.differ] == []

@@ -13,9 +13,9 @@ from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies import minimal
-from rubato.simulation.simulate import SimulationSetup, simulate, simulate_fast
+from rubato.simulation.simulate import simulate_events, simulate_requests
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, shown
+from tests.doubles import Linear, Seq, request, run_spec, shown
 
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=80, max_model_len=400, kv_blocks=200, block_size=16)
 
@@ -94,12 +94,12 @@ def test_the_same_in_the_middle_of_steps(policy: str, seed: int, gap: float, pla
         for i, (p, out) in enumerate(sizes)
     ]
     truth = {f"q{i}": (out,) for i, (_, out) in enumerate(sizes)}
-    setup = SimulationSetup(Linear, LIMITS, policy, router="minimal", replicas=3, learns=False)
+    spec = run_spec(Linear(), LIMITS, policy, router="minimal", replicas=3, learns=False)
     original = minimal.Router.place
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minimal.Router, "place", place)
         if plain:
-            simulate(offered, truth, setup)
+            simulate_events(offered, truth, spec)
         else:
-            simulate_fast(offered, truth, setup)
+            simulate_requests(offered, truth, spec)
     assert asked

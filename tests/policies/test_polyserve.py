@@ -17,8 +17,8 @@ from rubato.core.request import SLO, Request
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
 from rubato.policies.polyserve.replica_model import PREFILL
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear, request
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, request, run_spec
 from tests.policies.test_properties import Load, few, loads, run
 from tests.simulation.test_equal import same
 
@@ -92,11 +92,11 @@ def test_what_it_may_never_do(load: Load, mode: str) -> None:
 @few
 @given(load=loads(), noise=st.sampled_from([0.0, 0.3]))
 def test_both_drivers_move_replicas_between_tiers_alike(load: Load, noise: float) -> None:
-    setup = SimulationSetup(
-        Linear, load.limits, "polyserve", replicas=4, prefix_cache=load.prefix_cache, noise=noise, seed=3,
+    spec = run_spec(
+        Linear(), load.limits, "polyserve", replicas=4, prefix_cache=load.prefix_cache, noise=noise,
         router_settings={"mode": "pd", "tiers": list(TIERS)},
     )  # fmt: skip
-    same(load.requests, load.truth, setup, pauses=load.pauses)
+    same(load.requests, load.truth, spec, 3, load.pauses)
 
 
 # --------------------------------------------------------------------------- its rules, one by one
@@ -106,11 +106,11 @@ STEP = Linear(0.002, 0.0001)  # 2 ms and 0.1 ms a token
 
 
 def served(requests: Sequence[Request], replicas: int, limits: Limits = LIMITS, mode: str = "co") -> list[Event]:
-    setup = SimulationSetup(
-        lambda: STEP, limits, "polyserve", replicas=replicas, learns=False,
+    spec = run_spec(
+        STEP, limits, "polyserve", replicas=replicas, learns=False,
         router_settings={"mode": mode, "tiers": [0.01, 0.05]},
     )  # fmt: skip
-    events = simulate(requests, {r.id: [r.sampling.max_tokens] for r in requests}, setup)
+    events = simulate_events(requests, {r.id: [r.sampling.max_tokens] for r in requests}, spec)
     assert {e.outcome for e in events if isinstance(e, Finished)} == {"completed"}
     return events
 

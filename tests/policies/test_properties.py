@@ -24,9 +24,10 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear
+from tests.doubles import Linear, changed, run_spec
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
 ROUTERS = sorted({name for name, kind, *_ in describe() if kind == "router"})
@@ -115,7 +116,7 @@ def instant(load: Load) -> Load:
     return replace(load, requests=requests, pauses={})
 
 
-def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> SimulationSetup:
+def spec_for(policy: str, limits: Limits, prefix_cache: bool = False) -> RunSpec:
     """As many replicas as the policy works with; what moves between them takes time."""
     router = router_for(policy, "auto")
     link = Link(kv_bytes=8, bandwidth=1e4, latency=0.003)
@@ -123,12 +124,10 @@ def setup_for(policy: str, limits: Limits, prefix_cache: bool = False) -> Simula
     scheduler = load_policy(policy)
     drafts = "draft" in scheduler.needs | optional(scheduler)
     drafter = Drafter(Acceptance(spread=0.1), Linear(0.001, 0.0001)) if drafts else None
-    return SimulationSetup(
-        Linear, limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter
-    )
+    return run_spec(Linear(), limits, policy, replicas=replicas, prefix_cache=prefix_cache, link=link, drafter=drafter)
 
 
-def run(load: Load, policy: str, **changes: object) -> list[Event]:
+def run(load: Load, policy: str, seed: int = 0, **changes: object) -> list[Event]:
     """All events; integrity of every replica checked at each one, and the books of the cluster. No step may fail."""
 
     def watch(cluster: Cluster, event: Event) -> None:
@@ -137,8 +136,8 @@ def run(load: Load, policy: str, **changes: object) -> list[Event]:
             for host in cluster.hosts.values():
                 host.replica.check_integrity()  # type: ignore[attr-defined]
 
-    setup = replace(setup_for(policy, load.limits, load.prefix_cache), **changes)  # type: ignore[arg-type]
-    events = simulate(load.requests, load.truth, setup, watch=watch, pauses=load.pauses)
+    spec = changed(spec_for(policy, load.limits, load.prefix_cache), **changes)
+    events = simulate_events(load.requests, load.truth, spec, seed, watch=watch, pauses=load.pauses)
     assert not [e for e in events if isinstance(e, Finished) and e.outcome == "failed"]
     return events
 
@@ -245,7 +244,7 @@ def test_no_starvation_under_a_steady_stream_of_tighter_requests(policy: str) ->
     best_effort = Request("patient", (Stage(40),), 0.01, sampling=Sampling(max_tokens=20))
     requests = sorted([*tight, best_effort], key=lambda r: r.arrival)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=12, block_size=8)
-    events = simulate(requests, {}, setup_for(policy, limits))
+    events = simulate_events(requests, {}, spec_for(policy, limits))
     end = next(e for e in events if isinstance(e, Finished) and e.id == "patient")
     last_arrival = max(e.at for e in events if isinstance(e, Offered))
     assert end.outcome == "completed"

@@ -19,9 +19,9 @@ from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for
 from rubato.policies.sa import Annealing, MappedRequest, Predicted, Router, anneal, annealed, evaluated, order
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear
+from tests.doubles import Linear, run_spec
 from tests.fleet.routers import Act, ends, serve
 from tests.fleet.test_conservation import Elsewhere
 
@@ -256,8 +256,8 @@ def requests(*asked: tuple[str, int, float], at: float = 0.0) -> list[Request]:
 
 def placed(offered: Sequence[Request], **changes: object) -> tuple[list[Placed], list[Event]]:
     """Where and when each was placed, and all events; two tokens of output each."""
-    setup = SimulationSetup(Linear, LIMITS, "sa", **changes)  # type: ignore[arg-type]
-    events = simulate(offered, {r.id: (2,) for r in offered}, setup)
+    spec = run_spec(Linear(), LIMITS, "sa", **changes)  # type: ignore[arg-type]
+    events = simulate_events(offered, {r.id: (2,) for r in offered}, spec)
     assert sorted(e.id for e in events if isinstance(e, Finished)) == sorted(r.id for r in offered)
     return [e for e in events if isinstance(e, Placed)], events
 
@@ -291,8 +291,8 @@ def test_each_replica_gets_its_share_of_memory_in_turns() -> None:
 def test_the_tight_one_passes_those_that_came_before() -> None:
     offered = requests(("loose", 30, 9.0), ("tight", 5, 0.02))
     limits = replace(LIMITS, max_num_seqs=1, max_running=1)
-    setup = SimulationSetup(Linear, limits, "sa")
-    events = simulate(offered, {r.id: (2,) for r in offered}, setup)
+    spec = run_spec(Linear(), limits, "sa")
+    events = simulate_events(offered, {r.id: (2,) for r in offered}, spec)
     assert [e.id for e in events if isinstance(e, Placed)] == ["tight", "loose"]
 
 

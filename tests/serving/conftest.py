@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.events import Event
 from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
@@ -82,15 +84,10 @@ def edge() -> Callable[..., None]:
             )
             model = Model(k=(0.0, 0.0), b=(STEP, 0.0))
             engine_ = engine(model, limits_, clock)
-            cluster = local_cluster(
-                [engine_],
-                [model],
-                clock,
-                policy=policy,
-                max_in_flight=max_in_flight,
-                fair=fair,
-                prefix_cache=prefix_cache,
+            options = ClusterOptions(
+                PolicyChoice(policy), ReplicaOptions(prefix_cache=prefix_cache), max_in_flight, fair
             )
+            cluster = local_cluster([engine_], [model], clock, options)
             events: list[Event] = []
             await cluster.start()
             settings = {"model": "simulated", "most_tokens": limits_.max_model_len, "fair": fair is not None, **service}

@@ -26,9 +26,11 @@ from schemathesis.specs.openapi.checks import (
 
 from rubato.core.clock import WallClock
 from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections
@@ -54,7 +56,8 @@ async def _run(listening: socket.socket, started: threading.Event, ended: thread
     clock = WallClock()
     takes, learns = (Model(k=(0.0, 0.0), b=(1e-5, 0.0)) for _ in range(2))  # what learns must not be the truth
     engine = Engine(takes, Limits(8, 512, 256, 64, 16), clock)
-    cluster = local_cluster([engine], [learns], clock, policy="edf", prefix_cache=True)
+    options = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(prefix_cache=True))
+    cluster = local_cluster([engine], [learns], clock, options)
     await cluster.start()
     app = create_app(Service(cluster, engine.text, "simulated", 256, tenants=TENANTS, max_body_bytes=4096))
     found.append(app.openapi())

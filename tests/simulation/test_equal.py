@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from rubato.core.clock import ARRIVAL
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
-from rubato.core.interfaces import Dispatch, LengthPredictor, SeqView, View
+from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Shape
 from rubato.core.request import NOTHING, SLO, Request, Sampling, Stage
@@ -24,13 +23,15 @@ from rubato.fleet.local_host import LocalHost
 from rubato.latency import profiles
 from rubato.policies import describe, load
 from rubato.policy_kit.batch_builder import decode_first
+from rubato.replica.replica import Replica
 from rubato.replica.step_log import Run
 from rubato.simulation.driver import drive
-from rubato.simulation.simulate import SimulationSetup, simulate, simulated_host, tools
-from rubato.simulation.simulated_host import SimulatedHost
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate_events, tools
+from rubato.simulation.simulated_host import HostOptions, SimulatedHost
 from tests.conftest import few
-from tests.doubles import Linear, request
-from tests.policies.test_properties import Load, divides, loads, setup_for
+from tests.doubles import Linear, request, run_spec
+from tests.policies.test_properties import Load, divides, loads, spec_for
 
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 ALL = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
@@ -115,30 +116,21 @@ def lose(cluster: Cluster, id: str) -> None:
         host._task.cancel()
     if isinstance(host, SimulatedHost) and replica.run is not None and host._ran is not None:
         del replica.run.ends[replica.run.done :]
-        host._ran(replica.run)
+        host._ran(id, replica.run)
     replica.fail(cluster.clock.now(), "lost")
     cluster._lost(id, RuntimeError("it is gone"), served)
 
 
 def run_fast(
-    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
+    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], spec: RunSpec, seed: int = 0,
     pauses: Mapping[str, Sequence[float]] = NOTHING, acts: Sequence[Act] = (),
 ) -> Story:  # fmt: skip
     """On the queue of events. Tokens that are told are not looked at: their times are those of the ends."""
     story = told([])
-    hosts: dict[str, SimulatedHost] = {}
+    replicas: list[Replica] = []
 
-    def make(number: int, **given: Any) -> SimulatedHost:
-        id = given["id"]
-
-        def ran(run: Run) -> None:
-            story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
-
-        counts = not (setup.prefix_cache or pauses or any(r.group for r in requests))
-        hosts[id] = simulated_host(
-            setup, number, truth, ran=ran, ended=ended, counts=counts, tokens=bool(pauses), **given
-        )  # fmt: skip
-        return hosts[id]
+    def ran(id: str, run: Run) -> None:
+        story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
         story.times[event.id] = [t for stage in stages for t in stage.tokens]
@@ -148,28 +140,30 @@ def run_fast(
             story.times[event.id] = [t for stage in event.request.progress.times for t in stage]
         if not isinstance(event, Stepped | Tokens):
             story.events[event.id].append(event)
-            for host in hosts.values():
-                host.replica.check_integrity()
+            for replica in replicas:
+                replica.check_integrity()
 
     def ready(cluster: Cluster) -> None:
+        replicas.extend(host.replica for host in cluster.hosts.values())  # type: ignore[attr-defined]
         cluster.listen(follow)
         act = acting(acts)
         cluster.listen(lambda event: act(cluster, event))
         if pauses:
             cluster.listen(tools(pauses, cluster, cluster.clock))
 
-    drive(sorted(requests, key=lambda r: r.arrival), setup.replicas, make, ready, **setup.given())
+    counts = not (spec.prefix_cache or pauses or any(r.group for r in requests))
+    options = HostOptions(counts, bool(pauses), ran, ended)
+    drive(sorted(requests, key=lambda r: r.arrival), truth, spec, options, ready, seed=seed)
     return story
 
 
 def same(
-    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], setup: SimulationSetup,
-    lengths: Callable[[], LengthPredictor | None] = lambda: None, pauses: Mapping[str, Sequence[float]] = NOTHING,
-    acts: Sequence[Act] = (),
+    requests: Sequence[Request], truth: Mapping[str, Sequence[int]], spec: RunSpec, seed: int = 0,
+    pauses: Mapping[str, Sequence[float]] = NOTHING, acts: Sequence[Act] = (),
 ) -> None:  # fmt: skip
     ordered = sorted(requests, key=lambda r: r.arrival)
-    plain = told(simulate(ordered, truth, replace(setup, lengths=lengths()), watch=acting(acts), pauses=pauses))
-    fast = run_fast(requests, truth, replace(setup, lengths=lengths()), pauses, acts)
+    plain = told(simulate_events(ordered, truth, spec, seed, watch=acting(acts), pauses=pauses))
+    fast = run_fast(requests, truth, spec, seed, pauses, acts)
     ends = [e for events in plain.events.values() for e in events if isinstance(e, Finished)]
     last = max(e.at for e in ends)  # a step of those who were all cancelled ends later, if anybody looks
     assert upto(last, fast.steps) == upto(last, plain.steps)
@@ -190,8 +184,8 @@ def upto(last: float, steps: Mapping[str, list[tuple[float, Shape]]]) -> dict[st
 @given(load=loads(), noise=st.sampled_from([0.0, 0.3]), acts=CANCELS)
 def test_whatever_a_policy_does_and_requests_are(policy: str, load: Load, noise: float, acts: list[Act]) -> None:
     """Roles, hand-offs with and without KV, drafts and trees, shared KV, groups, tools; models that learn; cancels."""
-    setup = replace(setup_for(policy, load.limits, load.prefix_cache), noise=noise, seed=3)
-    same(load.requests, load.truth, setup, pauses=load.pauses, acts=acts)
+    spec = replace(spec_for(policy, load.limits, load.prefix_cache), noise=noise)
+    same(load.requests, load.truth, spec, 3, load.pauses, acts)
 
 
 def alone(load: Load) -> list[Request]:
@@ -205,8 +199,8 @@ def alone(load: Load) -> list[Request]:
 @given(load=loads(), noise=st.sampled_from([0.0, 0.3]), per_kv=st.sampled_from([0.0, 1e-5]), acts=CANCELS)
 def test_every_event_is_the_same(policy: str, load: Load, noise: float, per_kv: float, acts: list[Act]) -> None:
     limits = load.limits
-    setup = SimulationSetup(lambda: Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, seed=3, learns=False)
-    same(alone(load), load.truth, setup, acts=acts)
+    spec = run_spec(Linear(0.01, 0.001, per_kv), limits, policy, noise=noise, learns=False)
+    same(alone(load), load.truth, spec, 3, acts=acts)
 
 
 LINES = profiles.load("llama-3.1-8b-h200").model()
@@ -217,7 +211,7 @@ LINES = profiles.load("llama-3.1-8b-h200").model()
 @given(load=loads())
 def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
     """Decodes in a row are then worked out without a shape for each."""
-    same(alone(load), load.truth, SimulationSetup(lambda: LINES, load.limits, policy, learns=False))
+    same(alone(load), load.truth, run_spec(LINES, load.limits, policy, learns=False))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -225,10 +219,8 @@ def test_with_step_times_that_are_lines(policy: str, load: Load) -> None:
 @few
 @given(load=loads(), replicas=st.integers(2, 3), acts=LOSSES)
 def test_with_several_replicas(router: str, policy: str, load: Load, replicas: int, acts: list[Act]) -> None:
-    setup = SimulationSetup(
-        Linear, load.limits, policy, router=router, replicas=replicas, noise=0.2, seed=1, learns=False
-    )
-    same(alone(load), load.truth, setup, acts=acts)
+    spec = run_spec(Linear(), load.limits, policy, router=router, replicas=replicas, noise=0.2, learns=False)
+    same(alone(load), load.truth, spec, 1, acts=acts)
 
 
 class Minding:
@@ -266,7 +258,7 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.build.router_for", router)
-        same(alone(load), load.truth, SimulationSetup(Linear, load.limits, policy, replicas=2, learns=False))
+        same(alone(load), load.truth, run_spec(Linear(), load.limits, policy, replicas=2, learns=False))
     assert made[0].seen == made[1].seen
 
 
@@ -274,16 +266,17 @@ def test_under_a_router_that_demotes_and_wakes_up(policy: str, load: Load) -> No
 @few
 @given(load=loads(), budget=st.sampled_from([4, 16, 64]))
 def test_fixed_budgets_go_on_for_many_steps(policy: str, load: Load, budget: int) -> None:
-    setup = SimulationSetup(Linear, load.limits, policy, {"budget": budget}, learns=False)
-    same(alone(load), load.truth, setup)
+    spec = run_spec(Linear(), load.limits, policy, {"budget": budget}, learns=False)
+    same(alone(load), load.truth, spec)
 
 
 @few
 @given(load=loads(), kind=st.sampled_from(sorted(PREDICTORS)))
 def test_with_predicted_lengths(load: Load, kind: str) -> None:
     """A predictor learns on the way, and `gaussian` draws: each driver has one of its own."""
-    setup = SimulationSetup(Linear, load.limits, "slos_serve", replicas=2, learns=False)
-    same(alone(load), load.truth, setup, lambda: PREDICTORS[kind](least=1))
+    spec = run_spec(Linear(), load.limits, "slos_serve", replicas=2, learns=False)
+    spec = replace(spec, lengths=lambda truth: PREDICTORS[kind](least=1))
+    same(alone(load), load.truth, spec)
 
 
 class Asking:
@@ -307,7 +300,7 @@ def asked(requests: Sequence[Request], truth: Mapping[str, Sequence[int]], limit
     asking = Asking(budget)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.simulation.driver.load", lambda policy, settings: asking)
-        run_fast(requests, truth, SimulationSetup(Linear, limits, "sarathi", learns=False))
+        run_fast(requests, truth, run_spec(Linear(), limits, "sarathi", learns=False))
     return asking.asked
 
 
@@ -336,7 +329,7 @@ def test_after_a_plan_that_runs_nothing_the_policy_is_asked_again() -> None:
     limits = Limits(
         max_num_seqs=1, max_num_batched_tokens=8, max_model_len=200, kv_blocks=17, block_size=1, max_running=1
     )
-    same([other, infeasible], {"o": (4,), "h": (1,)}, SimulationSetup(Linear, limits, "edf", learns=False))
+    same([other, infeasible], {"o": (4,), "h": (1,)}, run_spec(Linear(), limits, "edf", learns=False))
 
 
 def test_what_is_due_at_once_of_one_that_was_preempted() -> None:
@@ -352,9 +345,9 @@ def test_the_prefill_of_a_later_stage_is_no_preemption(plain: bool) -> None:
     """It runs alone, so nobody is to blame for what it takes too long."""
     stages = (Stage(20, SLO(e2e=0.05), "</call>"), Stage(20, SLO(e2e=0.05)))
     alone = [Request("a", stages, 0.0, sampling=Sampling(10))]
-    setup = SimulationSetup(Linear, Limits(8, 100, 500, 40, 10), "vllm", learns=False)
+    spec = run_spec(Linear(), Limits(8, 100, 500, 40, 10), "vllm", learns=False)
     truth = {"a": (5, 5)}
-    story = told(simulate(alone, truth, setup)) if plain else run_fast(alone, truth, setup)
+    story = told(simulate_events(alone, truth, spec)) if plain else run_fast(alone, truth, spec)
     (end,) = (e for e in story.events["a"] if isinstance(e, Finished))
     assert (end.verdict.met, end.verdict.cause) == (False, None)
 
@@ -365,8 +358,8 @@ def test_steps_that_end_together_end_in_the_order_in_which_they_began() -> None:
     first = [replace(request("a", 4, most=5), arrival=0.0), replace(request("b", 8, most=1), arrival=1.0)]
     last = request("last", 1, most=1, arrival=100.0)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=100, block_size=4)
-    setup = SimulationSetup(
-        lambda: Linear(0.25, 0.0625), limits, "sarathi", {"budget": 16}, router="round_robin", replicas=2, learns=False
+    spec = run_spec(
+        Linear(0.25, 0.0625), limits, "sarathi", {"budget": 16}, router="round_robin", replicas=2, learns=False
     )
     truth = {"a": [5], "b": [1], "last": [1]}
 
@@ -377,16 +370,13 @@ def test_steps_that_end_together_end_in_the_order_in_which_they_began() -> None:
     def order(events: Sequence[Event]) -> list[tuple[str, str, float]]:
         return [(type(e).__name__, e.id, e.at) for e in events if isinstance(e, Placed | Finished)]
 
-    plain = simulate([*first, last], truth, setup, watch=closed)
+    plain = simulate_events([*first, last], truth, spec, watch=closed)
     fast: list[Event] = []
 
     def ready(cluster: Cluster) -> None:
         cluster.listen(fast.append)
         cluster.listen(lambda event: closed(cluster, event))
 
-    def make(number: int, **given: Any) -> SimulatedHost:
-        return simulated_host(setup, number, truth, **given)
-
-    drive([*first, last], 2, make, ready, **setup.given())
+    drive([*first, last], truth, spec, HostOptions(), ready)
     assert [what for what in order(plain) if what[2] == 1.75][:1] == [("Finished", "b", 1.75)]
     assert order(fast) == order(plain)

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from rubato.core.request import SLO
+from rubato.core.request import SLO, Request
+from rubato.core.timeline import Timeline, timelines
 from rubato.engines.simulated import Drafter
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.measure.records import Run
+from rubato.simulation.run_spec import RunSpec, Truth
+from rubato.simulation.simulate import Pauses, simulate, simulate_events
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.lengths import Normal
 from rubato.workloads.request_kinds import FollowUp, Kind
+from tests.doubles import run_spec
 from tests.planning.machine import MACHINE, mix, spec
 from tests.simulation.test_equal import SCHEDULERS
 
+SEED = 2  # of the noise
 
-def setup(policy: str) -> SimulationSetup:
-    return SimulationSetup(lambda: MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, seed=2, learns=False)
+
+def noisy(policy: str) -> RunSpec:
+    return run_spec(MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, learns=False)
+
+
+def on_event_loop(load: Workload, spec: RunSpec) -> Run:
+    """Token by token."""
+
+    def lines(
+        requests: Sequence[Request], truth: Truth, spec: RunSpec, seed: int, *, pauses: Pauses, **_: object
+    ) -> dict[str, Timeline]:
+        events = simulate_events(requests, truth, spec, seed, pauses=pauses)
+        return {line.request.id: line for line in timelines(events)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.simulation.simulate.simulate_requests", lines)
+        return simulate(load, spec, SEED)
 
 
 def same(load: Workload, policy: str) -> None:
-    fast = simulated_run(load, setup(policy))
-    assert fast.records == simulated_run(load, setup(policy), plain=True).records
-    without = simulated_run(load, setup(policy), times=False).records
+    fast = simulate(load, noisy(policy), SEED)
+    assert fast.records == on_event_loop(load, noisy(policy)).records
+    without = simulate(load, noisy(policy), SEED, times=False).records
     assert without == tuple(replace(record, times=(), tokens=()) for record in fast.records)
 
 
@@ -47,19 +68,19 @@ def test_of_requests_with_stages(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["vllm_spec", "adaserve", "slos_serve"])
 def test_with_drafts(policy: str) -> None:
-    load, drafts = mix().make(1).rescaled(20.0), replace(setup(policy), drafter=Drafter(latency=MACHINE.model))
-    assert simulated_run(load, drafts).records == simulated_run(load, drafts, plain=True).records
+    load, drafts = mix().make(1).rescaled(20.0), replace(noisy(policy), drafter=Drafter(latency=MACHINE.model))
+    assert simulate(load, drafts, SEED).records == on_event_loop(load, drafts).records
 
 
-def test_a_drafter_that_nobody_asks_changes_nothing() -> None:
+def test_a_drafter_that_no_policy_asks_changes_nothing() -> None:
     load, drafter = mix().make(1).rescaled(80.0), Drafter(latency=MACHINE.model)
-    one = simulated_run(load, setup("sarathi")).records
-    assert simulated_run(load, replace(setup("sarathi"), drafter=drafter)).records == one
-    assert simulated_run(load, replace(setup("sarathi"), drafter=drafter), plain=True).records == one
+    one = simulate(load, noisy("sarathi"), SEED).records
+    assert simulate(load, replace(noisy("sarathi"), drafter=drafter), SEED).records == one
+    assert on_event_loop(load, replace(noisy("sarathi"), drafter=drafter)).records == one
 
 
 def test_an_experiment_whose_schedulers_learn() -> None:
     load = mix().make(0).rescaled(10.0)
-    own, learning = spec("edf").run(load), spec("edf", learns=True).run(load)
+    own, learning = simulate(load, spec("edf")), simulate(load, spec("edf", learns=True))
     assert [r.output for r in learning.records] == [r.output for r in own.records] != []
     assert spec("edf").describe() != spec("edf", learns=True).describe()

@@ -8,17 +8,18 @@ from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.latency import affine
 from rubato.measure.records import rejudged
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload, prompts, scenarios
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import with_texts
 from rubato.workloads.request_kinds import chat, code
+from tests.doubles import run_spec
 
 LIMITS = Limits(32, 1024, 16384, 8192, 16)
 
 
-def setup(policy="vllm", **changes):
-    return SimulationSetup(lambda: affine.Model(k=(1e-4, 1e-4), b=(0.01, 0.01)), LIMITS, policy, **changes)
+def spec(policy="vllm", **changes):
+    return run_spec(affine.Model(k=(1e-4, 1e-4), b=(0.01, 0.01)), LIMITS, policy, **changes)
 
 
 def test_texts_made_later_are_those_made_at_once():
@@ -46,7 +47,7 @@ def test_requests_of_several_stages_get_none():
 def test_stages_are_judged_one_by_one_also_afterwards(slo_rule):
     """Records hold the whole request's tokens; judging them again gives what the simulation said."""
     load = scenarios.make("slos-serve-toolllm", 2.0, count=40, seed=2, prefill=lambda tokens: 0.011 + 1e-4 * tokens)
-    run = simulated_run(load, setup(slo_rule=slo_rule))
+    run = simulate(load, spec(slo_rule=slo_rule))
     assert [r.output for r in run.records] == [a.output_tokens for a in load.arrivals]
     again = rejudged(run, slo_rule)
     assert [r.verdict.met for r in again.records] == [r.verdict.met for r in run.records]
@@ -60,8 +61,7 @@ def test_blocks_in_common_are_found_by_the_prefix_cache():
     second = dataclasses.replace(first, id="b", at=5.0, blocks=(0, 2))
     load = Workload("prefix", 0, 0.2, 10.0, {"t": SLO()}, (first, second))
     ttft = {
-        cache: [r.verdict.ttft for r in simulated_run(load, setup(prefix_cache=cache)).records]
-        for cache in (True, False)
+        cache: [r.verdict.ttft for r in simulate(load, spec(prefix_cache=cache)).records] for cache in (True, False)
     }
     assert ttft[False] == pytest.approx([0.11, 0.11])
     assert ttft[True] == pytest.approx([0.11, 0.01 + 1e-4 * 488])
@@ -73,7 +73,7 @@ def test_simulated_tools_take_their_time():
     promise = SLO(ttft=0.0125, tpot=0.0101)
     parts = (OfferedStage(20, 5, promise, ends="</call>"), OfferedStage(10, 5, promise, pause=2.0))
     load = Workload("p", 0, 1.0, 1.0, {"t": SLO()}, (Arrival("a", 0.0, "t", "", 30, 10, parts=parts),))
-    run = simulated_run(load, setup())
+    run = simulate(load, spec())
     (record,) = run.records
     first, second, decode = 0.01 + 20e-4, 0.01 + 19e-4, 0.01 + 1e-4
     returned = first + 4 * decode + 2.0

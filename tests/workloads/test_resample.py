@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.planning.spec import TraceSource as Source
+from rubato.planning.request_source import TraceSource as Source
 from rubato.workloads import Workload
 from rubato.workloads.resample import bootstrapped, busiest, multiplied, sampled, window
 from rubato.workloads.traces import Trace, TraceRequest, make

@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.cli import common_options
 from rubato.config.schema import Config, load
-from rubato.planning.spec import PolicyChoice
+from rubato.fleet.cluster_options import PolicyChoice
 
 
 def add(parser: argparse.ArgumentParser) -> None:

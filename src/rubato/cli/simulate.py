@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 
 from rubato.cli import common_options, server_options, simulation_options, workload_options
-from rubato.config.build import (
-    drafter_of,
-    fair_share_of,
-    guessed,
-    lengths_of,
-    link_of,
-    most_in_flight,
-    simulation_limits,
-)
+from rubato.config.build import choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
 from rubato.config.schema import Config
 from rubato.core import event_log
 from rubato.core.timeline import steps
 from rubato.measure import goodput
-from rubato.simulation.simulate import SimulationSetup, simulated_run
-from rubato.workloads import Workload
+from rubato.simulation.simulate import simulate
 
 # Beyond what either policy holds.
 DIFFER = "rubato simulate --profile opt-13b-2xa100-40g --scenario slos-serve-mixed --rate 6 --duration 60 --policy edf"
@@ -58,28 +48,16 @@ def run(args: argparse.Namespace) -> int:
         said = "tenants share by weight; their keys, tiers and limits are not simulated"
         print(f"rubato simulate: {said}", file=sys.stderr)
 
-    def setup(number: int, load: Workload) -> SimulationSetup:
-        return SimulationSetup(
-            latency=lambda: copy.deepcopy(model),
-            limits=machine.limits,
-            policy=config.policy.name,
-            settings=config.policy.settings,
-            router=config.router.name,
-            router_settings=config.router.settings,
-            replicas=config.replicas,
-            noise=args.noise,
-            seed=args.seed + number,
-            max_in_flight=most_in_flight(config, machine.limits),
-            lengths=lengths_of(config, {a.id: a.output_tokens for a in load.arrivals}),
-            slo_rule=args.slo_rule or config.slo_rule,
-            prefix_cache=config.prefix_cache,
-            link=link_of(config),
-            drafter=drafter_of(config),
-            fair=partial(fair_share_of, config) if config.tenants else None,
-        )
-
-    runs = [simulated_run(load, setup(number, load), args.label) for number, load in enumerate(loads)]
-    common_options.report(args, [dataclasses.replace(run, goodput=bounds) for run in runs])
+    spec = replace(
+        simulation_options.run_spec(args, config, machine, choice_of(config)),
+        learns=True,
+        prefix_cache=config.prefix_cache,
+        max_in_flight=most_in_flight(config, machine.limits),
+        fair=partial(fair_share_of, config) if config.tenants else None,
+    )
+    runs = [simulate(load, spec, args.seed + number) for number, load in enumerate(loads)]
+    label = args.label or config.policy.name
+    common_options.report(args, [replace(run, label=label, goodput=bounds) for run in runs])
     return 0
 
 

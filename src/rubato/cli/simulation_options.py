@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rubato.cli import common_options
-from rubato.config.build import drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
+from rubato.config.build import choice_of, drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
 from rubato.config.schema import Config, load
 from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
-from rubato.planning.spec import (
-    FileSource,
-    Hardware,
-    MixSource,
-    PolicyChoice,
-    RequestSource,
-    RunSpec,
-    ScenarioSource,
-    TraceSource,
-    packaged_hardware,
-    unknown_lengths,
-)
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.planning.request_source import FileSource, MixSource, RequestSource, ScenarioSource, TraceSource
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, unknown_lengths
 from rubato.workloads.workload import check_rate
 
 
@@ -127,26 +119,34 @@ def replica_of(args: argparse.Namespace, config: Config) -> Hardware:
     return Hardware("the configured replica", latency_of(config), Limits(**{**limits, **options}))
 
 
-def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
-    """One for each --policy, which is not looked for yet (`spec.able`). replicas: None = the configuration's."""
-    config = load(args.config or {}, args.set)
-    replicas = config.replicas if replicas is None else replicas
-    lengths = unknown_lengths if config.lengths is None else partial(lengths_of, config)
-    link, drafter = link_of(config), drafter_of(config)
+def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice: PolicyChoice) -> RunSpec:
+    """Of replicas as `machine`, with what the configuration says beside them. Raises ValueError (ConfigError)."""
     if not 0.0 <= args.noise < 1.0:
         raise ValueError(f"--noise {args.noise}: give a relative spread in [0, 1)")
+    return RunSpec(
+        machine,
+        choice,
+        config.replicas,
+        args.slo_rule or config.slo_rule,
+        args.noise,
+        unknown_lengths if config.lengths is None else partial(lengths_of, config),
+        link=link_of(config),
+        drafter=drafter_of(config),
+    )
+
+
+def settings(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
+    """One for each --policy, which is not looked for yet (`runnable.able`). replicas: None = the configuration's."""
+    config = load(args.config or {}, args.set)
+    replicas = config.replicas if replicas is None else replicas
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give 1 or more")
     if args.policy:
         chosen = [PolicyChoice.read(text, args.router or "auto") for text in args.policy]
     else:  # the configuration's, its router unless another is given
-        router = (args.router, {}) if args.router else (config.router.name, config.router.settings)
-        chosen = [PolicyChoice(config.policy.name, config.policy.settings, *router)]
-    slo_rule = args.slo_rule or config.slo_rule
-    return tuple(
-        RunSpec(machine, choice, replicas, slo_rule, args.noise, lengths, link=link, drafter=drafter)
-        for choice in chosen
-    )
+        own = choice_of(config)
+        chosen = [replace(own, router=args.router, router_settings={}) if args.router else own]
+    return tuple(replace(run_spec(args, config, machine, choice), replicas=replicas) for choice in chosen)
 
 
 def source(args: argparse.Namespace, machine: Hardware, rate: float | None = None, drawn: bool = True) -> RequestSource:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.fleet.fair_share import FairShare
 from rubato.latency import profiles
 from rubato.latency.model_base import completed
@@ -201,10 +202,10 @@ def guessed(config: Config) -> list[str]:
     return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
 
 
-def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> LengthPredictor | None:
+def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
     """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: nothing is known.
 
-    In simulation, where `truth` (request id -> output tokens) is given, also oracle. Raises ConfigError.
+    In simulation, where `truth` (request id -> output tokens of each stage) is given, also oracle. Raises ConfigError.
     """
     if config.lengths is None:
         return None
@@ -214,7 +215,8 @@ def lengths_of(config: Config, truth: Mapping[str, int] | None = None) -> Length
             raise ConfigError(
                 f"lengths: the oracle knows simulated requests only; serve with {' or '.join(PREDICTORS)}"
             )
-        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, {"truth": truth, **settings}, ["noise"]))
+        settings = {"truth": {id: sum(outputs) for id, outputs in truth.items()}, **settings}
+        return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, settings, ["noise"]))
     cls: Any = PREDICTORS.get(name) or _class("lengths", "", name, "Lengths")
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
@@ -264,6 +266,11 @@ def most_in_flight(config: Config, limits: Limits) -> int | None:
     if config.max_in_flight != "auto":
         return config.max_in_flight
     return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_num_seqs)
+
+
+def choice_of(config: Config) -> PolicyChoice:
+    """The policy and the router with their settings, which are not looked for yet."""
+    return PolicyChoice(config.policy.name, config.policy.settings, config.router.name, config.router.settings)
 
 
 def fair_share_of(config: Config) -> FairShare | None:

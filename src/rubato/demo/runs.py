@@ -18,6 +18,7 @@ from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.request import SLO
 from rubato.core.timeline import steps
 from rubato.demo.progress import BURST_SECONDS, CHECK_SECONDS, SECONDS, Progress, say
+from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
@@ -27,7 +28,8 @@ from rubato.measure.records import Run
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
 from rubato.planning.sweep import milliseconds
-from rubato.simulation.simulate import SimulationSetup, simulated_run
+from rubato.simulation.run_spec import Hardware, RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 from rubato.workloads.generate import make
 from rubato.workloads.prompts import Count
@@ -235,7 +237,7 @@ class Stage:
         return scale, rate
 
     def _holds(self, pattern: Workload, model: affine.Model, rate: float) -> bool:
-        return attained(simulated_run(pattern.rescaled(rate), self._setup("vllm", {}, model))) >= HOLDS
+        return attained(self._simulated(pattern.rescaled(rate), PolicyChoice("vllm"), model)) >= HOLDS
 
     def _attained(self, url: str, rate: float, slos: Mapping[str, SLO], scale: float) -> float:
         run = self._bench(url, self.load(rate, CHECK_SECONDS, slos, scale, "hold"), f"{rate:.2f}/s")
@@ -247,7 +249,7 @@ class Stage:
     def tuned_budget(self, warm: WarmUp, load: Workload) -> int:
         """Sarathi's token budget that attains the most on this workload, in simulation."""
         runs = {
-            budget: simulated_run(load, self._setup("sarathi", {"budget": budget}, warm.model)) for budget in BUDGETS
+            budget: self._simulated(load, PolicyChoice("sarathi", {"budget": budget}), warm.model) for budget in BUDGETS
         }
         best = max(BUDGETS, key=lambda budget: met(runs[budget]))
         say(f"      sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'}")
@@ -266,11 +268,8 @@ class Stage:
 
     # ----------------------------------------------------------------- parts
 
-    def _setup(self, policy: str, settings: Mapping[str, object], model: affine.Model) -> SimulationSetup:
-        return SimulationSetup(
-            lambda: dataclasses.replace(model), LIMITS, policy, settings=settings, noise=0.05, seed=self.seed,
-            learns=False,
-        )  # fmt: skip
+    def _simulated(self, load: Workload, choice: PolicyChoice, model: affine.Model) -> Run:
+        return simulate(load, RunSpec(Hardware("this machine", model, LIMITS), choice, noise=0.05), self.seed)
 
     @contextmanager
     def _served(

@@ -56,24 +56,23 @@ LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be 
 WANTS = frozenset({"step"})  # what a router may ask for in `wants`
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
-Spare = Callable[[str, Listener, HostLost], Host]  # a further host of that id; the callbacks as every host's
-HostMaker = Callable[..., Host]  # (id, *, emit, lost, policy, settings, options): the host of that id
+HostMaker = Callable[[str, Listener, HostLost], Host]  # of that id; told where to send events and to report its loss
 
 
 class Cluster:
     """Hosts behind a router, in this process or elsewhere.
 
-    The hosts are built by `make_hosts`, which is given where to send events and where to report the loss of a host:
-    its requests go to the others. `dead` is set when none is left, or the router fails time after time.
+    The hosts r0, r1, ... are built by `makers`, which are given where to send events and where to report the loss of a
+    host: its requests go to the others. `dead` is set when none is left, or the router fails time after time.
     max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
     first come, first served. lengths: what the router sees as `predicted`; hosts in this process have the same one, and
-    teach it. autoscaler, spare: what adds and drains hosts, and what makes them. Raises ValueError for a router that
-    wants what there is not.
+    teach it. autoscaler, extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a router
+    that wants what there is not.
     """
 
     def __init__(
         self,
-        make_hosts: Callable[[Listener, HostLost], Sequence[Host]],
+        makers: Sequence[HostMaker],
         router: Router,
         clock: Clock,
         *,
@@ -82,10 +81,10 @@ class Cluster:
         fair: FairShare | None = None,
         lengths: LengthPredictor | None = None,
         autoscaler: Autoscaler | None = None,
-        spare: Spare | None = None,
+        extra_host: HostMaker | None = None,
     ) -> None:
-        if (autoscaler is None) != (spare is None):
-            raise ValueError("give an autoscaler and what makes its hosts (`spare`), or neither")
+        if (autoscaler is None) != (extra_host is None):
+            raise ValueError("give an autoscaler and what makes its hosts (`extra_host`), or neither")
         self._policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
         wants: object = getattr(router, "wants", frozenset())
         if not isinstance(wants, frozenset):
@@ -96,10 +95,12 @@ class Cluster:
             )
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: give at least 1, or none for no bound")
-        self.hosts = {host.id: host for host in make_hosts(self._emit, self._lost)}
+        hosts = [make(f"r{i}", self._emit, self._lost) for i, make in enumerate(makers)]
+        self.hosts = {host.id: host for host in hosts}
         self.clock = clock
         self._scaling = FleetScaling(
-            self.hosts, clock, autoscaler, None if spare is None else lambda id: spare(id, self._emit, self._lost),
+            self.hosts, clock, autoscaler,
+            None if extra_host is None else lambda id: extra_host(id, self._emit, self._lost),
             check=self._check_needs, emit=self._emit, joined=self._ask,
         )  # fmt: skip
         self.offered = 0

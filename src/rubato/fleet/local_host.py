@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Stepped
-from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
+from rubato.core.interfaces import KV, Engine, Host, LatencyModel, Scheduler, TransferError, View
 from rubato.core.plan import Batch, Plan, Recall, Role, Sample, StepResult
+from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.core.request import Request
 from rubato.replica.replica import Replica
 
@@ -52,9 +53,7 @@ class LocalHost:
         emit: Callable[[Event], None],
         lost: Callable[[str, BaseException, Sequence[Request]], None],
         policy: str,
-        lengths: LengthPredictor | None = None,
-        slo_rule: str = "deadline",
-        prefix_cache: bool = False,
+        options: ReplicaOptions = DEFAULT_OPTIONS,
         handoff: bool = False,
         step_timeout: float | None = None,
     ) -> None:
@@ -73,9 +72,7 @@ class LocalHost:
         self.policy = policy
         self.replica: Replica | None = None
         self.error: BaseException | None = None
-        self._lengths = lengths
-        self._slo_rule = slo_rule
-        self._prefix_cache = prefix_cache
+        self._options = options
         self._step_timeout = step_timeout
         self._emit = emit
         self._lost = lost
@@ -91,15 +88,7 @@ class LocalHost:
 
     async def start(self) -> None:
         await self.engine.start()
-        self.replica = Replica(
-            self.id,
-            self.engine.limits,
-            self.latency,
-            supports=self.supports,
-            lengths=self._lengths,
-            slo_rule=self._slo_rule,
-            prefix_cache=self._prefix_cache,
-        )
+        self.replica = Replica(self.id, self.engine.limits, self.latency, self._options, supports=self.supports)
         self._task = asyncio.create_task(self._run(self.replica), name=f"replica {self.id}")
 
     def submit(self, request: Request) -> None:

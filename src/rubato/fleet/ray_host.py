@@ -18,11 +18,13 @@ from ray.exceptions import RayError
 
 from rubato.core.clock import PLAN, Clock, WallClock, unix_time
 from rubato.core.events import Event
-from rubato.core.interfaces import KV, Engine, Host, LatencyModel, LengthPredictor, View
+from rubato.core.interfaces import KV, Engine, Host, LatencyModel, View
 from rubato.core.plan import Limits, Recall, Role
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request
 from rubato.fleet.build import cluster_of
 from rubato.fleet.cluster import Cluster, HostLost
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
@@ -48,8 +50,10 @@ class HostLostError(Exception):
 class _Actor:
     """The replica's side. Every method runs on the actor's one event loop."""
 
-    def __init__(self, id: str, make: Callable[[Clock], Made], policy: str, settings: Mapping[str, object],
-                 options: Mapping[str, Any]) -> None:  # fmt: skip
+    def __init__(
+        self, id: str, make: Callable[[Clock], Made], choice: PolicyChoice, options: ReplicaOptions,
+        step_timeout: float | None,
+    ) -> None:  # fmt: skip
         self._clock = WallClock()
         engine, latency = make(self._clock)
         self._engine = engine
@@ -61,13 +65,14 @@ class _Actor:
         self._host = LocalHost(
             id,
             engine,
-            load(policy, settings),
+            load(choice.policy, choice.settings),
             latency,
             self._clock,
             emit=self._emit,
             lost=self._lost,
-            policy=policy,
-            **options,
+            policy=choice.policy,
+            options=options,
+            step_timeout=step_timeout,
         )
 
     async def start(self) -> tuple[Limits, frozenset[str], LatencyModel]:
@@ -136,9 +141,9 @@ class RayHost:
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
-    e.g. {"num_gpus": 1}. emit and lost: as every host's. options: of the actor's `local_host.LocalHost`, which has a
-    length predictor of its own, a copy that learns from the requests there; the one given here learns from those of
-    all. Raises ValueError for a policy that hands requests off.
+    e.g. {"num_gpus": 1}. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`. options: the actor
+    has a length predictor of its own, a copy that learns from the requests there; the one given here learns from those
+    of all. Raises ValueError for a policy that hands requests off.
     """
 
     def __init__(
@@ -149,20 +154,20 @@ class RayHost:
         *,
         emit: Listener,
         lost: HostLost,
-        policy: str,
-        settings: Mapping[str, object] | None = None,
-        options: Mapping[str, Any] | None = None,
+        choice: PolicyChoice,
+        options: ReplicaOptions,
+        step_timeout: float | None = None,
         resources: Mapping[str, Any] | None = None,
     ) -> None:
-        if "handoff" in load(policy, settings).needs:
-            raise ValueError(f"policy {policy!r} needs handoff. {STAYS}")
+        if "handoff" in load(choice.policy, choice.settings).needs:
+            raise ValueError(f"policy {choice.policy!r} needs handoff. {STAYS}")
         self.id = id
         self.clock = clock
         self._emit = emit
         self._lost = lost
         remote = ray.remote(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(resources or {})})(_Actor)
-        self.actor: Any = remote.remote(id, make, policy, dict(settings or {}), dict(options or {}))
-        self._lengths: LengthPredictor | None = (options or {}).get("lengths")
+        self.actor: Any = remote.remote(id, make, choice, options, step_timeout)
+        self._lengths = options.lengths
         self._mirror: Mirror | None = None
         self._ahead = 0.0  # what the actor's clock shows more than this one
         self._outbox: list[Command] = []
@@ -327,11 +332,15 @@ class RayHost:
 
 
 def ray_cluster(
-    make: Sequence[Callable[[Clock], Made]], clock: Clock, *, resources: Mapping[str, Any] | None = None, **given: Any
-) -> Cluster:
-    """A cluster of Ray actors, one for each of `make`; `ray.init` has been called.
+    make: Sequence[Callable[[Clock], Made]], clock: Clock, options: ClusterOptions, *,
+    resources: Mapping[str, Any] | None = None, step_timeout: float | None = None,
+) -> Cluster:  # fmt: skip
+    """A cluster of Ray actors, one for each of `make`; `ray.init` has been called. Raises as `build.cluster_of`."""
 
-    given: as `build.cluster_of` takes and raises.
-    """
-    makers = [functools.partial(RayHost, make=each, clock=clock, resources=resources) for each in make]
-    return cluster_of(makers, clock, **given)
+    def host(make: Callable[[Clock], Made], id: str, emit: Listener, lost: HostLost) -> RayHost:
+        return RayHost(
+            id, make, clock, emit=emit, lost=lost, choice=options.choice, options=options.replica,
+            step_timeout=step_timeout, resources=resources,
+        )  # fmt: skip
+
+    return cluster_of([functools.partial(host, each) for each in make], clock, options)

@@ -20,8 +20,11 @@ from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
 from rubato.measure.records import Run, versions
 from rubato.planning import feasibility, jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.spec import RequestSource, RunSpec, able, left_out
+from rubato.planning.request_source import RequestSource
+from rubato.planning.runnable import able, left_out
 from rubato.planning.sweep import markdown
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload
 from rubato.workloads.workload import check_rate
 
@@ -94,7 +97,7 @@ def search(
 
     def attained(rate: float) -> float:
         if rate not in runs:
-            run = spec.run(load.rescaled(rate), seed, times=False, causes=False)
+            run = simulate(load.rescaled(rate), spec, seed, times=False, causes=False)
             share = sum(record.verdict.met for record in run.records) / len(run.records)
             runs[rate] = (share, run.workload.duration, e2e_p99(run))
         return runs[rate][0]

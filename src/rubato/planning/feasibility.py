@@ -9,8 +9,8 @@ from math import inf
 
 from rubato.core.plan import Shape
 from rubato.core.slo import TOLERANCE, WINDOW, deadlines
-from rubato.planning.spec import Hardware
 from rubato.policy_kit.batch_builder import prefill_time
+from rubato.simulation.run_spec import Hardware
 from rubato.workloads import Arrival, OfferedStage, Workload
 
 

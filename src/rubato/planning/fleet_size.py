@@ -22,7 +22,7 @@ from rubato.planning.capacity import estimate
 from rubato.planning.fleet_size_model import FleetPlan, FleetQuestion, counted, effect, peak, whole
 from rubato.planning.jobs import Job, JobRunner
 from rubato.planning.sweep import percent
-from rubato.simulation.simulate import uncollected
+from rubato.simulation.simulate import gc_paused, simulate
 from rubato.workloads.resample import bootstrapped, sampled
 
 MOST_REPLICAS = 1024
@@ -41,7 +41,7 @@ def plan(question: FleetQuestion, **how: Any) -> FleetPlan:
         return replace(found, done=runner.done())
 
 
-@uncollected()
+@gc_paused()
 def survey(question: FleetQuestion) -> dict[str, Any]:
     """The busiest stretch, the SLO times stated, infeasible requests, and how many replicas to begin with. Raises
     ValueError where infeasible requests put the target out of reach."""
@@ -66,11 +66,11 @@ def guess(question: FleetQuestion) -> int:
         load = sampled(load, SAMPLE / len(load.arrivals))
 
     def attained(replicas: int) -> float:
-        records = question.spec.with_replicas(replicas).run(load, times=False, causes=False).records
+        records = simulate(load, replace(question.spec, replicas=replicas), times=False, causes=False).records
         return sum(record.verdict.met for record in records) / len(records)
 
     # step times alone would allow twice what is attained, often
-    low, high = 0, ceil(1.5 * load.rate / estimate(load, question.spec.with_replicas(1)))
+    low, high = 0, ceil(1.5 * load.rate / estimate(load, replace(question.spec, replicas=1)))
     before = 0.0
     while (share := attained(high)) < question.target and high < MOST_REPLICAS:
         if question.target / 2 < share < before + NO_HELP:

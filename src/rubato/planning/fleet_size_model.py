@@ -14,9 +14,10 @@ from rubato.measure.confidence import Estimate
 from rubato.measure.records import Record, versions
 from rubato.planning import feasibility
 from rubato.planning.jobs import JobResults
-from rubato.planning.spec import RequestSource, RunSpec
+from rubato.planning.request_source import RequestSource
 from rubato.planning.sweep import markdown, percent
-from rubato.simulation.simulate import uncollected
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import gc_paused, simulate
 from rubato.workloads import Workload
 from rubato.workloads.resample import Stretch, bootstrapped, inside
 
@@ -63,22 +64,22 @@ class FleetQuestion:
 # --------------------------------------------------------------------------- jobs
 
 
-@uncollected()
+@gc_paused()
 def peak(question: FleetQuestion, replicas: int, relaxed: str, factor: float, seed: int) -> dict[str, Any]:
     """Met and offered, in all and per tier, in the busiest stretch drawn by `seed`. relaxed: a constraint, or ""."""
     load = bootstrapped(question.load(seed, question.stretch(seed)), seed)
-    spec = question.spec.with_replicas(replicas)
+    spec = replace(question.spec, replicas=replicas)
     if relaxed:
         load, spec = relax(load, spec, relaxed, factor)
-    return _counts(spec.run(load, seed, times=False, causes=False).records)
+    return _counts(simulate(load, spec, seed, times=False, causes=False).records)
 
 
-@uncollected()
+@gc_paused()
 def whole(question: FleetQuestion, replicas: int) -> dict[str, Any]:
     """The whole workload under seed 0: requests met and offered, in all and in its busiest stretch, and its tokens."""
     load = question.load(0)
     stretch = question.stretch(0)
-    records = question.spec.with_replicas(replicas).run(load, times=False, causes=False).records
+    records = simulate(load, replace(question.spec, replicas=replicas), times=False, causes=False).records
     return _counts(records) | {
         "busiest": _counts([r for r in records if inside(r.at, stretch, load.duration)]),
         "prompt_tokens": sum(a.prompt_tokens for a in load.arrivals),

@@ -16,7 +16,10 @@ from rubato.measure.confidence import ALL, ONE_SEED, Estimate, attainment_over_s
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
-from rubato.planning.spec import RequestSource, RunSpec, able, left_out
+from rubato.planning.request_source import RequestSource
+from rubato.planning.runnable import able, left_out
+from rubato.simulation.run_spec import RunSpec
+from rubato.simulation.simulate import simulate
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-sweep/2"
@@ -53,7 +56,7 @@ class Sweep:
 
 def simulate_point(source: RequestSource, spec: RunSpec, rate: float, seed: int) -> dict[str, Any]:
     """Simulate one policy at one rate under one seed, and sum up the run (`results.run_json`)."""
-    run = spec.run(source.make(seed).rescaled(rate), seed, times=False)
+    run = simulate(source.make(seed).rescaled(rate), spec, seed, times=False)
     return {"policy": spec.choice.label, "rate": rate, "seed": seed} | results.run_json(run, requests=False)
 
 

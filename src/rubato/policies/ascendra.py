@@ -171,7 +171,7 @@ class Scheduler:
     def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
         """Best effort last. Of equal values the later one first; those that nothing distinguishes wait their turn."""
         in_turn = self._value is fcfs
-        keyed = []
+        keyed: list[tuple[tuple[bool, Real, int], SeqView]] = []
         for at, seq in enumerate(waiting):
             value = self._value(seq, view)
             if not isinstance(value, Real) or value != value:

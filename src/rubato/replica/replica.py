@@ -31,8 +31,9 @@ from rubato.core.events import (
     Tokens,
     Transferred,
 )
-from rubato.core.interfaces import LatencyModel, LengthPredictor, View
+from rubato.core.interfaces import LatencyModel, View
 from rubato.core.plan import Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, blocks_for
+from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.core.request import NOTHING, Cause, Handoff, HandoffReason, Outcome, Request, without_texts
 from rubato.core.slo import StageTimes, judge
 from rubato.replica.kv_ledger import KVByBlock, KVCounts
@@ -61,11 +62,10 @@ def _order(seq: Seq) -> int:
 class Replica(ReplicaState):
     """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
 
-    prefix_cache: requests of one tenant that begin alike share the KV of full blocks, also after the first has ended.
     counts: KV blocks have no ids; then nothing is shared, no request waits for tools, and a run may have many steps.
-    tokens: tell of each token (`Tokens`). causes: work out why requests miss. decodes: called with each sequence that
-    joins those that decode. ended: called with each end and the times it was judged by. output_ids: the ids of output
-    tokens first, ..., after - 1, where the steps do not tell them.
+    tokens: tell of each token (`Tokens`). decodes: called with each sequence that joins those that decode. ended:
+    called with each end and the times it was judged by. output_ids: the ids of output tokens first, ..., after - 1,
+    where the steps do not tell them.
     """
 
     def __init__(
@@ -73,14 +73,11 @@ class Replica(ReplicaState):
         id: str,
         limits: Limits,
         latency: LatencyModel,
+        options: ReplicaOptions = DEFAULT_OPTIONS,
         *,
         supports: frozenset[str] = frozenset(),
-        lengths: LengthPredictor | None = None,
-        slo_rule: str = "deadline",
-        prefix_cache: bool = False,
         counts: bool = False,
         tokens: bool = True,
-        causes: bool = True,
         clock: HandClock | None = None,
         decodes: Callable[[Seq], None] | None = None,
         ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
@@ -90,19 +87,19 @@ class Replica(ReplicaState):
         if counts:
             kv = KVCounts(limits.kv_blocks, limits.block_size)
         else:
-            kv = KVByBlock(id, limits.kv_blocks, limits.block_size, prefix_cache)
+            kv = KVByBlock(id, limits.kv_blocks, limits.block_size, options.prefix_cache)
         super().__init__(id, limits, latency, supports, kv, clock or HandClock())
         self.in_flight: Batch | None = None
         self._log = StepLog(self.steps)
-        self._causes = MissCauses(self.steps, self._log, latency) if causes else None
+        self._causes = MissCauses(self.steps, self._log, latency) if options.causes else None
         self._asked_since = inf  # by the clock: when a view was first asked for; it is idle no longer than that
         self._seqs: dict[str, Seq] = {}
         self._order = 0
         self._started = 0
         self._most_kept = KEPT
-        self._lengths = lengths
-        self._slo_rule = slo_rule
-        self._prefix_cache = prefix_cache
+        self._lengths = options.lengths
+        self._slo_rule = options.slo_rule
+        self._prefix_cache = options.prefix_cache
         self._tell_tokens = tokens
         self._decodes = decodes
         self._ended = ended

@@ -17,14 +17,14 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.config.build import believed_of, engine_of, fair_share_of, lengths_of, most_in_flight
+from rubato.config.build import believed_of, choice_of, engine_of, fair_share_of, lengths_of, most_in_flight
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.did_you_mean import nearest
@@ -32,8 +32,10 @@ from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
 from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
+from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
 from rubato.policies import load, router_for
 from rubato.serving import logs
@@ -236,27 +238,23 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
     With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
     """
     _check_named(config)
-    given: dict[str, Any] = {
-        "policy": config.policy.name,
-        "settings": config.policy.settings,
-        "router": config.router.name,
-        "router_settings": config.router.settings,
-        "lengths": lengths_of(config),
-        "slo_rule": config.slo_rule,
-        "prefix_cache": config.prefix_cache,
-        "fair": fair_share_of(config),
-        "step_timeout": config.step_timeout_seconds,
-    }
+    lengths = lengths_of(config)
     remote = config.fleet.name == "ray"
     if not remote and (config.fleet.name != "local" or config.fleet.settings):
         asked = f"{config.fleet.name!r} with {dict(config.fleet.settings)}"
         close = nearest(config.fleet.name, ["local", "ray"])
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
     engines = [engine_of(config, clock, replica) for replica in range(1 if remote else config.replicas)]
-    given["max_in_flight"] = most_in_flight(config, engines[0].limits)
+    options = ClusterOptions(
+        choice_of(config),
+        ReplicaOptions(lengths, config.slo_rule, config.prefix_cache),
+        most_in_flight(config, engines[0].limits),
+        fair_share_of(config),
+    )
     if remote:
-        return engines, _ray_cluster(config, clock, given)
-    return engines, local_cluster(engines, [believed_of(config) for _ in engines], clock, **given)
+        return engines, _ray_cluster(config, clock, options)
+    latencies = [believed_of(config) for _ in engines]
+    return engines, local_cluster(engines, latencies, clock, options, step_timeout=config.step_timeout_seconds)
 
 
 def _check_named(config: Config) -> None:
@@ -274,7 +272,7 @@ def _check_named(config: Config) -> None:
                 raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
 
 
-def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Cluster:
+def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Cluster:
     """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
     here, on loopback), and Ray's options for each actor."""
     resources = dict(config.fleet.settings)
@@ -298,7 +296,7 @@ def _ray_cluster(config: Config, clock: Clock, given: Mapping[str, Any]) -> Clus
         ray.init(address=address, include_dashboard=False if address == "local" else None, configure_logging=False)
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
     makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
-    return ray_cluster(makers, clock, resources=resources, **given)
+    return ray_cluster(makers, clock, options, resources=resources, step_timeout=config.step_timeout_seconds)
 
 
 def _leave_ray() -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import repeat
-from typing import Protocol
 
 from rubato.core.capabilities import cure
-from rubato.core.clock import COMPLETION, PLAN, HandClock
+from rubato.core.clock import COMPLETION, PLAN
 from rubato.core.events import Event, Finished, Stepped
-from rubato.core.interfaces import KV, Host, LatencyModel, LengthPredictor, Scheduler, TransferError, View
+from rubato.core.interfaces import KV, Host, LatencyModel, Scheduler, TransferError, View
 from rubato.core.plan import Emitted, Plan, Recall, Role, Sample
+from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes
 from rubato.engines.simulated import Engine
@@ -28,6 +29,7 @@ from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.replica.sequence import Seq
 from rubato.replica.step_log import Run
+from rubato.simulation.queue_clock import QueueClock
 from rubato.simulation.step_times import StepTimes
 
 MAX_STEPS_AHEAD = 24  # steps of a run that are worked out ahead; an arrival makes the rest of them vain
@@ -39,58 +41,38 @@ STOP = Emitted(1, finish="stop")
 LENGTH = Emitted(1, finish="length")
 
 
-class Called(Protocol):
-    """What stands in an `EventQueue`."""
+@dataclass(frozen=True)
+class HostOptions:
+    """counts: KV as counts. tokens: tell of every step and token (`Stepped`, `Tokens`); so they are where a policy
+    drafts. ran: given each run of a replica when it is over; ended: each end with the times of its tokens."""
 
-    def complete(self, version: int) -> bool: ...
-    def plan(self, version: int) -> None: ...
-
-
-class EventQueue:
-    """When which host is to be called (`complete`, `plan`), by time, rank, when the step that ends began (which is the
-    order in which steps that end together end) and order of asking, with its version."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, int, float, int, Called, int]] = []
-        self.count = itertools.count()
-
-    def add(self, when: float, rank: int, called: Called, version: int, since: float = 0.0) -> None:
-        heappush(self.heap, (when, rank, since, next(self.count), called, version))
+    counts: bool = True
+    tokens: bool = False
+    ran: Callable[[str, Run], None] | None = None
+    ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None
 
 
 class SimulatedHost:
-    """truth: the time steps take; latency: what the scheduler believes. engine: of the same limits, for drafts and for
-    moving KV; it adds no noise, which is this host's. targets: request id -> output tokens of each stage. learns:
-    whether `latency` goes on learning. counts: KV as counts. tokens: tell of every step and token (`Stepped`,
-    `Tokens`); so they are where a policy drafts. every_step: whether the cluster has to hear of every step now. ran:
-    given each run when it is over; ended: each end with the times of its tokens. causes: work out why requests miss.
-    """
+    """latency: what the scheduler believes of step times; learns: whether it goes on learning. engine: of the same
+    limits, for drafts and for moving KV; it adds no noise, which is in `times`. targets: request id -> output tokens of
+    each stage. every_step: whether the cluster has to be told of every step now."""
 
     def __init__(
         self,
         id: str,
-        truth: LatencyModel,
-        latency: LatencyModel,
         engine: Engine,
         scheduler: Scheduler,
-        clock: HandClock,
+        latency: LatencyModel,
+        times: StepTimes,
+        clock: QueueClock,
         *,
         emit: Callable[[Event], None],
-        queue: EventQueue,
         policy: str,
         targets: Mapping[str, Sequence[int]],
+        replica_options: ReplicaOptions,
+        host_options: HostOptions,
+        learns: bool,
         every_step: Callable[[], bool],
-        lengths: LengthPredictor | None = None,
-        slo_rule: str = "deadline",
-        prefix_cache: bool = False,
-        noise: float = 0.0,
-        seed: int = 0,
-        learns: bool = False,
-        counts: bool = True,
-        tokens: bool = False,
-        causes: bool = True,
-        ran: Callable[[Run], None] | None = None,
-        ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
     ) -> None:
         supports = engine.supports | {"handoff", "recall"}
         if missing := scheduler.needs - supports:
@@ -100,36 +82,36 @@ class SimulatedHost:
             )
         # Each step is the engine's then, and each token told: what a drafter has in KV goes with what the engine has,
         # and policies learn from the events how much of it was right.
-        self._walk = tokens = tokens or ("draft" in supports and "draft" in scheduler.needs | optional(scheduler))
+        drafts = "draft" in supports and "draft" in scheduler.needs | optional(scheduler)
+        self._step_by_step = tokens = host_options.tokens or drafts
         self.id = id
         self.scheduler = scheduler
         self.clock = clock
         self.replica = Replica(
-            id, engine.limits, latency, supports=supports, lengths=lengths, slo_rule=slo_rule,
-            prefix_cache=prefix_cache, counts=counts, tokens=tokens, causes=causes, clock=clock, decodes=self._aim,
-            ended=ended, output_ids=None if tokens else _output_ids,
+            id, engine.limits, latency, replica_options, supports=supports, counts=host_options.counts, tokens=tokens,
+            clock=clock, decodes=self._set_milestone, ended=host_options.ended,
+            output_ids=None if tokens else _output_ids,
         )  # fmt: skip
         self._steps = self.replica.steps
         self._pool = self.replica.pool
         self._engine = engine
-        self._times = StepTimes(truth, noise, seed)
+        self._times = times
         self._emit = emit
-        self._queue = queue
         self._policy = policy
         self._targets = targets
         self._every_step = every_step
         self._learns = learns
-        self._ran = ran
+        self._ran = host_options.ran
         self._outbox: list[Event] = []
         self._milestones: list[tuple[int, int, Seq]] = []  # the steps of first and last tokens of stages
-        self._aims = itertools.count()  # orders the milestones of a step
-        self._spoken: set[str] = set()  # whose tokens have to be looked at one by one
-        self._heard = False  # whether the end of the step under way is told
+        self._milestone_order = itertools.count()  # orders the milestones of a step
+        self._needs_engine: set[str] = set()  # whose tokens have to be looked at one by one
+        self._report_this_step = False  # whether the end of the step under way is told
         self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
         self._version = 0
         self._planned = False
         self._steady = 0  # for how many more steps the last plan stands, unless something happens
-        self._refresh = learns or not counts
+        self._refresh = learns or not host_options.counts
         self._live_view = self.replica.view(clock.time)
         self._at_once = repeat(self._live_view).__next__  # asked of every host at every arrival
         self.view: Callable[[], View] = self._refreshed if self._refresh else self._at_once
@@ -217,14 +199,14 @@ class SimulatedHost:
         replica.book(run)
         now = run.ends[-1]
         if self._ran is not None:
-            self._ran(run)
+            self._ran(self.id, run)
         last = run.steps - 1
-        told = run.shape(last) if self._heard else None
+        told = run.shape(last) if self._report_this_step else None
         emitted, self._emitted = self._emitted, None
         looked_at: Sequence[Seq] = ()
         if emitted is None:
             if self._milestones and self._milestones[0][0] <= self._steps.tick:
-                looked_at = self._came()
+                looked_at = self._reached_milestones()
             emitted = self._due(run, looked_at) if run.chunks or looked_at else NOTHING
         busy = bool(emitted or run.chunks or replica.resting or replica.ending)
         events = replica.end(emitted, now)
@@ -240,7 +222,7 @@ class SimulatedHost:
             self.view = self._at_once
         for seq in looked_at:
             if seq.decoding and seq.milestone < 0:
-                self._aim(seq)
+                self._set_milestone(seq)
         if busy and (replica.waiting or replica.prefilling):
             self._steady = 0
         return True
@@ -278,7 +260,7 @@ class SimulatedHost:
         if events:
             self._plan_at(now)
         elif plan.wake_at is not None:
-            self._queue.add(plan.wake_at, PLAN, self, self._version)
+            self.clock.add(plan.wake_at, PLAN, self, self._version)
 
     def _ask(self) -> Plan:
         """What the policy says."""
@@ -297,9 +279,9 @@ class SimulatedHost:
     def _start(self, run: Run, goes_on: bool) -> None:
         """The run begins: how many steps it has, and when each ends."""
         every = self._every_step()
-        self._heard = every or self._learns or self._walk
-        if self._walk or self._spoken:
-            self._spell(run)
+        self._report_this_step = every or self._learns or self._step_by_step
+        if self._step_by_step or self._needs_engine:
+            self._run_on_engine(run)
         else:
             most = 1
             if goes_on and self._steady > 1 and not (self._refresh or every):
@@ -319,9 +301,9 @@ class SimulatedHost:
         """The run is over when its last step is."""
         self._version += 1
         since = run.ends[-2] if len(run.ends) > 1 else run.begin
-        self._queue.add(run.ends[-1], COMPLETION, self, self._version, since)
+        self.clock.add(run.ends[-1], COMPLETION, self, self._version, since)
 
-    def _spell(self, run: Run) -> None:
+    def _run_on_engine(self, run: Run) -> None:
         """The engine says what each sequence of a single step gets."""
         replica, engine = self.replica, self._engine
         self._steady = 0
@@ -341,16 +323,16 @@ class SimulatedHost:
         targets = self._targets.get(seq.id)
         return left if targets is None else min(left, targets[seq.stage])
 
-    def _aim(self, seq: Seq) -> None:
+    def _set_milestone(self, seq: Seq) -> None:
         """Note the step that brings its first, or else its last, token of the stage."""
-        if self._walk:
+        if self._step_by_step:
             return
         tick = self._steps.tick
         at = seq.milestone = tick + 1 if seq.first_token_at is None else self._target(seq) - seq._output
-        heappush(self._milestones, (at, next(self._aims), seq))
+        heappush(self._milestones, (at, next(self._milestone_order), seq))
 
-    def _came(self) -> list[Seq]:
-        """Whose first or last token of a stage has come."""
+    def _reached_milestones(self) -> list[Seq]:
+        """The sequences whose first or last token of a stage has come."""
         found: list[Seq] = []
         milestones, tick = self._milestones, self._steps.tick
         while milestones and milestones[0][0] <= tick:
@@ -364,8 +346,8 @@ class SimulatedHost:
         """No step before this one brings a first or last token of a stage."""
         milestones = self._milestones
         if milestones and milestones[0][0] <= self._steps.tick:
-            for seq in self._came():  # told by the engine in a step of its own
-                self._aim(seq)
+            for seq in self._reached_milestones():  # of a step that the engine ran
+                self._set_milestone(seq)
         return milestones[0][0] if milestones else NEVER
 
     def _due(self, run: Run, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
@@ -375,9 +357,9 @@ class SimulatedHost:
         if len(came) > 1:  # decodes in order of start, then those the plan named
             place = {seq.id: i for i, seq in enumerate(run.order)}
             came.sort(key=lambda item: (place.get(item[0].id, -1), item[0].nth))
-        return {seq.id: self._brought(seq, output) for seq, output in came}
+        return {seq.id: self._output_of(seq, output) for seq, output in came}
 
-    def _brought(self, seq: Seq, output: int) -> Emitted:
+    def _output_of(self, seq: Seq, output: int) -> Emitted:
         if output < self._target(seq):
             return ONE
         if seq.earlier + output >= seq.request.sampling.max_tokens:
@@ -389,7 +371,7 @@ class SimulatedHost:
     def _listen_to(self, request: Request, refused: Sequence[Event]) -> None:
         if not refused and (request.sampling.stop or request.sampling.stop_ids):
             self._engine.add(request)
-            self._spoken.add(request.id)
+            self._needs_engine.add(request.id)
 
     def _forget(self) -> None:
         """A request may come back that the engine still has from when it was handed off."""
@@ -397,7 +379,7 @@ class SimulatedHost:
         gone = self.replica.gone()
         if gone:
             self._engine.forget(gone)
-            self._spoken.difference_update(gone)
+            self._needs_engine.difference_update(gone)
 
     def _changed(self) -> None:
         """Something came: the run ends with the step that is under way, and the policy is asked."""
@@ -407,9 +389,9 @@ class SimulatedHost:
         elif not self._planned:
             self._plan_at(self.clock.time)
 
-    def hear(self) -> None:
-        """From the step under way on, the cluster has to hear of every one."""
-        self._heard = True
+    def report_steps(self) -> None:
+        """Tell of each step, from the one under way on."""
+        self._report_this_step = True
         self.replica.sync()
         self.cut()
 
@@ -427,7 +409,7 @@ class SimulatedHost:
 
     def _plan_at(self, when: float) -> None:
         self._planned = True
-        self._queue.add(when, PLAN, self, self._version)
+        self.clock.add(when, PLAN, self, self._version)
 
     def _tell(self, events: Sequence[Event]) -> None:
         """Publish what a call from outside caused, after what was still to be told."""

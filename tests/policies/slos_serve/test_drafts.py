@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Plan, Tree, Work
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter
@@ -22,9 +21,10 @@ from rubato.policies.slos_serve.speculation import PLAIN, Drafts, SpeculationPla
 from rubato.policies.slos_serve.token_budget import Demand
 from rubato.policy_kit.acceptance import Accepted
 from rubato.replica.plan_check import spelled_out
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import oracle_lengths
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.doubles import Linear, Seq, request, view
+from tests.doubles import Linear, Seq, request, run_spec, view
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_properties import Load
 from tests.policies.test_tables import LIMITS, decode
@@ -153,15 +153,12 @@ class Recording:
 
 
 def played(load: Load, model: Model, alpha: float, even: bool = False) -> tuple[Recording, set[str]]:
-    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
     drafter = Drafter(Acceptance(alpha))
-    setup = SimulationSetup(
-        lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, drafter=drafter
-    )
+    spec = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, drafter=drafter)
     scheduler = Recording(alpha, even)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
-        ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
+        ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
     return scheduler, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
 

@@ -13,8 +13,9 @@ from rubato.latency.affine import Model
 from rubato.policies.slos_serve import batch_order, token_budget
 from rubato.policies.slos_serve.dynamic_program import Floats
 from rubato.policies.slos_serve.token_budget import Demand, Grid
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
+from tests.doubles import run_spec
 from tests.policies.test_properties import EXTREME, Load, loads, run
 
 ROUNDS = 12
@@ -37,10 +38,8 @@ def one_round(at: float) -> list[Request]:
 
 def test_the_longest_times_fail_nobody() -> None:
     requests = [request for i in range(ROUNDS) for request in one_round(0.05 * i)]
-    setup = SimulationSetup(
-        lambda: Model(k=(1e-4, 0.0), b=(0.002, 0.0)), Limits(64, 2048, 8192, 4096, 16), "slos_serve"
-    )
-    ends = [e for e in simulate(requests, {}, setup) if isinstance(e, Finished)]
+    spec = run_spec(Model(k=(1e-4, 0.0), b=(0.002, 0.0)), Limits(64, 2048, 8192, 4096, 16), "slos_serve")
+    ends = [e for e in simulate_events(requests, {}, spec) if isinstance(e, Finished)]
     assert [e.outcome for e in ends] == ["completed"] * 4 * ROUNDS
 
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from rubato.core.events import Finished
 from rubato.core.interfaces import View
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import SLO, OnDecline, Request, Sampling, Stage
 from rubato.latency import affine, components, profiles
 from rubato.latency.roofline import Model
 from rubato.policies.slos_serve import Scheduler, scheduler, starvation
-from rubato.simulation.simulate import SimulationSetup, simulate
+from rubato.simulation.run_spec import oracle_lengths
+from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
+from tests.doubles import run_spec
 from tests.policies.test_properties import Load
 
 SLOW = Model(k1=(0.003, 0.001), b=(0.002, 0.008))  # six tokens in 20 ms
@@ -92,14 +93,11 @@ def played(
     load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
 ) -> tuple[set[str], set[str]]:
     """Ids of the requests promised to be in time, and of those that were."""
-    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
-    setup = SimulationSetup(
-        lambda: replace(model), load.limits, "slos_serve", lengths=lengths, learns=False, noise=noise
-    )
+    spec = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, noise=noise)
     recording = Recording(**settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rubato.fleet.build.load", lambda name, settings: recording)
-        ends = {e.id: e for e in simulate(load.requests, load.truth, setup) if isinstance(e, Finished)}
+        ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec) if isinstance(e, Finished)}
     assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
     return recording.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
 
@@ -201,11 +199,11 @@ def test_a_slow_spell_is_no_reason_to_refuse_for_ever(policy: str, decline: OnDe
         Request(f"q{i}", (stage,), float(i), on_decline=decline, sampling=Sampling(max_tokens=20)) for i in range(120)
     ]
     truth = {r.id: (20,) for r in requests}
-    setup = SimulationSetup(
-        Spell, Limits(16, 512, 600, 1000, 16), policy, believed=steady, learns=True,
-        lengths=Oracle(dict.fromkeys(truth, 20)), **fleet,
+    spec = run_spec(
+        Spell(), Limits(16, 512, 600, 1000, 16), policy, believed=steady(), learns=True,
+        lengths=oracle_lengths, **fleet,
     )  # fmt: skip
-    ends = [e for e in simulate(requests, truth, setup) if isinstance(e, Finished)]
+    ends = [e for e in simulate_events(requests, truth, spec) if isinstance(e, Finished)]
     refused = [e for e in ends if e.outcome == "refused"]
     assert 5 <= len(refused) <= 40
     assert all(e.verdict.met for e in ends[-50:])
@@ -226,8 +224,8 @@ def test_a_server_that_began_slow_does_not_refuse_for_ever(policy: str) -> None:
         for i, stage in enumerate(stages)
     ]
     truth = {r.id: (20,) for r in requests}
-    setup = SimulationSetup(Warming, Limits(16, 512, 600, 1000, 16), policy, believed=affine.Model, learns=True)
-    ends = {e.id: e for e in simulate(requests, truth, setup) if isinstance(e, Finished)}
+    spec = run_spec(Warming(), Limits(16, 512, 600, 1000, 16), policy, believed=affine.Model(), learns=True)
+    ends = {e.id: e for e in simulate_events(requests, truth, spec) if isinstance(e, Finished)}
     refused = [i for i in range(240) if ends[f"q{i}"].outcome == "refused"]
     assert len(refused) >= 5
     assert max(refused) < 160

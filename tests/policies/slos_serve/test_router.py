@@ -12,7 +12,6 @@ import pytest
 from rubato import policies
 from rubato.core.events import Event, Finished, Verdict
 from rubato.core.interfaces import Dispatch, View
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Handoff, Progress, Request, Sampling, Stage
 from rubato.latency.roofline import Model
@@ -20,8 +19,9 @@ from rubato.policies import PolicyError
 from rubato.policies.slos_serve import Router, Scheduler
 from rubato.policies.slos_serve.demand import demand_after_current_batch
 from rubato.policies.slos_serve.token_budget import Demand
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Seq, request, shown
+from rubato.simulation.run_spec import oracle_lengths
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Seq, request, run_spec, shown
 from tests.policies.test_tables import decode, prompt, seen
 
 # A step takes 10 ms and 1 ms a token, at most 100 tokens; 40 blocks of 10 tokens.
@@ -226,11 +226,8 @@ def served(router: str, seed: int, rate: float, count: int = 150) -> tuple[list[
     requests, truth = bursts(seed, rate, count)
     limits = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, kv_blocks=1500, block_size=16)
     model = Model(k1=(0.00002, 0.0001), b=(0.015, 0.004))
-    lengths = Oracle({id: sum(outputs) for id, outputs in truth.items()})
-    setup = SimulationSetup(
-        lambda: replace(model), limits, "slos_serve", router=router, replicas=3, lengths=lengths, learns=False
-    )
-    return simulate(requests, truth, setup), requests
+    spec = run_spec(model, limits, "slos_serve", router=router, replicas=3, lengths=oracle_lengths, learns=False)
+    return simulate_events(requests, truth, spec), requests
 
 
 @pytest.mark.parametrize("router", ["slos_serve", "round_robin", "least_loaded"])

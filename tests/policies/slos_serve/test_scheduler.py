@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rubato import policies
 from rubato.core.events import Demoted, Finished, Tokens
 from rubato.core.interfaces import View
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Limits, Plan, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency.roofline import Model as Roofline
@@ -29,8 +28,9 @@ from rubato.policies.slos_serve.demand import (
     tightest_tpot,
 )
 from rubato.policies.slos_serve.token_budget import Demand
-from rubato.simulation.simulate import SimulationSetup, simulate
-from tests.doubles import Linear, Seq, request, view
+from rubato.simulation.run_spec import oracle_lengths
+from rubato.simulation.simulate import simulate_events
+from tests.doubles import Linear, Seq, request, run_spec, view
 from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
 
 # A step takes 10 ms and 1 ms a token; 40 blocks of 10 tokens.
@@ -231,8 +231,8 @@ def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
     stages = (Stage(20, SLO(1.0, 0.1), "tool"), Stage(80, SLO(0.05, 0.1)))
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=8), on_decline="refuse")
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
-    setup = SimulationSetup(Linear, limits, "slos_serve", lengths=Oracle({"a": 8}))
-    events = simulate([asked], {"a": (5, 3)}, setup)
+    spec = run_spec(Linear(), limits, "slos_serve", lengths=oracle_lengths)
+    events = simulate_events([asked], {"a": (5, 3)}, spec)
     [demoted] = [e for e in events if isinstance(e, Demoted)]
     assert demoted.at == [e.at for e in events if isinstance(e, Tokens)][4]
     [end] = [e for e in events if isinstance(e, Finished)]
@@ -287,10 +287,8 @@ def test_who_could_be_in_time_in_smaller_batches_is_not_given_up() -> None:
     for ttft, served in ((0.0455, True), (0.0445, False)):
         stage = Stage(88, SLO(ttft, 0.1))
         one = Request("a", (stage,), 0.0, on_decline="refuse", sampling=Sampling(max_tokens=3))
-        setup = SimulationSetup(
-            lambda: Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False
-        )
-        (end,) = [e for e in simulate([one], {"a": (3,)}, setup) if isinstance(e, Finished)]
+        spec = run_spec(Roofline(k1=(0.0001, 0.0004), b=(0.012, 0.003)), limits, "slos_serve", learns=False)
+        (end,) = [e for e in simulate_events([one], {"a": (3,)}, spec) if isinstance(e, Finished)]
         assert (end.outcome, end.best_effort, end.verdict.met) == (
             ("completed", False, True) if served else ("refused", False, False)
         )

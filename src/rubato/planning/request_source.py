@@ -1,0 +1,153 @@
+"""Where the requests of a simulated run come from.
+
+Everything here pickles, so that a run can happen in another process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from rubato.simulation.run_spec import Hardware
+from rubato.workloads import Workload, read, scenarios, traces
+from rubato.workloads.generate import make
+from rubato.workloads.request_kinds import Kind
+from rubato.workloads.resample import Stretch, bootstrapped, busiest, inside, multiplied, window
+
+
+def _digest(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+class RequestSource(Protocol):
+    """Makes a workload for each seed: the same traffic drawn anew. Rates are set by `Workload.rescaled`."""
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        """The whole workload, or the requests that arrive in a stretch, times from its beginning."""
+        ...
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        """The stretch of this many seconds with the most tokens, prompt and output."""
+        ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ScenarioSource:
+    """A packaged scenario at a rate (requests/s), for `count` requests or `duration` seconds."""
+
+    name: str
+    hardware: Hardware
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        made = scenarios.make(
+            self.name, self.rate, count=self.count, duration=self.duration, seed=seed, prefill=self.hardware.prefill
+        )
+        return window(made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {"scenario": self.name, "rate": self.rate, "count": self.count, "duration": self.duration}
+
+
+@dataclass(frozen=True)
+class MixSource:
+    """Poisson arrivals of a mix of kinds."""
+
+    kinds: tuple[Kind, ...]
+    rate: float = 1.0
+    count: int | None = None
+    duration: float | None = None
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return window(_mixed(self, seed), stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@lru_cache(maxsize=8)
+def _mixed(mix: MixSource, seed: int) -> Workload:
+    return make("mix", mix.kinds, mix.rate, duration=mix.duration, count=mix.count, seed=seed, texts=False)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
+
+    path: str
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        made = _filed(self.path)
+        return window(bootstrapped(made, seed) if self.drawn and seed else made, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(self.make(seed), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
+
+
+@lru_cache(maxsize=8)
+def _filed(path: str) -> Workload:
+    return read(path)
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
+
+    drawn: as of a file. A stretch is cut out before it is multiplied; it begins with a minute, whose copies stay in it.
+    """
+
+    path: str
+    kinds: tuple[Kind, ...]
+    factor: float = 1.0
+    seconds: float | None = None
+    count: int | None = None
+    drawn: bool = True
+
+    def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
+        return _traced(self, seed, stretch)
+
+    def busiest(self, seed: int, seconds: float) -> Stretch:
+        return busiest(_traced(replace(self, factor=1.0, drawn=False), 0, None), seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"path": Path(self.path).name, "content": _digest(self.path)}
+
+
+@lru_cache(maxsize=8)
+def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
+    whole = _read(trace.path, trace.seconds, trace.count)
+    offers: Sequence[traces.TraceRequest] = whole.offers
+    if stretch is not None:
+        start, end = stretch
+        last = max(offer.at for offer in offers)
+        offers = [replace(offer, at=offer.at - start) for offer in offers if inside(offer.at, stretch, last)]
+    name = Path(trace.path).name.partition(".")[0]
+    length = None if stretch is None else stretch[1] - stretch[0]
+    more = replace(whole, offers=tuple(multiplied(offers, trace.factor, seed, end=length)))
+    made = traces.make(name, more, trace.kinds, seed=seed, texts=False)
+    if stretch is not None:
+        made = replace(made, rate=len(made.arrivals) / (end - start), duration=end - start)
+    return bootstrapped(made, seed) if trace.drawn and seed else made
+
+
+@lru_cache(maxsize=2)
+def _read(path: str, seconds: float | None, count: int | None) -> traces.Trace:
+    return traces.read(path, seconds=seconds, count=count)

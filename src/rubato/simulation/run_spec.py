@@ -1,0 +1,175 @@
+"""The description of a simulated run: replicas' hardware, the policy with its settings, what schedulers are told.
+
+Everything here pickles, so that a run can happen in another process.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+from rubato.core.interfaces import Autoscaler, LatencyModel, LengthPredictor
+from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean
+from rubato.core.plan import Limits, Sample
+from rubato.core.replica_options import ReplicaOptions
+from rubato.engines.simulated import FREE, Drafter, Link
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.fair_share import FairShare
+from rubato.latency import profiles
+from rubato.latency.model_wrapper import ModelWrapper
+from rubato.latency.with_drafter import Drafted
+from rubato.policy_kit.batch_builder import prefill_time
+from rubato.workloads import Workload
+
+Truth = Mapping[str, Sequence[int]]  # request id -> output tokens of each stage
+Lengths = Callable[[Truth], LengthPredictor | None]
+
+
+def unknown_lengths(truth: Truth) -> None:
+    """No predictor: schedulers know nothing of output lengths. The default."""
+
+
+def oracle_lengths(truth: Truth) -> LengthPredictor:
+    """A predictor that returns true output lengths, as SLOs-Serve gives every system (its §6)."""
+    return Oracle({id: sum(outputs) for id, outputs in truth.items()})
+
+
+def running_mean(truth: Truth) -> LengthPredictor:
+    """The mean of finished requests of the same app."""
+    return RunningMean()
+
+
+def conditional_mean(truth: Truth) -> LengthPredictor:
+    """The mean of those that were longer than a request is already (PolyServe)."""
+    return ConditionalMean()
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One replica: its step-time model, its limits (batch, KV blocks), and its number of GPUs."""
+
+    name: str
+    model: LatencyModel
+    limits: Limits
+    gpus: int = 1
+
+    def prefill(self, tokens: int) -> float:
+        """TTFT in seconds of a prompt on an idle replica."""
+        return prefill_time(self.model, tokens, 0, self.limits.max_num_batched_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """model: a digest, so that a file of jobs is not resumed with other step times."""
+        return {"name": self.name, "gpus": self.gpus, "limits": asdict(self.limits), "model": digest_of(self.model)}
+
+
+def digest_of(model: LatencyModel | None) -> str:
+    return hashlib.blake2b(pickle.dumps(model), digest_size=8).hexdigest()
+
+
+def packaged_hardware(name: str, kv_tokens: int | None = None, host_scale: float = 1.0, **limits: int) -> Hardware:
+    """A packaged hardware profile; limits: max_num_seqs, max_num_batched_tokens, max_model_len where they
+    should differ. host_scale: what a step takes outside the device is so many times as long.
+
+    Raises ValueError for an unknown profile, or one without KV capacity when `kv_tokens` does not say it.
+    """
+    profile = profiles.load(name, kv_tokens=kv_tokens, host_scale=host_scale)
+    what = name if host_scale == 1.0 else f"{name}, host × {host_scale:g}"
+    return Hardware(what, profile.model(), profile.limits(**limits), profile.gpus)
+
+
+@dataclass(frozen=True)
+class Fixed(ModelWrapper):
+    """A latency model that does not learn, nor forget."""
+
+    def fit(self, samples: Sequence[Sample]) -> None:
+        raise ValueError("this latency model is fixed for a simulation: fit it before")
+
+    def update(self, sample: Sample) -> None:
+        pass
+
+    def idle(self, seconds: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """All of a simulated run but its requests and its seed.
+
+    noise: relative spread of step times. lengths: makes what predicts output lengths, given the true ones. believed:
+    the step times that schedulers begin with, None: the hardware's. learns: schedulers update them from the steps, as
+    they do live. Off by default: step times are exact already, and steps are simulated one by one where models learn.
+    link: what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step
+    times. stated_max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output,
+    which then bounds what is predicted of it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`.
+    fair: makes the tenants' shares. autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds:
+    until an added replica serves."""
+
+    hardware: Hardware
+    choice: PolicyChoice
+    replicas: int = 1
+    slo_rule: str = "deadline"
+    noise: float = 0.0
+    lengths: Lengths = unknown_lengths
+    learns: bool = False
+    link: Link = FREE
+    drafter: Drafter | None = None
+    stated_max_tokens: int = 0
+    believed: LatencyModel | None = None
+    prefix_cache: bool = False
+    max_in_flight: int | None = None
+    fair: Callable[[], FairShare | None] | None = None
+    autoscaler: Callable[[], Autoscaler] | None = None
+    start_seconds: float = 0.0
+
+    def cluster_options(self, truth: Truth, causes: bool = True) -> ClusterOptions:
+        """Of one run: predictors, shares and autoscalers learn."""
+        return ClusterOptions(
+            self.choice,
+            ReplicaOptions(self.lengths(truth), self.slo_rule, self.prefix_cache, causes),
+            self.max_in_flight,
+            self.fair() if self.fair else None,
+            self.autoscaler() if self.autoscaler else None,
+        )
+
+    def scheduler_models(self) -> Iterator[LatencyModel]:
+        """One replica's after the other: copies if they learn, else the same for all."""
+        model = self.hardware.model if self.believed is None else self.believed
+        if self.drafter is not None and self.drafter.latency is not None:
+            model = Drafted(model, self.drafter.latency)
+        return map(copy.deepcopy, repeat(model)) if self.learns else repeat(Fixed(model))
+
+    def for_load(self, workload: Workload) -> RunSpec:
+        """With the acceptance that the workload's requests have of their own."""
+        own = workload.acceptances()
+        if self.drafter is None or not own:
+            return self
+        return replace(self, drafter=replace(self.drafter, acceptance=replace(self.drafter.acceptance, requests=own)))
+
+    def describe(self) -> dict[str, Any]:
+        """For the head of a result file."""
+        return {
+            "hardware": self.hardware.describe(),
+            "policy": self.choice.label,
+            "replicas": self.replicas,
+            "slo_rule": self.slo_rule,
+            "noise": self.noise,
+            "lengths": _name(self.lengths),
+            "learns": self.learns,
+            **({} if self.link == FREE else {"link": asdict(self.link)}),
+            **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
+            **({"stated_max_tokens": self.stated_max_tokens} if self.stated_max_tokens else {}),
+        }
+
+
+def _described(drafter: Drafter) -> dict[str, Any]:
+    return {"acceptance": asdict(drafter.acceptance), "model": digest_of(drafter.latency)}
+
+
+def _name(function: Lengths) -> str:
+    return repr(function.args) if isinstance(function, partial) else getattr(function, "__name__", repr(function))
