@@ -18,8 +18,8 @@ PAGE = Path(__file__).resolve().parent / "api.md"
 HEAD = """# Public names
 
 `from rubato import ...`: what a policy, a router or a latency model of one's own is written with, and what makes
-workloads. Everything else may change between releases. `make api` writes this page from the docstrings. Lengths are in
-tokens, times in seconds.
+workloads and simulates them. Everything else may change between releases. `make api` writes this page from the
+docstrings. Lengths are in tokens, times in seconds.
 """
 GROUPS = {
     "Policies": ("Scheduler", "Router", "Autoscaler", "load", "load_router", "PolicyError"),
@@ -34,6 +34,7 @@ GROUPS = {
     ),
     "Engines and step times": ("Engine", "Sample", "BilinearModel", "profiles"),
     "Workloads": ("Kind", "FollowUp", "MixChange", "fixed", "log_normal", "make_workload", "scenarios"),
+    "Simulation": ("simulate", "RunSpec", "Hardware", "packaged_hardware", "PolicyChoice"),
 }  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def signature(found: Any) -> str:
     """One parameter a line where it is long; annotations as written."""
     parameters = [str(each) for each in inspect.signature(found).parameters.values() if each.name != "self"]
     parameters = [re.sub(r": '([^']*)'", r": \1", each) for each in parameters]
+    parameters = [re.sub(r"<function (\w+) at \w+>", r"\1", each) for each in parameters]
     returned = inspect.signature(found).return_annotation
     gives = "" if inspect.isclass(found) or returned in (inspect.Signature.empty, None, "None") else f" -> {returned}"
     line = f"({', '.join(parameters)}){gives}"

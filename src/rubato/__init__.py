@@ -1,7 +1,8 @@
 """Serve language models to stated service-level objectives.
 
 The names here are the public ones: what a policy, a router or a latency model of one's own is written with, and what
-makes workloads. Everything else may change between releases. `rubato.policies.NAME` holds a packaged policy.
+makes workloads and simulates them. Everything else may change between releases. `rubato.policies.NAME` holds a packaged
+policy.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ from rubato.policies import PolicyError, load, load_router
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order
 
 if TYPE_CHECKING:
+    from rubato.fleet.cluster_options import PolicyChoice
     from rubato.latency import profiles
     from rubato.latency.bilinear import Model as BilinearModel
+    from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
+    from rubato.simulation.simulate import simulate
     from rubato.workloads import scenarios
     from rubato.workloads.generate import make as make_workload
     from rubato.workloads.lengths import fixed, log_normal
@@ -59,13 +63,18 @@ __version__ = "0.1.0"
 LATER = {  # imported when first asked for: `import rubato` takes none of them
     "BilinearModel": ("rubato.latency.bilinear", "Model"),
     "FollowUp": ("rubato.workloads.request_kinds", "FollowUp"),
+    "Hardware": ("rubato.simulation.run_spec", "Hardware"),
     "Kind": ("rubato.workloads.request_kinds", "Kind"),
     "MixChange": ("rubato.workloads.request_kinds", "MixChange"),
+    "PolicyChoice": ("rubato.fleet.cluster_options", "PolicyChoice"),
+    "RunSpec": ("rubato.simulation.run_spec", "RunSpec"),
     "fixed": ("rubato.workloads.lengths", "fixed"),
     "log_normal": ("rubato.workloads.lengths", "log_normal"),
     "make_workload": ("rubato.workloads.generate", "make"),
+    "packaged_hardware": ("rubato.simulation.run_spec", "packaged_hardware"),
     "profiles": ("rubato.latency.profiles", ""),
     "scenarios": ("rubato.workloads.scenarios", ""),
+    "simulate": ("rubato.simulation.simulate", "simulate"),
 }
 
 __all__ = [
@@ -82,6 +91,7 @@ __all__ = [
     "Finished",
     "FollowUp",
     "HandedOff",
+    "Hardware",
     "Joined",
     "Kind",
     "LatencyModel",
@@ -93,6 +103,7 @@ __all__ = [
     "Offered",
     "Placed",
     "Plan",
+    "PolicyChoice",
     "PolicyError",
     "Preempted",
     "Promoted",
@@ -100,6 +111,7 @@ __all__ = [
     "Returned",
     "Role",
     "Router",
+    "RunSpec",
     "Sample",
     "Sampling",
     "Scaling",
@@ -121,9 +133,11 @@ __all__ = [
     "load_router",
     "log_normal",
     "make_workload",
+    "packaged_hardware",
     "profiles",
     "run_in_order",
     "scenarios",
+    "simulate",
 ]
 
 

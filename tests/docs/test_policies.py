@@ -54,6 +54,14 @@ def test_the_pages_commands_run_it(example: Path, monkeypatch: pytest.MonkeyPatc
     assert shares == [int(share) for share in re.findall(r"(\d+) %", said)]
 
 
+def test_it_is_simulated_from_python(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(example.parent)
+    names: dict[str, float] = {}
+    exec(fenced(PAGE, "python")[1], names)
+    shares = re.findall(r"(\d+) %", PAGES[PAGE].split("They attain ")[1])
+    assert f"{100 * names['attained']:.0f}" == shares[1]
+
+
 def test_it_works_wherever_a_policy_is_named(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an experiment with a setting; as a dotted module."""
     monkeypatch.chdir(example.parent)
@@ -110,7 +118,7 @@ def test_needs_are_those_that_are_matched() -> None:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("router") / "my_router.py"
-    path.write_text(fenced(PAGE, "python")[1])
+    path.write_text(fenced(PAGE, "python")[2])
     return path
 
 
