@@ -22,8 +22,32 @@ class PlanError(RuntimeError):
 def check(plan: Plan, view: View, policy: str) -> None:
     """Raise PlanError unless `plan` can be carried out on `view`: known sequences, each named once, no more tokens than
     are pending, the engine's limits kept, enough KV, and no standing still while there is work."""
+    if _plainly_possible(plan, view):
+        return
     for problem in chain(_no_plan(plan), _problems(plan, view)):
         raise PlanError(f"policy {policy!r}, replica {view.id!r}, t={view.now:.6f}: {problem}")
+
+
+def _plainly_possible(plan: object, view: View) -> bool:
+    """Whether nothing is wrong with a plan of the kind that most steps have: all decodes, and at most one other
+    sequence. False is no verdict."""
+    if type(plan) is not Plan or not plan.decode or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
+        return False
+    limits = view.limits
+    if plan.demote or plan.promote or plan.without_kv or limits.max_running:
+        return False
+    tokens = seqs = view.decodes.seqs
+    need = view.decode_blocks
+    for work in plan.work:
+        seq = view.known.get(work.seq)
+        if seq is None or type(work.tokens) is not int or work.verify or work.draft is not None:
+            return False
+        if not 1 <= work.tokens <= seq.pending or (seq.pending == 1 and work.seq in view.running_ids):
+            return False
+        tokens += work.tokens
+        seqs += 1
+        need += _new_blocks(seq, work.tokens, limits.block_size)
+    return 0 < seqs <= limits.max_num_seqs and tokens <= limits.max_num_batched_tokens and need <= view.kv_free
 
 
 def spelled_out(plan: Plan, view: View) -> Plan:

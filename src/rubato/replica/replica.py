@@ -32,7 +32,7 @@ from rubato.core.events import (
     Transferred,
 )
 from rubato.core.interfaces import LatencyModel, View
-from rubato.core.plan import Batch, Emitted, Entry, Limits, Plan, Recall, StepResult, blocks_for
+from rubato.core.plan import Batch, Emitted, Entry, Limits, Plan, Recall, StepResult
 from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.core.request import NOTHING, Cause, Handoff, HandoffReason, Outcome, Request, without_texts
 from rubato.core.slo import StageTimes, judge
@@ -267,8 +267,7 @@ class Replica(ReplicaState):
         gives it more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
-        if not self._plainly_possible(plan):
-            check(plan, self.shown, policy)
+        check(plan, self.shown, policy)
         if self.kv.by_block:  # before anything is given back or reused: what the plan counted on is still there
             for work in plan.work:
                 if work.seq not in self.running:
@@ -394,25 +393,6 @@ class Replica(ReplicaState):
         return self.end({e.seq: result.emitted[e.seq] for e in batch.entries if e.sample}, now)
 
     # ----------------------------------------------------------------- a plan is carried out
-
-    def _plainly_possible(self, plan: Plan) -> bool:
-        """Whether `check` would find nothing, for the plans that most steps have; False is no verdict."""
-        if not plan.decode or len(plan.work) > 1 or plan.preempt or plan.drop or plan.demote or plan.promote:
-            return False
-        if plan.handoff or plan.without_kv:
-            return False
-        limits, need = self.limits, self.pool.blocks()
-        tokens = seqs = self.pool.count
-        for work in plan.work:
-            seq = self.here.get(work.seq)
-            if seq is None or seq.decoding or not 1 <= work.tokens <= seq.pending or limits.max_running:
-                return False
-            if work.verify or work.draft is not None or seq.shared:
-                return False
-            tokens += work.tokens
-            seqs += 1
-            need += blocks_for(seq._cached + work.tokens, limits.block_size) - seq.blocks
-        return 0 < seqs <= limits.max_num_seqs and tokens <= limits.max_num_batched_tokens and need <= self.kv.free
 
     def _carry_out(self, plan: Plan, now: float, events: list[Event]) -> None:
         """What a plan says beside work."""
