@@ -127,7 +127,7 @@ class Elsewhere(LocalHost):
         self._emit = lambda event: None
         assert self._task is not None
         self._task.cancel()
-        left = [s for s in replica._seqs.values() if not s.ended]
+        left = [s for s in replica.seqs.values() if not s.ended]
         requests = [replace(s.request, progress=s.progress({}) if s.total_output or s.demoted else None) for s in left]
         self._lost(self.id, RuntimeError("gone"), requests)
 

@@ -21,6 +21,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
+from rubato.replica import handoff
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
@@ -66,8 +67,8 @@ def test_kv_stays_until_it_has_left() -> None:
         True,
     )
     assert r.cancel("a", 0.2, "not its any more") == []
-    assert r.release("a")
-    assert not r.release("a")
+    assert handoff.release(r, "a")
+    assert not handoff.release(r, "a")
     assert (r.kv.free, r.empty, r.gone()) == (25, True, ["a"])
     r.check_integrity()
 
@@ -76,12 +77,12 @@ def test_kv_is_held_before_it_comes() -> None:
     r = replica(kv_blocks=4)
     progress = Progress((0.0,), ((0.1,),), (7,), delays={"queue": 0.05})
     moved = replace(request("a", 20, ttft=1.0, most=10), progress=progress, handoff=Handoff("r9", "prefilled", 0.1, 20))
-    assert r.reserve(moved, 0.2) == []
+    assert handoff.reserve(r, moved, 0.2) == []
     here = r.view(0.2)
     assert (len(here.waiting), len(here.running), len(here.moving), here.kv_free) == (0, 0, 1, 1)
-    assert r.reserve(replace(moved, id="b"), 0.2) is None  # the memory lacks
+    assert handoff.reserve(r, replace(moved, id="b"), 0.2) is None  # the memory lacks
     r.check_integrity()
-    assert r.arrive("a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
+    assert handoff.arrive(r, "a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
     (seq,) = r.view(0.6).running
     assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
     assert r.delays(r.running["a"]) == {"queue": 0.05, "transfer": pytest.approx(0.5)}
@@ -91,7 +92,7 @@ def test_kv_is_held_before_it_comes() -> None:
 def test_what_could_never_run_is_refused_also_when_it_brings_its_kv() -> None:
     r = replica(kv_blocks=3)
     moved = replace(request("a", 20, most=10), handoff=Handoff("r9", "prefilled", 0.1, 20))
-    events = r.reserve(moved, 0.2)
+    events = handoff.reserve(r, moved, 0.2)
     assert events is not None
     assert [(e.outcome, e.reason) for e in events if isinstance(e, Finished)] == [("refused", "rejected-exceeds-kv")]
     assert r.empty
@@ -123,8 +124,8 @@ def test_slots_of_what_moves_are_taken() -> None:
     step(r, Plan(handoff={"a": "prefilled"}), 0.1, 0.1)
     with pytest.raises(PlanError, match="1 started beside 1 that run on, the engine holds 1 at once"):
         r.apply(Plan((Work("c", 8),)), 0.1, "test")
-    assert r.reserve(replace(request("d"), handoff=Handoff("r9", "prefilled", 0.1, 8)), 0.1) is None
-    r.release("a")
+    assert handoff.reserve(r, replace(request("d"), handoff=Handoff("r9", "prefilled", 0.1, 8)), 0.1) is None
+    handoff.release(r, "a")
     step(r, Plan((Work("c", 8),)), 0.1, 0.2)
 
 
@@ -192,16 +193,17 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
     step(r, Plan((Work("runs", 8), Work("back", 8))), 0.0, 0.1)
     step(r, Plan((Work("runs", 1),), preempt=("back",)), 0.1, 0.2)
     batch, _ = r.apply(Plan((Work("runs", 1),)), 0.2, "test")
-    assert r.recall("waiting")
+    assert handoff.recall(r, "waiting")
     r.submit(request("later", 8), 0.25)
     r.commit(batch, StepResult({"runs": Emitted(1)}, 0.1), 0.3)
-    events = r.hand_back(0.3)
+    events = handoff.hand_back(r, 0.3)
     assert [e.id for e in events] == ["waits", "back", "first", "second"]
     r.check_integrity()
     assert ([s.id for s in r.waiting], [*r.running]) == (["later"], ["runs"])
-    assert r.recall("best_effort")
-    assert [e.id for e in r.hand_back(0.3)] == ["runs", "later"]
-    assert (r.empty, r.kv.free, r.recall("waiting"), r.hand_back(0.4)) == (True, LIMITS.kv_blocks, False, [])
+    assert handoff.recall(r, "best_effort")
+    assert [e.id for e in handoff.hand_back(r, 0.3)] == ["runs", "later"]
+    assert (r.empty, r.kv.free) == (True, LIMITS.kv_blocks)
+    assert (handoff.recall(r, "waiting"), handoff.hand_back(r, 0.4)) == (False, [])
 
 
 # --------------------------------------------------------------------------- between the replicas of a cluster

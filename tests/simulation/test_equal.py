@@ -106,7 +106,7 @@ def lose(cluster: Cluster, id: str) -> None:
     assert replica is not None
     replica.sync()
     served = []
-    for seq in replica._seqs.values():
+    for seq in replica.seqs.values():
         ids, total = seq.token_ids or [], seq.total_output
         seq.token_ids = ids + (list(replica._output_ids(len(ids), total)) if replica._output_ids else [])
         progress = seq.progress(replica.delays(seq)) if total or seq.demoted else None

@@ -16,6 +16,7 @@ from rubato.core.interfaces import KV, Engine, Host, LatencyModel, Scheduler, Tr
 from rubato.core.plan import Batch, Plan, Recall, Role, Sample, StepResult
 from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.core.request import Request
+from rubato.replica import handoff
 from rubato.replica.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -116,13 +117,13 @@ class LocalHost:
         self._wake.set()
 
     def recall(self, kind: Recall) -> None:
-        if self._started().recall(kind):
+        if handoff.recall(self._started(), kind):
             self._wake.set()
 
     def reserve(self, request: Request) -> bool:
         """Hold KV for a request that another host sends. A request that it refuses for good ends soon after."""
         replica = self._started()
-        events = None if self.error is not None else replica.reserve(request, self.clock.now())
+        events = None if self.error is not None else handoff.reserve(replica, request, self.clock.now())
         if events is None:
             return False
         if not events and not self._restarting:
@@ -146,10 +147,10 @@ class LocalHost:
             await self.engine.import_kv(tuple(seq.block_ids), kv)
         if seq is None or replica.arriving.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
-        self._tell(replica.arrive(id, kv.size, self.clock.now()))
+        self._tell(handoff.arrive(replica, id, kv.size, self.clock.now()))
 
     def release(self, id: str) -> None:
-        if self._started().release(id):
+        if handoff.release(self._started(), id):
             self._wake.set()
 
     async def drain(self) -> None:
@@ -186,7 +187,7 @@ class LocalHost:
             raise self._unobserved
         self._forget(replica)
         began = self.clock.now()
-        self._outbox += replica.hand_back(began)
+        self._outbox += handoff.hand_back(replica, began)
         plan = Plan() if replica.idle else self.scheduler.plan(replica.view(self.clock.now()))
         batch, events = (Batch(), []) if replica.idle else replica.apply(plan, self.clock.now(), self.policy)
         self._outbox += events

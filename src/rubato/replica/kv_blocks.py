@@ -32,8 +32,6 @@ class KVBlocks:
     """
 
     def __init__(self, total: int, block_size: int, *, keep: bool = False) -> None:
-        if total < 1 or block_size < 1:
-            raise ValueError(f"KV memory of {total} blocks of {block_size} tokens: both must be at least 1")
         self.total = total
         self.block_size = block_size
         self.version = 0  # changes whenever `find` may answer differently

@@ -7,8 +7,9 @@ sequence that is not in the run may give back what it holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from rubato.core.plan import blocks_for
+from rubato.core.plan import Limits, blocks_for
 from rubato.core.request import Request
 from rubato.replica.decode_pool import DecodePool
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
@@ -19,17 +20,14 @@ from rubato.replica.step_log import Run
 class KVCounts:
     """Counts alone: nothing is done for those that decode, and a run may have many steps. No prefix is shared."""
 
-    by_block = False
-    version = 0  # changes whenever `look_up` may answer differently
+    by_block: Literal[False] = False
 
-    def __init__(self, total: int, block_size: int) -> None:
-        if total < 1 or block_size < 1:
-            raise ValueError(f"KV memory of {total} blocks of {block_size} tokens: both must be at least 1")
-        self.total = total
-        self.block_size = block_size
-        self._free = total  # without what the run under way takes
+    def __init__(self, limits: Limits, pool: DecodePool) -> None:
+        self.total = limits.kv_blocks
+        self.block_size = limits.block_size
+        self._free = self.total  # without what the run under way takes
         self._run: Run | None = None
-        self._pool: DecodePool | None = None
+        self._pool = pool
 
     @property
     def free(self) -> int:
@@ -37,7 +35,6 @@ class KVCounts:
         run = self._run
         if run is None:
             return self._free
-        assert self._pool is not None
         need = self.run_blocks(run, run.done + self._pool.steps.under_way)
         return self._free - need - (self._verified(run) if run.speculation else 0)
 
@@ -48,7 +45,6 @@ class KVCounts:
 
     def run_blocks(self, run: Run, steps: int) -> int:
         """Blocks that so many steps of the run take, without those that are given back at its end."""
-        assert self._pool is not None
         need = self._pool.blocks_until(steps, run.tick)
         for chunk in run.chunks:
             need += chunk.blocks(steps, self.block_size)
@@ -56,15 +52,11 @@ class KVCounts:
 
     def fitting(self, run: Run, most: int) -> int:
         """How many steps of the run there is room for, at most so many; 1 is known to fit."""
-        assert self._pool is not None
         spare = self._free - sum([chunk.total for chunk in run.chunks])
         if self._pool.count * most > spare:  # else there is enough, were it a block for every token
             while most > 1 and self.run_blocks(run, most) > self._free:
                 most -= 1
         return most
-
-    def serve(self, pool: DecodePool) -> None:
-        self._pool = pool
 
     def begin(self, run: Run) -> None:
         self._run = run
@@ -73,10 +65,6 @@ class KVCounts:
         """The run's steps are over, and counted in its sequences."""
         self._run = None
         self._free -= self.run_blocks(run, run.steps)
-
-    def give_up(self, run: Run) -> None:
-        """The run came to nothing but for the steps that are done."""
-        self.end(run)
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence."""
@@ -99,23 +87,6 @@ class KVCounts:
         self._free += self.held(seq)
         seq.cached = 0
 
-    def clear(self) -> None:
-        pass
-
-    # what is in memory has no name
-
-    def register(self, seq: Seq, request: Request) -> None:
-        pass
-
-    def look_up(self, seq: Seq) -> None:
-        pass
-
-    def take_found(self, seq: Seq) -> None:
-        pass
-
-    def name(self, seq: Seq, before: int) -> None:
-        pass
-
     def check_integrity(self, holding: Sequence[Seq]) -> None:
         held = sum(self.held(s) for s in holding)
         assert self._run is not None or self._free == self.total - held, "KV blocks are not held as booked"
@@ -125,15 +96,15 @@ class KVByBlock:
     """Blocks with ids. Those that are full of tokens whose ids are known can be found by sequences that begin alike: of
     one tenant with `prefix_cache`, else of one group."""
 
-    by_block = True
+    by_block: Literal[True] = True
 
-    def __init__(self, id: str, total: int, block_size: int, prefix_cache: bool) -> None:
-        self.total = total
-        self.block_size = block_size
+    def __init__(self, id: str, limits: Limits, pool: DecodePool, prefix_cache: bool) -> None:
+        self.total = limits.kv_blocks
+        self.block_size = limits.block_size
         self._id = id
-        self._blocks = KVBlocks(total, block_size, keep=prefix_cache)
+        self._blocks = KVBlocks(limits.kv_blocks, limits.block_size, keep=prefix_cache)
         self._prefix_cache = prefix_cache
-        self._pool: DecodePool | None = None
+        self._pool = pool
 
     @property
     def version(self) -> int:
@@ -150,12 +121,8 @@ class KVByBlock:
     def own(self, seq: Seq) -> int:
         return self._blocks.own(seq.block_ids)
 
-    def serve(self, pool: DecodePool) -> None:
-        self._pool = pool
-
     def begin(self, run: Run) -> None:
         """Raises MemoryError when too few blocks are free."""
-        assert self._pool is not None
         blocks = self._blocks
         for seq in self._pool.filling():
             blocks.grow(seq.block_ids, seq.cached + 1)
@@ -166,13 +133,12 @@ class KVByBlock:
 
     def end(self, run: Run) -> None:
         """The step is over, and counted in its sequences: the blocks they filled can be found from now on."""
-        assert self._pool is not None
         for seq in self._pool.filling():
             if seq.keys and not seq.ended:
                 self.name(seq, seq.cached - 1)
-
-    def give_up(self, run: Run) -> None:
-        pass
+        for chunk in run.chunks:
+            if not chunk.seq.ended:
+                self.name(chunk.seq, chunk.start)
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence; the blocks of the others are free.

@@ -129,9 +129,10 @@ class StepLog:
         """A run that begins; it may still be cut."""
         self._runs.append(run)
 
-    def drop(self) -> None:
-        """The last run has come to nothing."""
-        self._runs.pop()
+    def drop(self, run: Run) -> None:
+        """The last run has come to nothing; it may not have been kept."""
+        if self._runs and self._runs[-1] is run:
+            self._runs.pop()
 
     def forget(self, before: int) -> None:
         """The runs that ended before this step."""

@@ -24,6 +24,7 @@ from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes
 from rubato.engines.simulated import Engine
 from rubato.policies import optional
+from rubato.replica import handoff
 from rubato.replica.kv_ledger import KVCounts
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
@@ -134,7 +135,7 @@ class SimulatedHost:
 
     def reserve(self, request: Request) -> bool:
         self._forget()
-        events = self.replica.reserve(request, self.clock.time)
+        events = handoff.reserve(self.replica, request, self.clock.time)
         if events is None:
             return False
         self._listen_to(request, events)
@@ -157,7 +158,7 @@ class SimulatedHost:
 
     def recall(self, kind: Recall) -> None:
         self.replica.sync()
-        if self.replica.recall(kind):
+        if handoff.recall(self.replica, kind):
             self._changed()
 
     async def transfer(self, id: str, to: Host) -> None:
@@ -175,11 +176,11 @@ class SimulatedHost:
         if seq is None or self.replica.arriving.get(id) is not seq:
             raise TransferError(f"replica {self.id} expects no KV of request {id!r} any more")
         self.replica.sync()
-        self._tell(self.replica.arrive(id, kv.size, self.clock.time))
+        self._tell(handoff.arrive(self.replica, id, kv.size, self.clock.time))
 
     def release(self, id: str) -> None:
         self.replica.sync()
-        if self.replica.release(id):
+        if handoff.release(self.replica, id):
             self._changed()
 
     def _refreshed(self) -> View:
@@ -236,7 +237,7 @@ class SimulatedHost:
         self._version += 1
         now = self.clock.time
         if replica.recalled:
-            self._outbox += replica.hand_back(now)
+            self._outbox += handoff.hand_back(replica, now)
         if replica.idle:
             self._flush()
             return
@@ -428,7 +429,7 @@ class SimulatedHost:
 
     def clear(self) -> None:
         """It is in cycles: what it holds would stay until the next search for such."""
-        self.replica.forget_all()
+        self.replica.log.clear()
 
 
 def _output_ids(first: int, after: int) -> list[int]:

@@ -1,0 +1,106 @@
+"""Requests that move between replicas: what a replica does with those that it hands off, and with those that come.
+
+A request that a plan hands off with its KV is another replica's from then on: here it only keeps that KV until
+`release`. There `reserve` and `arrive` take the place of `Replica.submit`. What a router recalls (`recall`) is handed
+off without KV before the next plan (`hand_back`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rubato.core.events import Event, HandedOff, Transferred
+from rubato.core.plan import Recall
+from rubato.core.request import Handoff, HandoffReason, Request
+from rubato.replica.sequence import Seq, Wait
+from rubato.replica.state import ReplicaState, order_of, refusal_reason
+
+
+def reserve(replica: ReplicaState, request: Request, now: float) -> list[Event] | None:
+    """Hold KV for a request on its way here, from a replica that handed it off; None while that much is not free. One
+    that could never be run is refused."""
+    handoff = request.handoff
+    assert handoff is not None, "what was not handed off is submitted"
+    seq = replica.new(request, now)
+    if reason := refusal_reason(request, replica.limits):
+        return [replica.finished(seq, now, "refused", reason)]
+    most = replica.limits.max_running
+    if most is not None and len(replica.running) + len(replica.leaving) + len(replica.arriving) >= most:
+        return None
+    if replica.limits.blocks(handoff.cached) > replica.kv.free:
+        return None
+    replica.kv.reserve(seq, handoff.cached)
+    seq.cached = handoff.cached
+    seq.since = handoff.at
+    replica.seqs[request.id] = replica.arriving[request.id] = seq
+    return []
+
+
+def arrive(replica: ReplicaState, id: str, size: int, now: float) -> list[Event]:
+    """The KV of a reserved request, `size` bytes, is here: it runs on."""
+    seq = replica.arriving.pop(id)
+    assert seq.request.handoff is not None
+    replica.run_from_now(seq, now, "transfer")
+    replica.show(seq)
+    if replica.kv.by_block:
+        replica.kv.name(seq, 0)
+    replica.proceed(seq)
+    return [Transferred(now, id, replica.id, seq.request.handoff.source, seq.cached, size)]
+
+
+def release(replica: ReplicaState, id: str) -> bool:
+    """The KV of a request that left, or that will not come after all, is free again. Whether it was here."""
+    seq = replica.leaving.pop(id, None)
+    if seq is None:
+        seq = replica.arriving.pop(id, None)
+        if seq is None:
+            return False
+        del replica.seqs[id]
+    replica.kv.release(seq)
+    replica.gone_ids.append(id)
+    return True
+
+
+def recall(replica: ReplicaState, kind: Recall) -> bool:
+    """Mark for `hand_back` those that now hold no KV, or are best effort; not those that move or wait for a tool.
+    Whether there are any."""
+    here = [s for s in replica.seqs.values() if not (s.ended or s.calling or s.id in replica.arriving)]
+    chosen = [s for s in here if (s.best_effort if kind == "best_effort" else s.id not in replica.running)]
+    replica.recalled += chosen
+    return bool(chosen)
+
+
+def hand_back(replica: ReplicaState, now: float) -> list[Event]:
+    """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
+    marked, replica.recalled = replica.recalled, []
+    here = {s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.calling}  # marked twice, it goes once
+    for seq in sorted(here.values(), key=order_of):
+        replica.events.append(hand_off(replica, seq, "recalled", now, with_kv=False))
+    return replica.told()
+
+
+def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float, *, with_kv: bool) -> Event:
+    """It goes on at another replica."""
+    before = seq.request.handoff
+    runs = seq.id in replica.running
+    if not runs:
+        seq.waits.append(Wait(replica.steps.tick, now - seq.since, "preemption" if seq.started else "queue", False))
+    delays = replica.delays(seq)
+    replica.hide(seq)
+    del replica.seqs[seq.id]
+    replica.groups.leave(seq)
+    cached = 0
+    if runs and with_kv:
+        replica.run_no_longer(seq)
+        replica.leaving[seq.id] = seq
+        cached = seq.cached
+    else:
+        if runs:
+            replica.stop(seq)
+        replica.gone_ids.append(seq.id)
+    output = seq.total_output
+    if replica.output_ids is not None and seq.token_ids is not None:
+        seq.token_ids += replica.output_ids(len(seq.token_ids), output)
+    handoff = Handoff(replica.id, reason, now, cached, before.hops + 1 if before else 1)
+    progress = seq.progress(delays) if output > 0 or seq.demoted or delays else None
+    return HandedOff(now, seq.id, replace(seq.request, group="", progress=progress, handoff=handoff))

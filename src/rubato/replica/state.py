@@ -1,0 +1,308 @@
+"""What one replica knows: its sequences by where they are, its KV and its steps, and how each of these may change.
+
+`Replica` and `handoff` say when. Nothing here plans, checks or tells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from rubato.core.clock import HandClock
+from rubato.core.events import Event, Finished
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import ANY, NO_BATCH, Limits, Shape
+from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
+from rubato.core.request import Cause, Outcome, Request
+from rubato.core.slo import StageTimes, judge
+from rubato.replica.decode_pool import DecodePool
+from rubato.replica.due_times import DueTimes
+from rubato.replica.groups import Groups
+from rubato.replica.kv_ledger import KVByBlock, KVCounts
+from rubato.replica.miss_cause import MissCauses
+from rubato.replica.sequence import Seq, StepEnds, Wait
+from rubato.replica.step_log import Run, StepLog
+
+
+def refusal_reason(request: Request, limits: Limits) -> str | None:
+    """Why a replica with these limits could not run it even alone, None if it could."""
+    most = request.prompt + request.sampling.max_tokens
+    if most > limits.max_model_len:
+        return "rejected-too-long"
+    return "rejected-exceeds-kv" if limits.blocks(most) > limits.kv_blocks else None
+
+
+def order_of(seq: Seq) -> int:
+    """What the queue is sorted by: requests wait in the order in which they were submitted, whenever they arrived."""
+    return seq.order
+
+
+class ReplicaState:
+    """Sequences, queues and KV of one engine. `latency` predicts steps, for views and for blaming interference.
+
+    counts: KV blocks have no ids; then nothing is shared, no request waits for tools, and a run may have many steps.
+    tokens: tell of each token (`Tokens`). clock: the time, set by the caller; steps of a run whose ends are known are
+    booked as it passes them (`sync`). decodes: called with each sequence that joins those that decode. ended: called
+    with each end and the times it was judged by. output_ids: the ids of output tokens first, ..., after - 1, where the
+    steps do not tell them.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        limits: Limits,
+        latency: LatencyModel,
+        options: ReplicaOptions = DEFAULT_OPTIONS,
+        *,
+        supports: frozenset[str] = frozenset(),
+        counts: bool = False,
+        tokens: bool = True,
+        clock: HandClock | None = None,
+        decodes: Callable[[Seq], None] | None = None,
+        ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None,
+        output_ids: Callable[[int, int], Sequence[int]] | None = None,
+    ) -> None:
+        total, size = limits.kv_blocks, limits.block_size
+        if total < 1 or size < 1:
+            raise ValueError(f"KV memory of {total} blocks of {size} tokens: both must be at least 1")
+        self.id = id
+        self.limits = limits
+        self.latency = latency
+        self.supports = supports
+        self.options = options
+        self.tell_tokens = tokens
+        self.clock = clock or HandClock()
+        self.decodes = decodes
+        self.ended = ended
+        self.output_ids = output_ids
+        self.role = ANY
+        self.steps = StepEnds()
+        self.pool = DecodePool(self.steps, limits.block_size, known=not counts)
+        self.kv = KVCounts(limits, self.pool) if counts else KVByBlock(id, limits, self.pool, options.prefix_cache)
+        self.log = StepLog(self.steps)
+        self.causes = MissCauses(self.steps, self.log, latency) if options.causes else None
+        self.groups = Groups(limits.block_size, self.queue)
+        self.seqs: dict[str, Seq] = {}  # all but those that leave
+        self.waiting: list[Seq] = []
+        self.running: dict[str, Seq] = {}
+        self.prefilling: dict[str, Seq] = {}  # running, more than one token pending; in order of start
+        self.resting: list[Seq] = []  # running, one token pending, and not in the run under way
+        self.leaving: dict[str, Seq] = {}  # handed off, KV still here
+        self.arriving: dict[str, Seq] = {}  # reserved, KV not yet here
+        self.recalled: list[Seq] = []  # to be handed back before the next plan
+        self.here: dict[str, Seq] = {}  # that a plan can be about: waiting or running, not ended
+        self.pending = 0  # tokens, of these
+        self.ending: list[Seq] = []  # ended, and in the run under way
+        self.gone_ids: list[str] = []  # ended, and in no batch any more
+        self.run: Run | None = None
+        self.idle_since = 0.0  # when the last run ended
+        self.dues: DueTimes | None = None  # once they have been asked for
+        self.events: list[Event] = []  # of the call under way; `fail` tells those of one that raised half-way
+        self.looked_up = -1  # the version of `kv` at which all that wait were looked up
+        self._submitted = 0
+        self._started = 0
+
+    # ----------------------------------------------------------------- time passes
+
+    def sync(self) -> None:
+        """Book the steps of the run that are over by now, but for the last: what it brought is told at its end."""
+        run = self.run
+        if run is not None and run.done + 1 < run.steps and run.ends[run.done] <= self.clock.time:
+            self._advance(run, min(bisect_right(run.ends, self.clock.time), run.steps - 1))
+
+    def book(self, run: Run) -> None:
+        """All steps of the run are over."""
+        if run.done < run.steps:
+            self._advance(run, run.steps)
+
+    def _advance(self, run: Run, done: int) -> None:
+        """The first `done` steps of the run are over."""
+        steps = done - run.done
+        self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.done : done])
+        self.pool.kv += steps * run.seqs
+        for chunk in run.chunks:
+            tokens = min(steps * chunk.tokens, chunk.total - run.done * chunk.tokens)
+            chunk.seq._cached += tokens
+            chunk.seq.in_flight = min(chunk.tokens, chunk.total - done * chunk.tokens)
+            if not chunk.seq.ended:
+                self.pending -= tokens
+        run.done = done
+
+    def under_way(self) -> Run | None:
+        """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
+        self.sync()
+        run = self.run
+        between = run is None or run.done == run.steps or (run.done and run.ends[run.done - 1] >= self.clock.time)
+        self.steps.under_way = not between
+        return None if between else run
+
+    @property
+    def shape(self) -> Shape:
+        """Of the batch in flight, empty between steps."""
+        run = self.under_way()
+        return NO_BATCH if run is None else run.shape(run.done)
+
+    @property
+    def busy_until(self) -> float:
+        """When the step under way ends, by what the scheduler believes; the end of the last if there is none."""
+        run = self.under_way()
+        if run is None:
+            return self.idle_since if self.run is None else self.clock.time
+        begun = run.ends[run.done - 1] if run.done else run.begin
+        return begun + self.latency.step_time(run.shape(run.done))
+
+    # ----------------------------------------------------------------- where a sequence is
+
+    def new(self, request: Request, now: float) -> Seq:
+        """Of a request that comes; it is nowhere yet."""
+        if request.id in self.seqs or request.id in self.leaving:
+            raise ValueError(f"request id {request.id!r} is here already: ids must be unique")
+        self._submitted += 1
+        ids: list[int] | None = None
+        if self.kv.by_block and request.stages[0].token_ids and (self.options.prefix_cache or request.group):
+            ids = list(request.stages[0].token_ids)
+        seq = Seq(
+            request,
+            self._submitted,
+            now,
+            steps=self.steps,
+            lengths=self.options.lengths,
+            kv=self.kv,
+            token_ids=[],
+            ids=ids,
+        )
+        if self.kv.by_block:
+            self.kv.register(seq, request)
+        return seq
+
+    def queue(self, seq: Seq) -> None:
+        """It waits from now on, for a plan that starts it."""
+        insort(self.waiting, seq, key=order_of)
+        seq.seen = self.looked_up = -1
+        self.show(seq)
+
+    def show(self, seq: Seq) -> None:
+        """Plans can be about it from now on."""
+        self.here[seq.id] = seq
+        self.pending += seq.pending
+
+    def hide(self, seq: Seq) -> None:
+        """No plan can be about it from now on."""
+        if self.here.pop(seq.id, None) is not None:
+            self.pending -= seq.pending
+            if seq.id not in self.running:
+                self.waiting.remove(seq)
+
+    def run_from_now(self, seq: Seq, now: float, cause: Cause) -> None:
+        """It holds KV from now on. cause: why it had to wait."""
+        tick = self.steps.tick
+        self.running[seq.id] = seq
+        self._started += 1
+        seq.nth = self._started
+        seq.waits.append(Wait(tick, now - seq.since, cause, seq.recompute))
+        seq.recompute = False
+        seq.begun.append((tick, -1))
+        if self.dues is not None:
+            self.dues.add(seq)
+
+    def proceed(self, seq: Seq) -> None:
+        """One that runs prefills from now on, or decodes."""
+        if seq.pending == 1:
+            if self.run is None:
+                self.join(seq)
+            else:
+                self.resting.append(seq)
+            return
+        self.prefilling[seq.id] = seq
+        if next(reversed(self.running)) != seq.id:  # in order of start
+            self.prefilling = {id: s for id, s in self.running.items() if id in self.prefilling}
+        self.renew(seq)
+
+    def join(self, seq: Seq) -> None:
+        """From the next step on it decodes."""
+        self.pool.join(seq)
+        self.renew(seq)
+        if self.decodes is not None:
+            self.decodes(seq)
+
+    def leave_pool(self, seq: Seq) -> None:
+        """From the next step on it does not decode."""
+        self.pool.leave(seq)
+        self.learn_ids(seq)
+        self.renew(seq)
+
+    def renew(self, seq: Seq) -> None:
+        """Its next tokens are due at other times."""
+        if self.dues is not None:
+            self.dues.renew(seq)
+
+    def stop(self, seq: Seq, keep: bool = False) -> None:
+        """It runs no longer and holds no KV. keep: what can be found stays so."""
+        self.run_no_longer(seq)
+        self.kv.release(seq, keep)
+
+    def run_no_longer(self, seq: Seq) -> None:
+        """It is in no plan any more; its KV is still here."""
+        if seq.decoding:
+            self.pool.leave(seq)
+            self.learn_ids(seq)
+        self.prefilling.pop(seq.id, None)
+        del self.running[seq.id]
+        if self.dues is not None:
+            self.dues.drop(seq)
+        seq.begun[-1] = (seq.begun[-1][0], self.steps.tick)
+        seq.draft = None
+
+    def learn_ids(self, seq: Seq) -> None:
+        """Write down the ids of its output tokens, where the steps do not tell them."""
+        if seq.ids is None or self.output_ids is None:
+            return
+        missing = seq.length - len(seq.ids)
+        if missing:
+            total = seq.total_output
+            seq.ids += self.output_ids(total - missing, total)
+            seq.learn_keys(self.limits.block_size)
+
+    # ----------------------------------------------------------------- what is said of one that ends or leaves
+
+    def delays(self, seq: Seq) -> Mapping[Cause, float]:
+        """Seconds lost so far, by cause."""
+        return seq.before if self.causes is None else self.causes.delays(seq)
+
+    def finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
+        """The end of a request, and how it is judged."""
+        stages = [StageTimes(start, times) for start, times in zip(seq.starts, seq.times_of_all(), strict=True)]
+        verdict = judge(seq.request, stages, outcome, self.options.slo_rule)
+        if outcome == "completed" and not verdict.met and (delays := self.delays(seq)):
+            verdict = replace(verdict, cause=max(delays.items(), key=lambda item: item[1])[0])
+        event = Finished(now, seq.id, outcome, reason, verdict, seq.total_output, seq.best_effort)
+        if self.ended is not None:
+            self.ended(event, stages)
+        return event
+
+    def told(self) -> list[Event]:
+        """The events of a call that is done."""
+        events, self.events = self.events, []
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the counts are what looking at every sequence gives, KV is conserved and the
+        queues agree with each other."""
+        seqs = self.seqs.values()
+        self.kv.check_integrity([*self.running.values(), *self.leaving.values(), *self.arriving.values()])
+        held = [s for s in seqs if s.held]
+        calling = [s for s in seqs if s.calling]
+        ids = [s.id for s in [*self.waiting, *held, *calling]] + [*self.running, *self.arriving]
+        assert sorted(ids) == sorted(self.seqs), "waiting, held, calling, running and arriving are not a partition"
+        assert not held or len(held) < len(self.seqs), "all wait for the first of their group, which is not here"
+        running = [s for s in self.running.values() if not s.ended]
+        assert sorted(self.here) == sorted(s.id for s in [*self.waiting, *running]), "what a plan can be about"
+        assert self.pending == sum(s.pending for s in self.here.values()), "pending tokens"
+        decodes = [s for s in self.running.values() if s.decoding]
+        assert self.pool.count == len(decodes), "those that decode"
+        assert self.pool.kv == sum(s.cached for s in decodes), "their KV"
+        full = sum(s.cached % self.limits.block_size == 0 for s in decodes)
+        assert self.pool.blocks() == full, "the blocks they need"
+        for seq in seqs:
+            assert seq.cached <= seq.length, "more cached than there is"
