@@ -5,7 +5,7 @@ Frozen; times in seconds, lengths in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -91,6 +91,24 @@ class Shape(NamedTuple):
             all_ + tokens, seqs + 1, kv + more, context + tokens * cached, square + tokens * tokens, spec, chunks + 1,
             chunk_kv + more, drafts,
         )  # fmt: skip
+
+    def with_entries(self, entries: Iterable[tuple[int, int]], drafts: Iterable[tuple[int, int]] = ()) -> Shape:
+        """This batch with these entries, of (tokens, tokens already cached) each, and with trees of these (depth,
+        width) drafted at its end."""
+        tokens, seqs, kv, context, square, steps, chunks, chunk_kv, draft_tokens = self
+        for count, cached in entries:
+            tokens += count
+            seqs += 1
+            kv += cached + count
+            if count > 1:
+                context += count * cached
+                square += count * count
+                chunks += 1
+                chunk_kv += cached + count
+        for draft in drafts:
+            steps = max(steps, draft[0])
+            draft_tokens += later_draft_tokens(draft)
+        return Shape(tokens, seqs, kv, context, square, steps, chunks, chunk_kv, draft_tokens)
 
     def minus(self, tokens: int, cached: int) -> Shape:
         """This batch without one entry that `plus` gave it."""
@@ -203,25 +221,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """spec_steps: steps that the drafter runs at the end, the deepest of the drafts asked for."""
+    """What an engine runs in one step."""
 
     entries: tuple[Entry, ...] = ()
-    spec_steps: int = 0
 
     @property
     def shape(self) -> Shape:
-        tokens = kv = context = square = chunks = chunk_kv = drafts = 0
-        for e in self.entries:
-            if e.draft is not None:
-                drafts += later_draft_tokens(e.draft)
-            tokens += e.count
-            kv += e.start + e.count
-            if e.count > 1:
-                context += e.count * e.start
-                square += e.count * e.count
-                chunks += 1
-                chunk_kv += e.start + e.count
-        return Shape(tokens, len(self.entries), kv, context, square, self.spec_steps, chunks, chunk_kv, drafts)
+        drafts = [e.draft for e in self.entries if e.draft is not None]
+        return NO_BATCH.with_entries([(e.count, e.start) for e in self.entries], drafts)
 
 
 FinishReason = Literal["stop", "length"]

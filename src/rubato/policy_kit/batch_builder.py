@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rubato.core.interfaces import LatencyModel, SeqView, View
-from rubato.core.plan import Plan, Shape, Work, blocks_for, later_draft_tokens
+from rubato.core.plan import NO_BATCH, Plan, Shape, Work, blocks_for
 from rubato.core.request import NOTHING, HandoffReason
 
 FOR_EVER = 1 << 30
@@ -33,22 +33,21 @@ class BatchBuilder:
         self.preempted: list[SeqView] = []
         self.decode = False
         self._decodes: Shape | None = None
-        self._steps = self._least_steps = steps
-        self._draft_tokens = 0
+        self._steps = steps
         self._base: Shape | None = None  # the batch without those added since: few policies ask for its shape
         self._added: list[tuple[int, int]] = []
+        self._drafts: list[tuple[int, int]] = []  # added since
 
     @property
     def shape(self) -> Shape:
         """The batch so far."""
         shape = self._base
         if shape is None:
-            shape = self.decodes if self.decode else Shape()
-        for tokens, cached in self._added:
-            shape = shape.plus(tokens, cached)
-        self._added.clear()
-        if (shape.spec_steps, shape.draft_tokens) != (self._steps, self._draft_tokens):
-            shape = shape._replace(spec_steps=self._steps, draft_tokens=self._draft_tokens)
+            shape = (self.decodes if self.decode else NO_BATCH)._replace(spec_steps=self._steps)
+        if self._added or self._drafts:
+            shape = shape.with_entries(self._added, self._drafts)
+            self._added.clear()
+            self._drafts.clear()
         self._base = shape
         return shape
 
@@ -102,10 +101,7 @@ class BatchBuilder:
 
     def lacks(self, seq: SeqView, tokens: int) -> bool:
         """Whether another must be preempted first: for KV, or for a slot."""
-        return self.lacks_kv(seq, tokens) or self.lacks_slot(seq)
-
-    def lacks_kv(self, seq: SeqView, tokens: int) -> bool:
-        return self._new_blocks(seq, tokens) > self.kv_left
+        return self.lacking(seq, tokens) > 0 or self.lacks_slot(seq)
 
     def lacking(self, seq: SeqView, tokens: int) -> int:
         """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
@@ -114,7 +110,7 @@ class BatchBuilder:
     def verifiable(self, seq: SeqView, drafted: int) -> int:
         """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
         most = max(0, min(drafted, self.tokens_left - seq.pending))
-        while most and self.lacks_kv(seq, seq.pending + most):
+        while most and self.lacking(seq, seq.pending + most) > 0:
             most -= 1
         return most
 
@@ -132,8 +128,7 @@ class BatchBuilder:
         self.kv_left -= self._new_blocks(seq, count)
         self._added.append((count, seq.cached))
         if draft is not None:
-            self._steps = max(self._steps, draft[0])
-            self._draft_tokens += later_draft_tokens(draft)
+            self._drafts.append(draft)
 
     def add_decodes(self, seqs: Sequence[SeqView], drafts: Mapping[str, tuple[int, int]] = NOTHING) -> bool:
         """One token of each in one go, where all run and there is room for all; else False, and nothing is done.
@@ -152,7 +147,7 @@ class BatchBuilder:
         )
         if drafts:
             self.work.update((s.id, Work(s.id, 1, (), drafts.get(s.id))) for s in seqs)
-            self._count_drafts()
+            self._drafts += [drafts[s.id] for s in seqs if s.id in drafts]
         else:
             self.work.update([(s.id, Work(s.id, 1)) for s in seqs])
         self.tokens_left -= count
@@ -182,7 +177,8 @@ class BatchBuilder:
         self.kv_left += self._new_blocks(seq, count)
         self._base = shape.minus(count, seq.cached)
         if work.draft is not None:
-            self._count_drafts()
+            self._base = self._base._replace(spec_steps=self._steps, draft_tokens=0)
+            self._drafts = [w.draft for w in self.work.values() if w.draft is not None]
 
     def preempt(self, seq: SeqView) -> None:
         """Give back a running sequence's KV, and its place in this batch if it has one."""
@@ -207,11 +203,6 @@ class BatchBuilder:
             steady=steady,
             handoff=handoff or NOTHING,
         )
-
-    def _count_drafts(self) -> None:
-        drafts = [w.draft for w in self.work.values() if w.draft is not None]
-        self._steps = max([self._least_steps, *(depth for depth, _ in drafts)])
-        self._draft_tokens = sum(map(later_draft_tokens, drafts))
 
     def _new_blocks(self, seq: SeqView, tokens: int) -> int:
         return max(0, blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks)
@@ -248,7 +239,7 @@ def run_all(view: View, budget: int | None = None) -> BatchBuilder:
     """Every decode, then running prefills in order of start. One that lacks KV takes it from the one started last, as
     in vLLM."""
     builder = BatchBuilder(view, budget)
-    if not builder.decode_all() or not run_chunks(builder):
+    if not builder.decode_all() or not _run_chunks(builder):
         builder = BatchBuilder(view, budget)
         decodes = [s for s in view.running if s.pending == 1]
         run_in_order(builder, [*decodes, *view.prefilling])
@@ -287,14 +278,15 @@ def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
     return begun
 
 
-def run_chunks(builder: BatchBuilder) -> bool:
+def _run_chunks(builder: BatchBuilder) -> bool:
     """Running prefills, in order of start, as far as tokens go; False if one lacks KV."""
     for seq in builder.view.prefilling:
         tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
-        if tokens and builder.lacks_kv(seq, tokens):
+        if tokens == 0:
+            return True
+        if builder.lacking(seq, tokens) > 0:
             return False
-        if tokens:
-            builder.add(seq, tokens)
+        builder.add(seq, tokens)
     return True
 
 
@@ -316,11 +308,11 @@ def run_in_order(
         if tokens == 0:
             at += 1
             continue
-        while builder.lacks_kv(seq, tokens) and order[-1] is not seq:
-            builder.preempt(order.pop())
-        if builder.lacks_kv(seq, tokens):
-            builder.preempt(order.pop())
-            return
+        while builder.lacking(seq, tokens) > 0:
+            last = order.pop()
+            builder.preempt(last)
+            if last is seq:
+                return
         _add(builder, seq, tokens, nodes, draft)
         at += 1
 
@@ -343,18 +335,16 @@ def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int],
     builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
 
 
-def starting(view: View, whole: bool) -> Iterable[SeqView]:
+def starting(view: View, whole: bool) -> Iterator[SeqView]:
     """Those that wait, in order. whole: as long as the KV that each takes to its end is left beside what all others
     take to theirs, so that with exact predictions none is ever preempted."""
-    return _fitting(view) if whole else view.waiting
-
-
-def _fitting(view: View) -> Iterator[SeqView]:
-    block = view.limits.block_size
+    if not whole:
+        yield from view.waiting
+        return
     free = unreserved(view)
     alone = not (view.running or view.moving)  # then it starts whatever is predicted
     for seq in view.waiting:
-        free -= memory(seq, block)
+        free -= memory(seq, view.limits.block_size)
         if free < 0 and not alone:
             return
         yield seq

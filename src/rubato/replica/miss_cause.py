@@ -86,7 +86,7 @@ class MissCauses:
     def _of_decodes(self, run: Run, i: int) -> Shares:
         """What step `i` of a run cost each that decoded in it."""
         if run.chunks or run.speculation:
-            decodes = run.decodes(i)
+            decodes = run.shape(i, decodes=True)
             if not decodes.seqs:
                 return 0.0, 0.0
             predicted = self._latency.step_time(run.shape(i))
@@ -105,7 +105,7 @@ class MissCauses:
         i = at - run.tick
         seconds = self._log.seconds(run, i)
         whole = run.shape(i)
-        single = run.decodes(i)
+        single = run.shape(i, decodes=True)
         mine = [chunk for chunk in run.chunks if chunk.seq is seq]
         if not mine and not decodes:
             return ((of_idle(whole, single), seconds),)

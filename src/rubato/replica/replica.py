@@ -221,7 +221,7 @@ class Replica(ReplicaState):
             verify, draft = (spec.verify, spec.draft) if spec is not None else ((), None)
             sample = tokens == seq.pending
             entries.append(Entry(seq.id, seq.cached, tokens + len(verify), seq.block_ids, sample, verify, draft))
-        return Batch(tuple(entries), run.shape(0).spec_steps)
+        return Batch(tuple(entries))
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
         """`end`, of a batch that an engine has run: KV written, tokens out, stages and requests ended. Raises

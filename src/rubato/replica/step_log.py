@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rubato.core.plan import Shape, blocks_for, later_draft_tokens
+from rubato.core.plan import Shape, blocks_for
 from rubato.replica.sequence import Seq, StepEnds
 
 
@@ -65,57 +65,24 @@ class Run:
     done: int = 0
     shares: Sequence[tuple[float, float]] = ()
 
-    def shape(self, i: int) -> Shape:
-        """Of the i-th step."""
-        tokens, seqs, kv, context, square, chunks, chunk_kv = self.features(i)
-        if self.speculation:
-            whole = self._with_verified(Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv))
-            drafts = [s.draft for s in self.speculation.values() if s.draft is not None]
-            return whole._replace(
-                spec_steps=max([depth for depth, _ in drafts], default=0),
-                draft_tokens=sum(map(later_draft_tokens, drafts)),
-            )
-        return Shape(tokens, seqs, kv, context, square, 0, chunks, chunk_kv)
-
-    def features(self, i: int) -> tuple[int, int, int, int, int, int, int]:
-        """Of the i-th step's shape, but for what is verified and drafted."""
-        tokens = seqs = self.seqs
-        kv = self.kv + (i + 1) * seqs
-        context = square = chunks = chunk_kv = 0
-        for chunk in self.chunks:
-            count, start = chunk.at(i)
-            tokens += count
-            seqs += 1
-            kv += start + count
-            if count > 1:
-                context += count * start
-                square += count * count
-                chunks += 1
-                chunk_kv += start + count
-        return tokens, seqs, kv, context, square, chunks, chunk_kv
-
-    def _with_verified(self, shape: Shape) -> Shape:
-        for spec in self.speculation.values():
-            if spec.verify:
-                shape = shape.minus(spec.pending, spec.start).plus(spec.pending + len(spec.verify), spec.start)
-        return shape
-
-    def decodes(self, i: int) -> Shape:
-        """The i-th step's entries of one pending token, with what they verify, and the drafts for them."""
-        shape = Shape(self.seqs, self.seqs, self.kv + (i + 1) * self.seqs)
-        for chunk in self.chunks:
-            tokens, before = chunk.at(i)
-            if tokens == 1:
-                shape = shape.plus(1, before)
-        if self.speculation:
-            drafted = 0
-            for spec in self.speculation.values():
-                if spec.pending == 1:
-                    drafted += later_draft_tokens(spec.draft) if spec.draft is not None else 0
-                    if spec.verify:
-                        shape = shape.minus(1, spec.start).plus(1 + len(spec.verify), spec.start)
-            shape = shape._replace(spec_steps=self.shape(i).spec_steps, draft_tokens=drafted)
-        return shape
+    def shape(self, i: int, decodes: bool = False) -> Shape:
+        """Of the i-th step. decodes: only of its entries of one pending token, with what they verify, the drafts for
+        them, and all draft steps."""
+        n = self.seqs
+        entries = [chunk.at(i) for chunk in self.chunks]
+        if decodes:
+            entries = [entry for entry in entries if entry[0] == 1]
+        shape = Shape(n, n, self.kv + (i + 1) * n).with_entries(entries)
+        if not self.speculation:
+            return shape
+        every = self.speculation.values()
+        for spec in every:
+            if spec.pending == 1 or not decodes:
+                if spec.verify:
+                    shape = shape.minus(spec.pending, spec.start).plus(spec.pending + len(spec.verify), spec.start)
+                if spec.draft is not None:
+                    shape = shape.with_entries((), [spec.draft])
+        return shape._replace(spec_steps=max([spec.draft[0] for spec in every if spec.draft is not None], default=0))
 
 
 class StepLog:

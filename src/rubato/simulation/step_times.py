@@ -24,6 +24,7 @@ class StepTimes:
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
         check_noise(noise)
         self._seconds: Seconds = truth.seconds_of
+        self._step_time = truth.step_time
         self._line = None if truth.line(1, 1) is None else cast(Callable[[int, int], Line], truth.line)
         self._noise = noise
         self._rng = np.random.default_rng(seed)
@@ -54,9 +55,10 @@ class StepTimes:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
+        first = run.shape(0)
         if steps == 1:
-            return [seconds(*run.features(0))]
-        tokens, seqs, kv, context, square, chunks, chunk_kv = run.features(0)
+            return [self._step_time(first)]
+        tokens, seqs, kv, context, square, _, chunks, chunk_kv, _ = first
         in_chunks = tokens - (seqs - chunks)
         took = []
         for _ in range(steps - 1):
@@ -64,11 +66,11 @@ class StepTimes:
             kv += tokens
             context += square
             chunk_kv += in_chunks
-        took.append(seconds(*run.features(steps - 1)))
+        took.append(self._step_time(run.shape(steps - 1)))
         return took
 
     def _with_one(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
-        """`Run.features` of each step, for the chunk that most runs with chunks have."""
+        """The same for the chunk that most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []
         for _ in range(steps):
