@@ -15,7 +15,8 @@ SECONDS = 60.0
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all its threads."""
+    return [int(child) for each in Path(f"/proc/{pid}/task").glob("*/children") for child in each.read_text().split()]
 
 
 def alive(session: int) -> bool:
@@ -62,7 +63,7 @@ import signal, sys, threading
 from rubato.planning import jobs
 jobs.SHUTDOWN_SECONDS = 0.5
 jobs.ProcessPoolExecutor.shutdown = lambda pool, **how: threading.Event().wait()
-with jobs._executor(2):
+with jobs._pool(2):
     sys.exit(143)
 """
 

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ def run(jobs: Sequence[Job], *, about: str = "jobs", **how: Any) -> JobResults:
         return runner.done()
 
 
+Start = Callable[[Sequence[Job]], list[Future[Result]]]
+
+
 @contextlib.contextmanager
 def opened(
     *,
@@ -113,8 +116,8 @@ def opened(
         raise ValueError(f"{workers} workers: give 1 or more")
     path = None if file is None else Path(file)
     stored, dropped = ({}, 0) if path is None else _read(path, head or {})
-    with tqdm(unit="job", disable=not progress) as bar, _executor(workers or len(usable())) as executor:
-        yield JobRunner(executor, path, stored, dropped, bar)
+    with tqdm(unit="job", disable=not progress) as bar, _pool(workers or len(usable())) as start:
+        yield JobRunner(start, path, stored, dropped, bar)
 
 
 class JobRunner:
@@ -122,10 +125,10 @@ class JobRunner:
     progress bar says it."""
 
     def __init__(
-        self, executor: Executor | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: tqdm[Any]
+        self, start: Start | None, file: Path | None, stored: Mapping[str, Result], dropped: int, bar: tqdm[Any]
     ) -> None:
         self.about = "jobs"
-        self._executor = executor
+        self._start = start
         self._file = file
         self._stored = stored
         self._results = dict(stored)
@@ -151,15 +154,10 @@ class JobRunner:
 
     def _finished(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Results in the order of finishing."""
-        executor = self._executor
-        if executor is None or len(jobs) < 2:
+        if self._start is None or len(jobs) < 2:
             yield from map(_run, jobs)
-            return
-        # A signal that ends the command raises in the main thread. A process whose start that interrupted would be
-        # unknown to the pool and outlive it; one that another thread starts is started whole.
-        with ThreadPoolExecutor(1) as starter:
-            futures = starter.submit(lambda: [executor.submit(_run, job) for job in jobs]).result()
-        yield from (future.result() for future in as_completed(futures))
+        else:
+            yield from (future.result() for future in as_completed(self._start(jobs)))
 
     def done(self) -> JobResults:
         """The results of the jobs asked for, in the order of asking."""
@@ -168,15 +166,19 @@ class JobRunner:
 
 
 @contextlib.contextmanager
-def _executor(count: int) -> Iterator[Executor | None]:
-    """A pool of so many processes; None where one is enough, and jobs run in this process."""
+def _pool(count: int) -> Iterator[Start | None]:
+    """What starts jobs in a pool of so many processes; None where one is enough, and jobs run in this process."""
     if count == 1:
         yield None
         return
     # spawn: a child that shares nothing by accident, on every platform
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
-        yield pool
+        # A signal that ends the command raises in the main thread. A process whose start that interrupted would be
+        # unknown to the pool and outlive it. Another thread, there before any process, starts each whole.
+        with ThreadPoolExecutor(1) as starter:
+            starter.submit(int).result()
+            yield lambda jobs: starter.submit(lambda: [pool.submit(_run, job) for job in jobs]).result()
     except (SystemExit, KeyboardInterrupt) as end:  # not after the jobs under way, which may take minutes
         _kill_children()
         # a pool whose processes were ended as they started has been seen to wait for ever
