@@ -37,10 +37,10 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         builder = run_all(view, self.budget)
         if not view.waiting:
-            return builder.plan(steady=builder.steady())
+            return builder.plan(repeat_steps=builder.repeat_steps())
         declined: dict[str, HandoffReason] = {s.id: "declined" for s in view.waiting if self._goes_on(s)}
         admit_in_order(builder, [s for s in view.waiting if s.id not in declined])
-        return builder.plan(handoff=declined, steady=0 if declined else builder.steady())
+        return builder.plan(handoff=declined, repeat_steps=0 if declined else builder.repeat_steps())
 
     def _goes_on(self, seq: SeqView) -> bool:
         request = seq.request

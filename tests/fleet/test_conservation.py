@@ -99,8 +99,8 @@ class AnyScheduler:
             return plan
         without = frozenset(id for id in gone if chance.of(0.5))
         return plan._replace(
-            work=tuple(w for w in plan.work if w.seq not in gone) if not plan.decode else (),
-            decode=False,
+            work=tuple(w for w in plan.work if w.seq not in gone) if not plan.decode_all else (),
+            decode_all=False,
             handoff=dict.fromkeys(gone, "offloaded"),
             without_kv=without,
         )

@@ -181,10 +181,11 @@ class Plan(NamedTuple):
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
 
-    decode: one token of every running sequence that has one pending and stays, beside `work`, which then names none of
-    them. steady: the plan of each of so many further steps would be this one again, its work cut to what is pending by
-    then (a sequence whose prefill completes joins the decodes); unless something arrives, is cancelled or lacks KV, or
-    a prompt or a stage ends while a request waits or prefills. A simulator may run these steps without asking.
+    decode_all: one token of every running sequence that has one pending and stays, beside `work`, which then names none
+    of them. repeat_steps: the plan of each of so many further steps would be this one again, its work cut to what is
+    pending by then (a sequence whose prefill completes joins the decodes); unless something arrives, is cancelled or
+    lacks KV, or a prompt or a stage ends while a request waits or prefills. A simulator may run these steps without
+    asking.
     """
 
     work: tuple[Work, ...] = ()
@@ -193,8 +194,8 @@ class Plan(NamedTuple):
     promote: tuple[str, ...] = ()
     drop: Mapping[str, str] = NOTHING
     wake_at: float | None = None
-    decode: bool = False
-    steady: int = 0
+    decode_all: bool = False
+    repeat_steps: int = 0
     handoff: Mapping[str, HandoffReason] = NOTHING
     without_kv: frozenset[str] = frozenset()
 

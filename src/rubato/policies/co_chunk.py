@@ -35,4 +35,4 @@ class Scheduler:
 
     def plan(self, view: View) -> Plan:
         builder = decode_first(view, self.budget)
-        return builder.plan(steady=builder.steady())
+        return builder.plan(repeat_steps=builder.repeat_steps())

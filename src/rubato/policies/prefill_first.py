@@ -40,7 +40,7 @@ class Scheduler:
         if prefills.work:
             return prefills.plan()
         decodes = decodes_or_prefills(view)
-        return decodes.plan(steady=decodes.steady())
+        return decodes.plan(repeat_steps=decodes.repeat_steps())
 
     def _prefill(self, builder: BatchBuilder, view: View) -> None:
         begun = resume_prefills(builder)  # a prompt longer than a batch

@@ -39,7 +39,7 @@ class Scheduler:
     def plan(self, view: View) -> Plan:
         builder = decode_first(view, self.budget or self._tuned(view), self.reserve_kv)
         fixed = self.budget > 0 or not (view.waiting or view.prefilling)  # a tuned one changes with every token of KV
-        return builder.plan(steady=builder.steady() if fixed else 0)
+        return builder.plan(repeat_steps=builder.repeat_steps() if fixed else 0)
 
     def _tuned(self, view: View) -> int:
         here = [*view.running, *view.waiting]

@@ -42,7 +42,7 @@ class Scheduler:
             builder = BatchBuilder(view, self.budget)
             run_in_order(builder, view.running)
             admit_in_order(builder, starting(view, self.reserve_kv))
-        return builder.plan(steady=builder.steady())
+        return builder.plan(repeat_steps=builder.repeat_steps())
 
     def _prefills_last(self, view: View) -> bool:
         """Whether order of start and decodes first come to the same: no decode started after a prefill."""

@@ -70,10 +70,11 @@ class BatchBuilder:
         self._base = None
         return True
 
-    def steady(self) -> int:
-        """`Plan.steady` of a policy that gives decodes a token, prefills what is left of a fixed budget, and starts
-        what fits, in order. For ever while none prefills (what does not fit now will not: KV only shrinks), and when
-        all prompts go through now, or the only one takes all that is left; else while one takes all that is left."""
+    def repeat_steps(self) -> int:
+        """`Plan.repeat_steps` of a policy that gives decodes a token, prefills what is left of a fixed budget, and
+        starts what fits, in order. For ever while none prefills (what does not fit now will not: KV only shrinks), and
+        when all prompts go through now, or the only one takes all that is left; else while one takes all that is
+        left."""
         if not self.decode or self.preempted:
             return 0
         if not self.work:
@@ -156,8 +157,8 @@ class BatchBuilder:
         return True
 
     def fold_decodes(self) -> None:
-        """Say `decode` instead of naming each, where every running sequence that has one token pending is in the batch
-        with just that: the plan is carried out sooner. The last thing before `plan`."""
+        """Say `decode_all` instead of naming each, where every running sequence that has one token pending is in the
+        batch with just that: the plan is carried out sooner. The last thing before `plan`."""
         running, prefilling = self.running, {s.id for s in self.view.prefilling}
         each = {
             id for id, (_, tokens, verify, draft) in self.work.items()
@@ -190,7 +191,7 @@ class BatchBuilder:
 
     def plan(
         self, *, demote: Iterable[str] = (), promote: Iterable[str] = (), drop: dict[str, str] | None = None,
-        wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, steady: int = 0,
+        wake_at: float | None = None, handoff: Mapping[str, HandoffReason] | None = None, repeat_steps: int = 0,
     ) -> Plan:  # fmt: skip
         return Plan(
             work=tuple(self.work.values()),
@@ -199,8 +200,8 @@ class BatchBuilder:
             promote=tuple(promote),
             drop=drop or NOTHING,
             wake_at=wake_at,
-            decode=self.decode,
-            steady=steady,
+            decode_all=self.decode,
+            repeat_steps=repeat_steps,
             handoff=handoff or NOTHING,
         )
 
@@ -253,7 +254,7 @@ def decodes_only(view: View) -> Plan:
     prefilling = view.prefilling
     if not prefilling:
         builder = run_all(view)
-        return builder.plan(handoff=back, steady=0 if back else builder.steady())
+        return builder.plan(handoff=back, repeat_steps=0 if back else builder.repeat_steps())
     builder = BatchBuilder(view)
     for seq in prefilling:
         builder.preempt(seq)

@@ -31,7 +31,7 @@ def check(plan: Plan, view: View, policy: str) -> None:
 def _plainly_possible(plan: object, view: View) -> bool:
     """Whether nothing is wrong with a plan of the kind that most steps have: all decodes, and at most one other
     sequence. False is no verdict."""
-    if type(plan) is not Plan or not plan.decode or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
+    if type(plan) is not Plan or not plan.decode_all or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
         return False
     limits = view.limits
     if plan.demote or plan.promote or plan.without_kv or limits.max_running:
@@ -51,12 +51,12 @@ def _plainly_possible(plan: object, view: View) -> bool:
 
 
 def spelled_out(plan: Plan, view: View) -> Plan:
-    """The same plan with `decode` written as work, in order of start, before the rest."""
-    if not plan.decode:
+    """The same plan with `decode_all` written as work, in order of start, before the rest."""
+    if not plan.decode_all:
         return plan
     gone = {*plan.preempt, *plan.drop}
     decodes = (Work(s.id, 1) for s in view.running if s.pending == 1 and s.id not in gone)
-    return plan._replace(work=(*decodes, *plan.work), decode=False)
+    return plan._replace(work=(*decodes, *plan.work), decode_all=False)
 
 
 def _no_plan(plan: object) -> Iterable[str]:
@@ -99,7 +99,7 @@ def _problems(plan: Plan, view: View) -> Iterable[str]:
         if not known[id].demoted:
             yield f"promote names {id!r}, which was not demoted"
     yield from _work(plan, view, known, running)
-    decodes = view.decodes.seqs if plan.decode else 0
+    decodes = view.decodes.seqs if plan.decode_all else 0
     decided = plan.work or decodes or plan.preempt or plan.demote or plan.promote or plan.drop or plan.handoff
     if known and not decided and plan.wake_at is None and not view.moving:  # what moves makes room in the end
         yield f"nothing planned though {len(known)} requests are here, and no wake_at: they would wait for ever"
@@ -154,14 +154,14 @@ def _work(plan: Plan, view: View, known: Mapping[str, SeqView], running: Collect
     stay = len(running) - sum(id in running for id in gone)
     gone.update(plan.handoff)  # what goes with its KV holds it, and its slot, until it has left
     tokens = seqs = need = 0
-    if plan.decode:
+    if plan.decode_all:
         leaving = [known[id] for id in gone if id in running and known[id].pending == 1]
         tokens = seqs = view.decodes.seqs - len(leaving)
         need = view.decode_blocks - sum(_new_blocks(seq, 1, limits.block_size) for seq in leaving)
     for work in plan.work:
         seq = known[work.seq]
-        if plan.decode and work.seq in running and seq.pending == 1:
-            yield f"work names {work.seq!r} beside decode, which it is among"
+        if plan.decode_all and work.seq in running and seq.pending == 1:
+            yield f"work names {work.seq!r} beside decode_all, which it is among"
         if work.seq in gone:
             yield f"work names {work.seq!r}, which the same plan preempts, drops or hands off"
         if not 1 <= work.tokens <= seq.pending:

@@ -131,7 +131,7 @@ class Replica(ReplicaState):
                 if work.seq not in self.running:
                     self.kv.take_found(self.seqs[work.seq])
         self._carry_out(plan, now)
-        if plan.work and not plan.decode and self.pool.count:
+        if plan.work and not plan.decode_all and self.pool.count:
             self._rest({work.seq for work in plan.work})
         order: list[Seq] = []
         chunks: list[Chunk] = []
@@ -145,11 +145,11 @@ class Replica(ReplicaState):
                 speculation[id] = Speculation(seq, seq.cached, tokens, verify, draft)
                 seq.in_flight = len(verify)
             if not seq.decoding:
-                chunks.append(Chunk(seq, seq._cached, tokens, seq.pending if plan.steady else tokens))
+                chunks.append(Chunk(seq, seq._cached, tokens, seq.pending if plan.repeat_steps else tokens))
                 seq.in_flight = tokens + len(verify)
         run = None
-        if order or (plan.decode and self.pool.count):
-            run = self._begun(now, chunks, order, plan.decode, speculation)
+        if order or (plan.decode_all and self.pool.count):
+            run = self._begun(now, chunks, order, plan.decode_all, speculation)
         return run, self.told()
 
     def go_on(self, now: float) -> Run:
@@ -157,11 +157,11 @@ class Replica(ReplicaState):
         return self._begun(now, (), (), True, NOTHING)
 
     def _begun(
-        self, now: float, chunks: Sequence[Chunk], order: Sequence[Seq], decode: bool,
+        self, now: float, chunks: Sequence[Chunk], order: Sequence[Seq], decode_all: bool,
         speculation: Mapping[str, Speculation],
     ) -> Run:  # fmt: skip
         steps, pool = self.steps, self.pool
-        self.run = run = Run(now, steps.tick, pool.count, pool.kv, chunks, order, decode, [inf], speculation)
+        self.run = run = Run(now, steps.tick, pool.count, pool.kv, chunks, order, decode_all, [inf], speculation)
         if self.causes is not None:
             self.log.keep(run)
         self.kv.begin(run)
@@ -211,7 +211,7 @@ class Replica(ReplicaState):
     def batch(self, run: Run) -> Batch:
         """The run of one step that has just begun, with an entry for each sequence."""
         seqs = run.order
-        if run.decode:
+        if run.decode_all:
             named = {seq.id for seq in run.order}
             seqs = [*(seq for seq in self.running.values() if seq.decoding and seq.id not in named), *run.order]
         chunks = {chunk.seq.id: chunk.tokens for chunk in run.chunks}  # the others decode

@@ -47,9 +47,10 @@ class Run:
     """Equal steps in a row, the first of which is number `tick` and begins at `begin`: one token of each of `seqs`
     sequences that decode and together have `kv` tokens in KV before the first, and chunks.
 
-    order: sequences that the plan named, in its order; decode: after all that decode. speculation: of those in it that
-    verify or draft, by id; only a single step has any. ends: when each step ends, as far as it is known beforehand.
-    steps: how many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far as asked for.
+    order: sequences that the plan named, in its order; decode_all: after all that decode. speculation: of those in it
+    that verify or draft, by id; only a single step has any. ends: when each step ends, as far as it is known
+    beforehand. steps: how many; done: how many of them are over. shares: for `MissCauses`, of the first steps, as far
+    as asked for.
     """
 
     begin: float
@@ -58,7 +59,7 @@ class Run:
     kv: int
     chunks: Sequence[Chunk]
     order: Sequence[Seq]
-    decode: bool
+    decode_all: bool
     ends: list[float]
     speculation: Mapping[str, Speculation]
     steps: int = 1

@@ -111,7 +111,7 @@ class SimulatedHost:
         self._emitted: Mapping[str, Emitted] | None = None  # what the step under way brings, where the engine runs it
         self._version = 0
         self._planned = False
-        self._steady = 0  # for how many more steps the last plan stands, unless something happens
+        self._repeat_steps = 0  # for how many more steps the last plan stands, unless something happens
         self._refresh = learns or not host_options.counts
         self._live_view = self.replica.view(clock.time)
         self._at_once = repeat(self._live_view).__next__  # asked of every host at every arrival
@@ -225,7 +225,7 @@ class SimulatedHost:
             if seq.decoding and seq.milestone < 0:
                 self._set_milestone(seq)
         if busy and (replica.waiting or replica.prefilling):
-            self._steady = 0
+            self._repeat_steps = 0
         return True
 
     def plan(self, version: int) -> None:
@@ -241,7 +241,7 @@ class SimulatedHost:
         if replica.idle:
             self._flush()
             return
-        if self._steady > 0 and self._pool.blocks() <= replica.kv.free:  # the last plan stands
+        if self._repeat_steps > 0 and self._pool.blocks() <= replica.kv.free:  # the last plan stands
             self._start(replica.go_on(now), True)
             self._flush()
             return
@@ -251,11 +251,11 @@ class SimulatedHost:
         run, events = replica.begin(plan, now, self._policy)
         self._outbox += events
         if run is not None:
-            self._start(run, plan.decode)
+            self._start(run, plan.decode_all)
             self._flush()
             return
         self._flush()
-        self._steady = 0  # nothing was run that could go on
+        self._repeat_steps = 0  # nothing was run that could go on
         if self._planned:
             return
         if events:
@@ -268,13 +268,14 @@ class SimulatedHost:
         view = self._live_view
         try:
             plan = self.scheduler.plan(view)
-            again = plan.steady and plan.decode and not (plan.preempt or plan.drop or plan.demote or plan.promote)
+            changes = plan.preempt or plan.drop or plan.demote or plan.promote
+            again = plan.repeat_steps and plan.decode_all and not changes
         except PlanError:
             raise
         except Exception as error:
             where = f"policy {self._policy!r}, replica {self.id!r}, t={view.now:.6f}"
             raise PlanError(f"{where}: {type(error).__name__}: {error}") from error
-        self._steady = plan.steady + 1 if again else 0
+        self._repeat_steps = plan.repeat_steps + 1 if again else 0
         return plan
 
     def _start(self, run: Run, goes_on: bool) -> None:
@@ -285,8 +286,8 @@ class SimulatedHost:
             self._run_on_engine(run)
         else:
             most = 1
-            if goes_on and self._steady > 1 and not (self._refresh or every):
-                most = min(self._steady, MAX_STEPS_AHEAD, self._next_milestone() - run.tick)
+            if goes_on and self._repeat_steps > 1 and not (self._refresh or every):
+                most = min(self._repeat_steps, MAX_STEPS_AHEAD, self._next_milestone() - run.tick)
                 for chunk in run.chunks:
                     most = min(most, -(-chunk.total // chunk.tokens))
                 kv = self.replica.kv
@@ -294,7 +295,7 @@ class SimulatedHost:
                 most = kv.fitting(run, most)
                 if run.chunks and most > 1:
                     self.view = self._synced
-            self._steady -= most
+            self._repeat_steps -= most
             self._times.take(run, most)
         self._end_with(run)
 
@@ -307,7 +308,7 @@ class SimulatedHost:
     def _run_on_engine(self, run: Run) -> None:
         """The engine says what each sequence of a single step gets."""
         replica, engine = self.replica, self._engine
-        self._steady = 0
+        self._repeat_steps = 0
         batch = replica.batch(run)
         for entry in batch.entries:
             seq = replica.running[entry.seq]
@@ -384,7 +385,7 @@ class SimulatedHost:
 
     def _changed(self) -> None:
         """Something came: the run ends with the step that is under way, and the policy is asked."""
-        self._steady = 0
+        self._repeat_steps = 0
         if self.replica.run is not None:
             self.cut()
         elif not self._planned:
@@ -403,7 +404,7 @@ class SimulatedHost:
             return
         keep = run.done + (run.done == 0 or run.ends[run.done - 1] < now)
         if keep < run.steps:
-            self._steady += run.steps - keep if self._steady else 0
+            self._repeat_steps += run.steps - keep if self._repeat_steps else 0
             del run.ends[keep:]
             run.steps = keep
             self._end_with(run)

@@ -60,7 +60,7 @@ class Scheduler:
         if first is not None and decodes.seqs and tpot < inf:
             budget = decodes.seqs + _steady_chunk(view.latency, tpot, decodes, first, budget - decodes.seqs)
         builder = decode_first(view, budget)
-        return builder.plan(steady=builder.steady())
+        return builder.plan(repeat_steps=builder.repeat_steps())
 
 
 def check_budget(budget: int) -> None:

@@ -154,7 +154,7 @@ class Scheduler:
         self._undecided = frozenset(s.id for s in state.undecided)
         self._give_up(state)
         plan = self._filled(state, grid)
-        if plan.work or plan.decode:
+        if plan.work or plan.decode_all:
             self._grid = grid.step()
         return plan
 
