@@ -39,7 +39,7 @@ from rubato.latency import operation_count
 from rubato.latency.fit import coefficients
 from rubato.latency.model_dims import Dims
 from rubato.measure.confidence import over_seeds
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.measure.server_process import ServerProcess
 from rubato.simulation.run_spec import packaged_hardware
 from rubato.workloads import Workload, scenarios
@@ -93,7 +93,9 @@ class Stage(demo.Stage):
     def kinds(self, slos: Mapping[str, SLO], scale: float) -> list[Kind]:
         return [Kind("chat", slos["chat"], PROMPT, OUTPUT)]
 
-    def serve(self, choice: PolicyChoice, model: operation_count.Model, load: Workload, log: Path | None = None) -> Run:
+    def serve(
+        self, choice: PolicyChoice, model: operation_count.Model, load: Workload, log: Path | None = None
+    ) -> BenchResult:
         """One load, in a server of its own."""
         config: dict[str, object] = {
             "model": self.model,
@@ -162,7 +164,7 @@ def errors(events: Iterable[Event], cold: operation_count.Model) -> dict[str, An
     return found
 
 
-def row(name: str, seed: int, run: Run) -> dict[str, Any]:
+def row(name: str, seed: int, run: BenchResult) -> dict[str, Any]:
     firsts = [r.verdict.ttft for r in run.records if r.verdict.ttft is not None]
     return {
         "system": name, "seed": seed, "offered": len(run.records),
@@ -205,7 +207,7 @@ def main() -> None:
         model, slo = stage.warm_up_model()
         print(f"SLO: TTFT {1e3 * slo.ttft:.0f} ms, TPOT {1e3 * slo.tpot:.0f} ms", flush=True)  # type: ignore[operator]
 
-        def run(name: str, rate: float, seconds: float, seed: int, log: Path | None = None) -> Run:
+        def run(name: str, rate: float, seconds: float, seed: int, log: Path | None = None) -> BenchResult:
             load = dataclasses.replace(stage, seed=seed).load(rate, seconds, {"chat": slo}, 1.0, "ascendra")
             return stage.serve(choices[name], model, load, log)
 

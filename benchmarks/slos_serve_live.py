@@ -26,7 +26,7 @@ from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import over_seeds
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.workloads import Workload
 from rubato.workloads.request_kinds import Kind
 from rubato_torch import bundled_model
@@ -51,7 +51,7 @@ class Stage(demo.Stage):
         return [dataclasses.replace(k, tier=tiers.get(k.app, k.app), share=SHARES[k.app]) for k in mix]
 
 
-def attained(run: Run) -> tuple[int, int]:
+def attained(run: BenchResult) -> tuple[int, int]:
     asked = [r for r in run.records if r.tier != PATIENT]
     return sum(r.verdict.met for r in asked), len(asked)
 
@@ -80,7 +80,7 @@ def found(attained_at: Callable[[float], float], rate: float, policy: str) -> fl
     return demo.sustained_rate(tries, policy)
 
 
-def row(choice: PolicyChoice, seed: int, run: Run) -> dict[str, Any]:
+def row(choice: PolicyChoice, seed: int, run: BenchResult) -> dict[str, Any]:
     met, offered = attained(run)
     of = {tier: [r for r in run.records if r.tier == tier] for tier in run.workload.tiers}
     patient = [r for r in run.records if r.tier == PATIENT or r.best_effort]

@@ -34,7 +34,7 @@ from rubato.core.request import SLO
 from rubato.demo.runs import HOLDS, PROMPT, Unloaded, kinds, sustained_rate
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import Endpoint, TierField
-from rubato.measure.records import Run, summarise
+from rubato.measure.records import BenchResult, summarise
 from rubato.workloads import Workload
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import code
@@ -74,7 +74,7 @@ class Server:
     steps: Path
     group: int  # of its processes
     others: list[float] = field(default_factory=list)  # each cell: CPU that other programs used, as a share of one core
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BenchResult] = field(default_factory=list)
     costs: list[list[float]] = field(default_factory=list)  # lines of `steps` written during the cells that count
 
 
@@ -167,7 +167,7 @@ class Load:
         return replace(made, arrivals=tuple(replace(a, at=0.0) for a in made.arrivals), duration=1.0)
 
 
-def ask(server: Server, load: Workload) -> Run:
+def ask(server: Server, load: Workload) -> BenchResult:
     return asyncio.run(
         load_generator.run(
             load, Endpoint(server.url, MODEL, tier_field=server.contender.slos), label=server.contender.label,
@@ -196,7 +196,7 @@ def rate_held(server: Server, load: Load, rate: float, count: int) -> float:
     return sustained_rate(tries)
 
 
-def cell(server: Server, load: Workload) -> Run:
+def cell(server: Server, load: Workload) -> BenchResult:
     """One contender at one rate; what its scheduler spent meanwhile is kept."""
     begin, busy = time.monotonic(), _machine_cpu() - _group_cpu(server.group) - sum(os.times()[:2])
     run = ask(server, load)

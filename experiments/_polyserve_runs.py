@@ -11,7 +11,7 @@ from experiments._guest import held
 from rubato.core.events import Event
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency.components import Model
-from rubato.measure.records import Record, Run
+from rubato.measure.records import BenchResult, Record
 from rubato.planning.capacity import crossing
 from rubato.planning.optimum import Mode, optimum
 from rubato.simulation.run_spec import Hardware, RunSpec, conditional_mean, packaged_hardware
@@ -89,7 +89,7 @@ def offered(data: str, host: str, count: int, seed: int, replicas: int, fill: fl
 
 def served(
     load: Workload, host: str, choice: str, replicas: int = REPLICAS, listen: Callable[[Event], None] | None = None
-) -> Run:
+) -> BenchResult:
     choices = PolicyChoice.parse(choice)
     spec = RunSpec(hardware(host), choices, replicas, lengths=conditional_mean, stated_max_tokens=LONGEST)
     return simulate(load, spec, times=False, causes=False, listen=listen)

@@ -20,7 +20,7 @@ from experiments import Found
 from experiments._guest import beside, held
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.planning.capacity import crossing, e2e_p99
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -96,12 +96,12 @@ def offered(case: str, seed: int, duration: float) -> Workload:
     return scenarios.make(asked.scenario, asked.start, count=round(asked.start * duration), seed=seed)
 
 
-def served(case: str, choice: str, load: Workload, seed: int, replicas: int = REPLICAS) -> Run:
+def served(case: str, choice: str, load: Workload, seed: int, replicas: int = REPLICAS) -> BenchResult:
     spec = RunSpec(hardware(case), PolicyChoice.parse(choice), replicas, slo_rule="mean", lengths=running_mean)
     return simulate(load, spec, seed, times=False, causes=False)
 
 
-def share(run: Run) -> float:
+def share(run: BenchResult) -> float:
     return sum(r.verdict.met for r in run.records) / len(run.records)
 
 

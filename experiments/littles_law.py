@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LittlesLaw:
         return abs(self.in_system - self.rate * self.sojourn) / self.in_system
 
 
-def littles_law(run: Run) -> LittlesLaw:
+def littles_law(run: BenchResult) -> LittlesLaw:
     """Measure both sides over a whole run. Raises ValueError for a run without a completed request, and for a record
     that contradicts itself: tokens before the arrival, out of order, or not as many as were counted."""
     done = [record for record in run.records if record.outcome == "completed"]

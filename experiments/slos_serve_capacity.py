@@ -23,7 +23,7 @@ from rubato.engines import simulated
 from rubato.engines.simulated import Drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.measure.records import Run, rejudged
+from rubato.measure.records import BenchResult, rejudged
 from rubato.planning import capacity
 from rubato.planning.jobs import Job
 from rubato.planning.request_source import ScenarioSource
@@ -250,7 +250,7 @@ class RateTrials:
         return self.known[rate]
 
 
-def verdicts(run: Run, slo_rule: str) -> list[bool]:
+def verdicts(run: BenchResult, slo_rule: str) -> list[bool]:
     """Whether each request of a run is attained by this rule."""
     return [r.verdict.met for r in rejudged(run, slo_rule).records]
 

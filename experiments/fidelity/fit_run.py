@@ -17,7 +17,7 @@ from rubato.core.timeline import Timeline, steps, timelines
 from rubato.latency import affine
 from rubato.latency.fit import fit
 from rubato.latency.fit_error import Report
-from rubato.measure.records import Record, Run, rejudged
+from rubato.measure.records import BenchResult, Record, rejudged
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work
 
@@ -65,7 +65,7 @@ def lengthened(events: Sequence[Event]) -> tuple[list[Sample], float]:
     return samples, usual
 
 
-def learn(bursts: Sequence[Event], load: Sequence[Event], run: Run) -> LearnedModel:
+def learn(bursts: Sequence[Event], load: Sequence[Event], run: BenchResult) -> LearnedModel:
     """Fits on both logs; scale and spread of step times, and what requests spend outside, from the open-loop part."""
     under_load, gap = lengthened(load)
     truth = fit([*lengthened(bursts)[0], *under_load])
@@ -116,7 +116,7 @@ def outside(records: Sequence[Record], lines: Sequence[Timeline]) -> tuple[float
     return mean(first), mean(last)
 
 
-def delivered(run: Run, what: LearnedModel) -> Run:
+def delivered(run: BenchResult, what: LearnedModel) -> BenchResult:
     """The simulated run as a client would have seen it: every token later by what requests spend outside."""
     records = []
     for r in run.records:

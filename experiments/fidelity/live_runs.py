@@ -26,7 +26,7 @@ from rubato.latency import affine
 from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -82,8 +82,8 @@ class Outcome:
     """A cell: its rows, and its three runs. simulated: over all seeds, those at the second live run's speed first."""
 
     rows: tuple[Cell, ...]
-    live: tuple[Run, Run]
-    simulated: tuple[Run, ...]
+    live: tuple[BenchResult, BenchResult]
+    simulated: tuple[BenchResult, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class LiveRig:
             config["latency"] = {"kind": "affine", **coefficients(model)}
         return ServerProcess(config, self.out / f"{name}.log")
 
-    def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> Run:
+    def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> BenchResult:
         """Raises BenchError when a request fails."""
         run = asyncio.run(
             load_generator.run(
@@ -199,7 +199,7 @@ class LiveRig:
     def cell(self, policy: str, share: float, ground: LoadLevel, scale: Scale) -> Outcome:
         what, load = ground.what, ground.load.rescaled(share * ground.rate)
         name = f"{policy}-{share:g}"
-        live: list[Run] = []
+        live: list[BenchResult] = []
         logs: list[list[Event]] = []
         for numbers in ((1,), (2,)) if scale.fresh else ((1, 2),):
             log = f"{name}-{numbers[0]}"
@@ -209,7 +209,7 @@ class LiveRig:
         for number, run in enumerate(live, start=1):
             results.write_records(self.out / f"{name}-{number}.records.jsonl", run)
         paces = [pace(what.truth, lengthened(events)[0]) for events in logs]
-        seeds: list[list[Run]] = [[] for _ in range(scale.seeds)]
+        seeds: list[list[BenchResult]] = [[] for _ in range(scale.seeds)]
         for other in reversed(paces):  # each live run is simulated at the speed of the other
             now = replace(what, truth=scaled(what.truth, other))
             for seed, runs in enumerate(seeds):

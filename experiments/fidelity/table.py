@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rubato.measure.confidence import Estimate, over_seeds
-from rubato.measure.records import Run, summarise
+from rubato.measure.records import BenchResult, summarise
 
 SLACK = 1.5  # times what the live runs differ by
 HEAD = (
@@ -142,7 +142,7 @@ def _relative(one: float, two: float, simulated: float, bound: float, each: Sequ
     return Deviation(simulated / middle - 1.0, bound, tuple(value / middle - 1.0 for value in each))
 
 
-def figures(runs: Sequence[Run], tier: str) -> Figures:
+def figures(runs: Sequence[BenchResult], tier: str) -> Figures:
     """Offered requests of one run, attainment, mean e2e of what completed and P99 of TTFT of what began, in seconds;
     over all runs given. tier: "all" of them together."""
     row = next(row for row in summarise(runs) if row.tier == tier)

@@ -31,7 +31,7 @@ from rubato.latency import affine
 from rubato.latency.fit_error import Report
 from rubato.measure.compare import compare, saved
 from rubato.measure.http_client import BenchError
-from rubato.measure.records import Record, Run
+from rubato.measure.records import BenchResult, Record
 from rubato.policies import PolicyError
 from rubato.workloads import Workload
 
@@ -161,13 +161,13 @@ def test_what_cannot_be_run_is_refused_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
-def run(label: str, met: list[bool]) -> Run:
+def run(label: str, met: list[bool]) -> BenchResult:
     load = Workload("demo", 0, 1.0, float(len(met)), {"chat": SLO(1.0)}, ())
     records = tuple(
         Record(f"r{i}", "chat", "chat", float(i), "completed", Verdict(ok, "deadline"), 5, 5)
         for i, ok in enumerate(met)
     )
-    return Run(label, load, records, "deadline")
+    return BenchResult(label, load, records, "deadline")
 
 
 def test_the_sentence_and_the_intervals() -> None:

@@ -14,7 +14,7 @@ from experiments.fidelity.live_runs import Outcome
 from experiments.fidelity.table import Cell, Figures, Rule
 from rubato.core.request import SLO
 from rubato.measure.confidence import Estimate
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.simulation.simulate import simulate
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import chat
@@ -56,7 +56,7 @@ def test_requests_that_end_otherwise_are_counted_one_by_one() -> None:
     load = make("w", [chat(SLO(ttft=1.0, tpot=0.1), output=(5, 9))], 20.0, count=6, seed=1, texts=False)
     run = simulate(load, run_spec(replace(figure.STEPS), figure.LIMITS, "vllm"))
 
-    def with_first(**changes: Any) -> Run:
+    def with_first(**changes: Any) -> BenchResult:
         return replace(run, records=(replace(run.records[0], **changes), *run.records[1:]))
 
     assert figure.differing(Outcome((), (run, run), (run,))) == {"ends_differ": 0, "tokens_differ": 0}

@@ -16,21 +16,21 @@ from experiments.slos_serve_coder_load import here
 from experiments.slos_serve_margin import NOISES, RATES, found, kept
 from rubato.core.events import Verdict
 from rubato.core.request import SLO
-from rubato.measure.records import Record, Run
+from rubato.measure.records import BenchResult, Record
 from rubato.workloads import Arrival, Workload
 from tests.policies.test_tables import prompt, seen
 
 TWO = SLO(ttft=1.0, tpot=0.1)
 
 
-def run(*times: float) -> Run:
+def run(*times: float) -> BenchResult:
     arrival = Arrival("q", 0.0, "chat", "", 10, len(times))
     load = Workload("one", 0, 1.0, 1.0, {"chat": TWO}, (arrival,))
     record = Record(
         "q", "chat", "", 0.0, "completed", Verdict(True, "deadline"), len(times), len(times), times,
         tuple(range(1, len(times) + 1)),
     )  # fmt: skip
-    return Run("x", load, (record,), "deadline")
+    return BenchResult("x", load, (record,), "deadline")
 
 
 def test_the_papers_judge_sees_a_pause_of_what_a_decode_is_ahead() -> None:

@@ -9,7 +9,16 @@ import pytest
 from rubato.core.request import SLO
 from rubato.core.slo import judge
 from rubato.measure import compare, plot, results
-from rubato.measure.records import ClientLoad, Record, Run, TierSummary, fingerprint, rejudged, stages, summarise
+from rubato.measure.records import (
+    BenchResult,
+    ClientLoad,
+    Record,
+    TierSummary,
+    fingerprint,
+    rejudged,
+    stages,
+    summarise,
+)
 from rubato.workloads import Arrival, OfferedStage, Workload
 
 TIERS = {"fast": SLO(ttft=1.0, tpot=0.1), "slow": SLO(e2e=10.0)}
@@ -36,7 +45,7 @@ def run(label, fates, load=None, **changes):
             arrival.id, arrival.tier, "chat", arrival.at, outcome, judged, 3, tokens[-1] if tokens else 0, times, tokens
         )
         records.append(replace(record, sent=arrival.at + 0.001, reason="no room" if ended else ""))
-    return Run(label, load, tuple(records), "deadline", CLIENT, **changes)
+    return BenchResult(label, load, tuple(records), "deadline", CLIENT, **changes)
 
 
 def steady(label, late, load=None, **changes):

@@ -24,7 +24,7 @@ from rubato.latency import profiles
 from rubato.policies import describe, load
 from rubato.policy_kit.batch_builder import decode_first
 from rubato.replica.replica import Replica
-from rubato.replica.step_log import Run
+from rubato.replica.step_log import StepRun
 from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events, tools
@@ -129,7 +129,7 @@ def run_fast(
     story = told([])
     replicas: list[Replica] = []
 
-    def ran(id: str, run: Run) -> None:
+    def ran(id: str, run: StepRun) -> None:
         story.steps[id] += [(end, run.shape(i)) for i, end in enumerate(run.ends)]
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:

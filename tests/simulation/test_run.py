@@ -10,7 +10,7 @@ import pytest
 from rubato.core.request import SLO, Request
 from rubato.core.timeline import Timeline, timelines
 from rubato.engines.simulated import Drafter
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.simulation.run_spec import RunSpec, Truth
 from rubato.simulation.simulate import Pauses, simulate, simulate_events
 from rubato.workloads import Workload
@@ -28,7 +28,7 @@ def noisy(policy: str) -> RunSpec:
     return run_spec(MACHINE.model, MACHINE.limits, policy, replicas=2, noise=0.1, learns=False)
 
 
-def on_event_loop(load: Workload, spec: RunSpec) -> Run:
+def on_event_loop(load: Workload, spec: RunSpec) -> BenchResult:
     """Token by token."""
 
     def lines(

@@ -11,7 +11,7 @@ from rubato.core.request import SLO
 from rubato.workloads.request_kinds import Kind, chat, code, summary
 
 if TYPE_CHECKING:
-    from rubato.measure.records import Run
+    from rubato.measure.records import BenchResult
 
 TIERS = (("chat", 2000, 150), ("code", 3000, 200), ("summary", 6000, 300))  # default TTFT and TPOT, ms
 
@@ -79,7 +79,7 @@ def result_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", metavar="FILE", help="write one JSON line per request")
 
 
-def report(args: argparse.Namespace, runs: Sequence[Run]) -> None:
+def report(args: argparse.Namespace, runs: Sequence[BenchResult]) -> None:
     """The table of runs, and the files that `result_options` was told."""
     from rubato.measure import plot, results  # NumPy and the drawing come with them
 

@@ -20,7 +20,7 @@ from rubato.demo.progress import Progress, say
 from rubato.demo.runs import HOLDS, OVERLOAD, Stage, attained, met
 from rubato.measure import compare, plot, results
 from rubato.measure.http_client import BenchError
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.policies import PolicyError, router_for
 from rubato.policies import load as load_policy
 from rubato.workloads import write
@@ -78,7 +78,7 @@ def _check_able(policy: str) -> None:
         raise PolicyError(f"policy {policy!r} runs on several replicas; the demo has one: try `rubato simulate`")
 
 
-def sentence(runs: Sequence[Run], doubtful: bool = False) -> str:
+def sentence(runs: Sequence[BenchResult], doubtful: bool = False) -> str:
     """The outcome in a sentence. doubtful: the rates tried did not enclose the rate that vllm holds."""
     *baselines, ours = runs
     others = " and ".join(f"{run.label} of {met(run)}" for run in baselines)
@@ -89,7 +89,7 @@ def sentence(runs: Sequence[Run], doubtful: bool = False) -> str:
     )
 
 
-def held_after_all(runs: Sequence[Run]) -> str:
+def held_after_all(runs: Sequence[BenchResult]) -> str:
     """What to say where the load was no overload; "" where it was."""
     vllm = runs[0]
     if attained(vllm) < HOLDS:

@@ -24,7 +24,7 @@ from rubato.latency.fit import coefficients
 from rubato.latency.fit_error import Report, error_report
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint, TierField
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.measure.server_process import ServerProcess
 from rubato.planning.capacity import narrowed
 from rubato.planning.sweep import milliseconds
@@ -255,7 +255,7 @@ class Stage:
         say(f"      sarathi's budget, tuned in simulation: {best or 'by the tightest TPOT'}")
         return best
 
-    def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> Run:
+    def contest(self, policy: str, settings: Mapping[str, object], warm: WarmUp, load: Workload) -> BenchResult:
         latency = {"kind": "affine", **coefficients(warm.model)}
         tiers = tier_settings(load.tiers)
         with self._served(policy, {"name": policy, **settings}, tiers=tiers, latency=latency) as url:
@@ -268,7 +268,7 @@ class Stage:
 
     # ----------------------------------------------------------------- parts
 
-    def _simulated(self, load: Workload, choice: PolicyChoice, model: affine.Model) -> Run:
+    def _simulated(self, load: Workload, choice: PolicyChoice, model: affine.Model) -> BenchResult:
         return simulate(load, RunSpec(Hardware("this machine", model, LIMITS), choice, noise=0.05), self.seed)
 
     @contextmanager
@@ -294,7 +294,7 @@ class Stage:
         with ServerProcess(config, self.out / f"{name}.log") as server, self.progress.watched(server.pid):
             yield server.url
 
-    def _bench(self, url: str, load: Workload, label: str, slo: TierField = "body", warmup: int = 0) -> Run:
+    def _bench(self, url: str, load: Workload, label: str, slo: TierField = "body", warmup: int = 0) -> BenchResult:
         target = Endpoint(url, "demo", tier_field=slo)
         return asyncio.run(load_generator.run(load, target, label=label, warmup=warmup, progress=False))
 
@@ -334,11 +334,11 @@ def poor_fit(report: Report) -> str:
     )
 
 
-def met(run: Run) -> int:
+def met(run: BenchResult) -> int:
     """Requests that met their SLO."""
     return sum(record.verdict.met for record in run.records)
 
 
-def attained(run: Run) -> float:
+def attained(run: BenchResult) -> float:
     """Attainment: the share of the offered requests that met their SLO."""
     return met(run) / len(run.records)

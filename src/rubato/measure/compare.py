@@ -18,7 +18,7 @@ import orjson
 
 from rubato.core.did_you_mean import nearest
 from rubato.measure.confidence import ALL, Difference, PairedOutcome, RequestOutcome, default_block, paired, unpaired
-from rubato.measure.records import Run
+from rubato.measure.records import BenchResult
 from rubato.measure.results import FORMAT, run_json
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -115,7 +115,7 @@ def read(source: str) -> list[SavedRun]:
     return [run for run in runs if run.label == (label or labels[0])]
 
 
-def saved(run: Run) -> SavedRun:
+def saved(run: BenchResult) -> SavedRun:
     """The run as a result file would keep it."""
     return _kept(run.label, 1, run_json(run))
 

@@ -2,7 +2,7 @@
 
 Latency counts from the scheduled arrival, so a server that stalls is charged for the requests that pile up meanwhile
 (no coordinated omission). A client that cannot keep the schedule itself would charge the server for its own lateness:
-then the run says so in `Run.problems`, and its numbers must not be used.
+then the run says so in `BenchResult.problems`, and its numbers must not be used.
 
 Works with any OpenAI-compatible server that streams (`http_client`); token counts are the server's usage when it sends
 usage with each chunk (`continuous_usage_stats`, vLLM's name). With usage at the end only, its tokens are spread evenly
@@ -27,7 +27,7 @@ from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
 from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, list_models, stream_request, v1
-from rubato.measure.records import ClientLoad, Record, Run, stages, versions
+from rubato.measure.records import BenchResult, ClientLoad, Record, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
 
 BEAT = 0.02  # seconds between two looks at how late the event loop's timers fire
@@ -55,7 +55,7 @@ async def run(
     progress: bool = True,
     max_delay: float | None = None,
     goodput: Bounds | None = None,
-) -> Run:
+) -> BenchResult:
     """Offer the workload to the server and judge what comes back by `slo_rule`.
 
     timeout: seconds after its scheduled arrival at which a request is given up as failed. warmup: that many short
@@ -76,7 +76,7 @@ async def run(
     offered = zip(workload.arrivals, workload.requests(), answers, strict=True)
     records = tuple(_record(arrival, request, answer, slo_rule) for arrival, request, answer in offered)
     client = _client(records, lags, wall, cpu, delay_bound(workload) if max_delay is None else max_delay)
-    return Run(
+    return BenchResult(
         label,
         workload,
         records,

@@ -15,7 +15,7 @@ import numpy as np
 
 from rubato.core.extras import extra
 from rubato.core.request import SLO
-from rubato.measure.records import Record, Run, summarise
+from rubato.measure.records import BenchResult, Record, summarise
 
 # Okabe and Ito's palette, told apart under the usual colour blindnesses; line styles tell them apart in grey too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A7A7A")
@@ -42,7 +42,7 @@ CLEAR = Ink(ground="none")  # on a light page
 DARK = Ink(text="#E6E6E6", rule="#8A8A8A", grid="#3D3D3D", ground="none")  # on a dark page
 
 
-def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> None:
+def plot(path: str | Path, runs: Sequence[BenchResult], title: str | None = None) -> None:
     """Write a PNG, or an SVG where the name ends so: attainment, and distributions of TTFT and TPOT by tier.
 
     Runs of one label are rounds of one policy and pooled. In the distributions a refused or failed request counts as
@@ -65,7 +65,7 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Non
     _save(figure, path)
 
 
-def plot_attainment(path: str | Path, runs: Sequence[Run], ink: Ink = LIGHT) -> None:
+def plot_attainment(path: str | Path, runs: Sequence[BenchResult], ink: Ink = LIGHT) -> None:
     """Write the attainment of `plot` alone, without its title, as PNG or SVG. Raises as `plot` does."""
     policies, tiers, _ = _grouped(runs)
     figure = _figure((7.5, 2.9), ink)
@@ -93,11 +93,11 @@ def _save(figure: Any, path: str | Path) -> None:
         figure.savefig(path, format="svg" if svg else "png", metadata={"Date": None} if svg else None)
 
 
-def _grouped(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], list[str], dict[str, SLO]]:
+def _grouped(runs: Sequence[BenchResult]) -> tuple[dict[str, list[BenchResult]], list[str], dict[str, SLO]]:
     """Runs by label, the tiers that were offered, and every tier's SLO. Raises ValueError."""
     if not runs or len({run.slo_rule for run in runs}) != 1:
         raise ValueError("give one or more runs, all judged by one rule")
-    policies: dict[str, list[Run]] = {}
+    policies: dict[str, list[BenchResult]] = {}
     for run in runs:
         policies.setdefault(run.label, []).append(run)
     slos = {tier: slo for run in runs for tier, slo in run.workload.tiers.items()}
@@ -106,7 +106,7 @@ def _grouped(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], list[str], dict
     return policies, tiers, slos
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[BenchResult]) -> str:
     load = runs[0].workload
     invalid = sum(not run.valid for run in runs)
     warning = f"  -  {invalid} INVALID run(s)" if invalid else ""
@@ -115,7 +115,7 @@ def _title(runs: Sequence[Run]) -> str:
     )
 
 
-def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str], ink: Ink) -> None:
+def _attainment(axes: Any, policies: dict[str, list[BenchResult]], tiers: Sequence[str], ink: Ink) -> None:
     from matplotlib.lines import Line2D
 
     keys: list[Line2D] = []
@@ -162,7 +162,9 @@ def _attainment(axes: Any, policies: dict[str, list[Run]], tiers: Sequence[str],
     _clean(axes, ink)
 
 
-def _distribution(axes: Any, policies: dict[str, list[Run]], tier: str, measure: Measure, slo: float | None) -> None:
+def _distribution(
+    axes: Any, policies: dict[str, list[BenchResult]], tier: str, measure: Measure, slo: float | None
+) -> None:
     """Empirical distribution of one measure, in ms, over the offered requests of a tier."""
     curves: list[tuple[int, np.ndarray, int]] = []
     for index, runs in enumerate(policies.values()):

@@ -68,7 +68,7 @@ class ClientLoad:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchResult:
     """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
     reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs."""
 
@@ -113,7 +113,7 @@ def stages(arrival: Arrival, times: Sequence[float], tokens: Sequence[int]) -> l
     return made
 
 
-def rejudged(run: Run, slo_rule: str) -> Run:
+def rejudged(run: BenchResult, slo_rule: str) -> BenchResult:
     """The same run by another judging rule (`slo.SLO_RULES`)."""
     offered = zip(run.workload.requests(), run.workload.arrivals, run.records, strict=True)
     records = tuple(
@@ -157,10 +157,10 @@ class TierSummary:
     goodput_rps_high: float | None = None
 
 
-def summarise(runs: Run | Sequence[Run]) -> tuple[TierSummary, ...]:
+def summarise(runs: BenchResult | Sequence[BenchResult]) -> tuple[TierSummary, ...]:
     """A row per tier and one for "all", pooling the runs given (rounds of one policy). Rates are over the seconds in
     which requests were offered; None for a workload that offers all at once. Raises ValueError for mixed judges."""
-    pooled = [runs] if isinstance(runs, Run) else list(runs)
+    pooled = [runs] if isinstance(runs, BenchResult) else list(runs)
     if len({run.slo_rule for run in pooled}) != 1:
         raise ValueError("runs to pool must exist and be judged by one rule: use rejudged()")
     if len({run.goodput for run in pooled}) != 1:

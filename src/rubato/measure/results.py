@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from rubato.core.request import SLO
-from rubato.measure.records import Run, TierSummary, fingerprint, summarise
+from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise
 
 FORMAT = "rubato-results/2"
 INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
@@ -24,10 +24,10 @@ INTERVAL = (
 # --------------------------------------------------------------------------- files
 
 
-def dumps(runs: Sequence[Run], comparisons: Sequence[Mapping[str, Any]] = ()) -> bytes:
+def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> bytes:
     """Everything but what each request was and its tokens' times. comparisons: as `ComparisonReport.to_json` has
     them."""
-    by_label: dict[str, list[Run]] = {}
+    by_label: dict[str, list[BenchResult]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
     return as_json(
@@ -43,7 +43,7 @@ def dumps(runs: Sequence[Run], comparisons: Sequence[Mapping[str, Any]] = ()) ->
     )
 
 
-def run_json(run: Run, requests: bool = True) -> dict[str, Any]:
+def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
     """One run of a result file; without `requests` only its sums, which is all that a sweep keeps of each."""
     load = run.workload
     data = {
@@ -71,7 +71,7 @@ def run_json(run: Run, requests: bool = True) -> dict[str, Any]:
     return data | {"requests": _columns(run)} if requests else data
 
 
-def _columns(run: Run) -> dict[str, list[Any]]:
+def _columns(run: BenchResult) -> dict[str, list[Any]]:
     """Each request's fate, column by column, in order of arrival: what `rubato compare` needs."""
     measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e) for r in run.records]
     columns: dict[str, list[Any]] = {
@@ -92,14 +92,14 @@ def as_json(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def write_json(path: str | Path, runs: Sequence[Run], comparisons: Sequence[Mapping[str, Any]] = ()) -> None:
+def write_json(path: str | Path, runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> None:
     Path(path).write_bytes(dumps(runs, comparisons))
 
 
-def write_records(path: str | Path, runs: Run | Sequence[Run]) -> None:
+def write_records(path: str | Path, runs: BenchResult | Sequence[BenchResult]) -> None:
     """The raw per-request records, one JSON object a line; each says the policy and the workload's seed."""
     with open(path, "wb") as file:
-        for run in [runs] if isinstance(runs, Run) else runs:
+        for run in [runs] if isinstance(runs, BenchResult) else runs:
             for record in run.records:
                 file.write(orjson.dumps({"policy": run.label, "seed": run.workload.seed, **asdict(record)}) + b"\n")
 
@@ -110,9 +110,9 @@ def write_records(path: str | Path, runs: Run | Sequence[Run]) -> None:
 HEAD = "policy|tier|SLO (ms)|offered|met|attained [95 %]|TTFT p50/p99|TPOT p50/p99|e2e p50|refused|failed|best effort"
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[BenchResult]) -> str:
     """A table for the terminal: per policy (rounds pooled) and tier. Times in ms."""
-    by_label: dict[str, list[Run]] = {}
+    by_label: dict[str, list[BenchResult]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
     lines = [HEAD.split("|")]

@@ -17,7 +17,7 @@ import numpy as np
 
 from rubato.core.plan import Shape
 from rubato.measure.confidence import ONE_SEED, Estimate, over_seeds
-from rubato.measure.records import Run, versions
+from rubato.measure.records import BenchResult, versions
 from rubato.planning import feasibility, jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
@@ -116,7 +116,7 @@ def search(
     }
 
 
-def e2e_p99(run: Run) -> float:
+def e2e_p99(run: BenchResult) -> float:
     """Seconds, of the requests that have an end-to-end latency; 0 where none has."""
     known = [r.verdict.e2e for r in run.records if r.verdict.e2e is not None]
     return float(np.quantile(known, 0.99)) if known else 0.0

@@ -14,7 +14,7 @@ from rubato.core.request import Request
 from rubato.replica.decode_pool import DecodePool
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
 from rubato.replica.sequence import Seq
-from rubato.replica.step_log import Run
+from rubato.replica.step_log import StepRun
 
 
 class KVCounts:
@@ -26,7 +26,7 @@ class KVCounts:
         self.total = limits.kv_blocks
         self.block_size = limits.block_size
         self._free = self.total  # without what the run under way takes
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._pool = pool
 
     @property
@@ -43,14 +43,14 @@ class KVCounts:
 
     own = held
 
-    def run_blocks(self, run: Run, steps: int) -> int:
+    def run_blocks(self, run: StepRun, steps: int) -> int:
         """Blocks that so many steps of the run take, without those that are given back at its end."""
         need = self._pool.blocks_until(steps, run.tick)
         for chunk in run.chunks:
             need += chunk.blocks(steps, self.block_size)
         return need
 
-    def fitting(self, run: Run, most: int) -> int:
+    def fitting(self, run: StepRun, most: int) -> int:
         """How many steps of the run there is room for, at most so many; 1 is known to fit."""
         spare = self._free - sum([chunk.total for chunk in run.chunks])
         if self._pool.count * most > spare:  # else there is enough, were it a block for every token
@@ -58,10 +58,10 @@ class KVCounts:
                 most -= 1
         return most
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StepRun) -> None:
         self._run = run
 
-    def end(self, run: Run) -> None:
+    def end(self, run: StepRun) -> None:
         """The run's steps are over, and counted in its sequences."""
         self._run = None
         self._free -= self.run_blocks(run, run.steps)
@@ -71,7 +71,7 @@ class KVCounts:
         cached = seq.cached
         self._free -= blocks_for(cached, self.block_size) - blocks_for(cached - tokens, self.block_size)
 
-    def _verified(self, run: Run) -> int:
+    def _verified(self, run: StepRun) -> int:
         """Blocks of what is verified, beyond those of pending tokens."""
         more = 0
         for spec in run.speculation.values():
@@ -121,7 +121,7 @@ class KVByBlock:
     def own(self, seq: Seq) -> int:
         return self._blocks.own(seq.block_ids)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StepRun) -> None:
         """Raises MemoryError when too few blocks are free."""
         blocks = self._blocks
         for seq in self._pool.filling():
@@ -131,7 +131,7 @@ class KVByBlock:
         for spec in run.speculation.values():
             blocks.grow(spec.seq.block_ids, spec.start + spec.pending + len(spec.verify))
 
-    def end(self, run: Run) -> None:
+    def end(self, run: StepRun) -> None:
         """The step is over, and counted in its sequences: the blocks they filled can be found from now on."""
         for seq in self._pool.filling():
             if seq.keys and not seq.ended:

@@ -14,7 +14,7 @@ from rubato.core.plan import Shape
 from rubato.core.request import Cause
 from rubato.core.slo import TOLERANCE
 from rubato.replica.sequence import Seq, StepEnds
-from rubato.replica.step_log import Run, StepLog
+from rubato.replica.step_log import StepLog, StepRun
 
 INTERFERENCE: tuple[Cause, Cause] = ("prefill interference", "decode interference")
 Shares = tuple[float, float]  # seconds of a step as the model has it: lost to prefill, and to decodes, of others
@@ -83,7 +83,7 @@ class MissCauses:
             shares += run.shares[max(first - run.tick, 0) : until]
         return np.array(shares).T
 
-    def _of_decodes(self, run: Run, i: int) -> Shares:
+    def _of_decodes(self, run: StepRun, i: int) -> Shares:
         """What step `i` of a run cost each that decoded in it."""
         if run.chunks or run.speculation:
             decodes = run.shape(i, decodes=True)

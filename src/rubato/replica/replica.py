@@ -23,7 +23,7 @@ from rubato.replica import handoff
 from rubato.replica.plan_check import check, check_emitted
 from rubato.replica.sequence import Seq
 from rubato.replica.state import ReplicaState, refusal_reason
-from rubato.replica.step_log import Chunk, Run, Speculation
+from rubato.replica.step_log import Chunk, Speculation, StepRun
 from rubato.replica.view import LiveView
 
 KEPT = 4096  # steps kept before checking which are still wanted
@@ -120,7 +120,7 @@ class Replica(ReplicaState):
         self._look_up(now)
         return self.shown
 
-    def begin(self, plan: Plan, now: float, policy: str) -> tuple[Run | None, list[Event]]:
+    def begin(self, plan: Plan, now: float, policy: str) -> tuple[StepRun | None, list[Event]]:
         """Carry out a plan up to the engine's part: the run of one step that it is, unless it is empty. A simulator
         gives it more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
         if self.run is not None:
@@ -152,16 +152,16 @@ class Replica(ReplicaState):
             run = self._begun(now, chunks, order, plan.decode_all, speculation)
         return run, self.told()
 
-    def go_on(self, now: float) -> Run:
+    def go_on(self, now: float) -> StepRun:
         """`begin`, of the plan that gives all that decode a token, and for which there is KV."""
         return self._begun(now, (), (), True, NOTHING)
 
     def _begun(
         self, now: float, chunks: Sequence[Chunk], order: Sequence[Seq], decode_all: bool,
         speculation: Mapping[str, Speculation],
-    ) -> Run:  # fmt: skip
+    ) -> StepRun:  # fmt: skip
         steps, pool = self.steps, self.pool
-        self.run = run = Run(now, steps.tick, pool.count, pool.kv, chunks, order, decode_all, [inf], speculation)
+        self.run = run = StepRun(now, steps.tick, pool.count, pool.kv, chunks, order, decode_all, [inf], speculation)
         if self.causes is not None:
             self.log.keep(run)
         self.kv.begin(run)
@@ -169,7 +169,7 @@ class Replica(ReplicaState):
         return run
 
     def end(self, emitted: Mapping[str, Emitted], now: float) -> list[Event]:
-        """The run's last step has ended now, or when `Run.ends` says. emitted: what sequences got out of it, in the
+        """The run's last step has ended now, or when `StepRun.ends` says. emitted: what sequences got out of it, in the
         order of the batch; a decode that is not named got one token and goes on. Raises RuntimeError for tokens that
         verification cannot have brought (`check_emitted`)."""
         run = self.run
@@ -208,7 +208,7 @@ class Replica(ReplicaState):
         batch = self.in_flight = self.batch(run)
         return batch, events
 
-    def batch(self, run: Run) -> Batch:
+    def batch(self, run: StepRun) -> Batch:
         """The run of one step that has just begun, with an entry for each sequence."""
         seqs = run.order
         if run.decode_all:
@@ -297,7 +297,7 @@ class Replica(ReplicaState):
         self.steps.under_way = False
         self.idle_since = now
 
-    def _emit(self, seq: Seq, out: Emitted, now: float, run: Run) -> None:
+    def _emit(self, seq: Seq, out: Emitted, now: float, run: StepRun) -> None:
         """Tokens of one sequence came out."""
         spec = run.speculation.get(seq.id)
         if spec is not None or out.tokens != 1 or out.accepted:

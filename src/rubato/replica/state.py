@@ -22,7 +22,7 @@ from rubato.replica.groups import Groups
 from rubato.replica.kv_ledger import KVByBlock, KVCounts
 from rubato.replica.miss_cause import MissCauses
 from rubato.replica.sequence import Seq, StepEnds, Wait
-from rubato.replica.step_log import Run, StepLog
+from rubato.replica.step_log import StepLog, StepRun
 
 
 def refusal_reason(request: Request, limits: Limits) -> str | None:
@@ -95,7 +95,7 @@ class ReplicaState:
         self.pending = 0  # tokens, of these
         self.ending: list[Seq] = []  # ended, and in the run under way
         self.gone_ids: list[str] = []  # ended, and in no batch any more
-        self.run: Run | None = None
+        self.run: StepRun | None = None
         self.idle_since = 0.0  # when the last run ended
         self.dues: DueTimes | None = None  # once they have been asked for
         self.events: list[Event] = []  # of the call under way; `fail` tells those of one that raised half-way
@@ -111,12 +111,12 @@ class ReplicaState:
         if run is not None and run.done + 1 < run.steps and run.ends[run.done] <= self.clock.time:
             self._advance(run, min(bisect_right(run.ends, self.clock.time), run.steps - 1))
 
-    def book(self, run: Run) -> None:
+    def book(self, run: StepRun) -> None:
         """All steps of the run are over."""
         if run.done < run.steps:
             self._advance(run, run.steps)
 
-    def _advance(self, run: Run, done: int) -> None:
+    def _advance(self, run: StepRun, done: int) -> None:
         """The first `done` steps of the run are over."""
         steps = done - run.done
         self.steps.add(run.ends if steps == len(run.ends) else run.ends[run.done : done])
@@ -129,7 +129,7 @@ class ReplicaState:
                 self.pending -= tokens
         run.done = done
 
-    def under_way(self) -> Run | None:
+    def under_way(self) -> StepRun | None:
         """The run of which a step has begun and not ended; None at the instant between two, when a plan is due."""
         self.sync()
         run = self.run

@@ -43,7 +43,7 @@ class Speculation(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class StepRun:
     """Equal steps in a row, the first of which is number `tick` and begins at `begin`: one token of each of `seqs`
     sequences that decode and together have `kv` tokens in KV before the first, and chunks.
 
@@ -91,13 +91,13 @@ class StepLog:
 
     def __init__(self, steps: StepEnds) -> None:
         self._steps = steps
-        self._runs: list[Run] = []
+        self._runs: list[StepRun] = []
 
-    def keep(self, run: Run) -> None:
+    def keep(self, run: StepRun) -> None:
         """A run that begins; it may still be cut."""
         self._runs.append(run)
 
-    def drop(self, run: Run) -> None:
+    def drop(self, run: StepRun) -> None:
         """The last run has come to nothing; it may not have been kept."""
         if self._runs and self._runs[-1] is run:
             self._runs.pop()
@@ -109,20 +109,20 @@ class StepLog:
     def clear(self) -> None:
         self._runs.clear()
 
-    def runs(self, first: int, after: int) -> Sequence[Run]:
+    def runs(self, first: int, after: int) -> Sequence[StepRun]:
         """Those with the steps first, ..., after - 1."""
         at = bisect_right(self._runs, first, key=_tick) - 1
         return self._runs[max(at, 0) : bisect_right(self._runs, after - 1, key=_tick)]
 
-    def at(self, tick: int) -> Run:
+    def at(self, tick: int) -> StepRun:
         """The run with this step."""
         return self._runs[bisect_right(self._runs, tick, key=_tick) - 1]
 
-    def seconds(self, run: Run, i: int) -> float:
+    def seconds(self, run: StepRun, i: int) -> float:
         """That the i-th step of a run took."""
         at = run.tick + i
         return self._steps.at(at) - (self._steps.at(at - 1) if i else run.begin)
 
 
-def _tick(run: Run) -> int:
+def _tick(run: StepRun) -> int:
     return run.tick

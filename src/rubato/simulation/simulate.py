@@ -17,7 +17,7 @@ from rubato.core.timeline import Timeline
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
-from rubato.measure.records import Record, Run
+from rubato.measure.records import BenchResult, Record
 from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec, Truth
 from rubato.simulation.simulated_host import HostOptions
@@ -29,7 +29,7 @@ Pauses = Mapping[str, Sequence[float]]  # request id -> seconds of the tool befo
 def simulate(
     workload: Workload, spec: RunSpec, seed: int = 0, *, times: bool = True, causes: bool = True,
     listen: Callable[[Event], None] | None = None,
-) -> Run:  # fmt: skip
+) -> BenchResult:  # fmt: skip
     """Simulate a workload. What comes out is what a bench of a server would write: a record of each request, judged by
     `spec.slo_rule`.
 
@@ -52,7 +52,7 @@ def simulate(
         "noise": spec.noise,
         "seed": seed,
     }
-    return Run(spec.choice.label, workload, records, spec.slo_rule, settings=settings)
+    return BenchResult(spec.choice.label, workload, records, spec.slo_rule, settings=settings)
 
 
 def simulate_events(

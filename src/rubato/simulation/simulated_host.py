@@ -29,7 +29,7 @@ from rubato.replica.kv_ledger import KVCounts
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.replica.sequence import Seq
-from rubato.replica.step_log import Run
+from rubato.replica.step_log import StepRun
 from rubato.simulation.queue_clock import QueueClock
 from rubato.simulation.step_times import StepTimes
 
@@ -49,7 +49,7 @@ class HostOptions:
 
     counts: bool = True
     tokens: bool = False
-    ran: Callable[[str, Run], None] | None = None
+    ran: Callable[[str, StepRun], None] | None = None
     ended: Callable[[Finished, Sequence[StageTimes]], None] | None = None
 
 
@@ -278,7 +278,7 @@ class SimulatedHost:
         self._repeat_steps = plan.repeat_steps + 1 if again else 0
         return plan
 
-    def _start(self, run: Run, goes_on: bool) -> None:
+    def _start(self, run: StepRun, goes_on: bool) -> None:
         """The run begins: how many steps it has, and when each ends."""
         every = self._every_step()
         self._report_this_step = every or self._learns or self._step_by_step
@@ -299,13 +299,13 @@ class SimulatedHost:
             self._times.take(run, most)
         self._end_with(run)
 
-    def _end_with(self, run: Run) -> None:
+    def _end_with(self, run: StepRun) -> None:
         """The run is over when its last step is."""
         self._version += 1
         since = run.ends[-2] if len(run.ends) > 1 else run.begin
         self.clock.add(run.ends[-1], COMPLETION, self, self._version, since)
 
-    def _run_on_engine(self, run: Run) -> None:
+    def _run_on_engine(self, run: StepRun) -> None:
         """The engine says what each sequence of a single step gets."""
         replica, engine = self.replica, self._engine
         self._repeat_steps = 0
@@ -352,7 +352,7 @@ class SimulatedHost:
                 self._set_milestone(seq)
         return milestones[0][0] if milestones else NEVER
 
-    def _due(self, run: Run, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
+    def _due(self, run: StepRun, looked_at: Sequence[Seq]) -> dict[str, Emitted]:
         """What `looked_at` and completed prefills get, in the batch's order."""
         came = [(seq, seq.output) for seq in looked_at]
         came += [(c.seq, c.seq.output + 1) for c in run.chunks if not c.seq.ended and c.seq.pending == 0]

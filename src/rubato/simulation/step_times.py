@@ -11,7 +11,7 @@ import numpy as np
 
 from rubato.core.interfaces import LatencyModel, Line
 from rubato.engines.simulated import check_noise, factors
-from rubato.replica.step_log import Run
+from rubato.replica.step_log import StepRun
 
 DRAWN = 1024  # step-time factors drawn at a time
 
@@ -31,7 +31,7 @@ class StepTimes:
         self._factors: list[float] = []
         self._first = 0  # the step whose factor is first in the list
 
-    def take(self, run: Run, steps: int) -> None:
+    def take(self, run: StepRun, steps: int) -> None:
         """Put the end of each of so many steps of the run into `ends`."""
         run.steps = steps
         seconds, n, kv = self._seconds, run.seqs, run.kv
@@ -51,7 +51,7 @@ class StepTimes:
         took[0] += run.begin
         run.ends = list(accumulate(took))
 
-    def _with_chunks(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+    def _with_chunks(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
         """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
@@ -69,7 +69,7 @@ class StepTimes:
         took.append(self._step_time(run.shape(steps - 1)))
         return took
 
-    def _with_one(self, run: Run, steps: int, seconds: Seconds) -> list[float]:
+    def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
         """The same for the chunk that most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []
