@@ -29,7 +29,8 @@ GROUPS = {
     ),
     "Requests": ("Request", "Stage", "SLO", "Sampling"),
     "Events": (
-        "Event", "Offered", "Placed", "Started", "Tokens", "Preempted", "Returned", "HandedOff", "Transferred", "Lost",
+        "Event", "Offered", "Placed", "Started", "Tokens", "Preempted", "ToolCallFinished", "HandedOff",
+        "Transferred", "Lost",
         "Demoted", "Promoted", "Finished", "Assigned", "Joined", "Draining", "Left", "Stepped",
     ),
     "Engines and step times": ("Engine", "Sample", "BilinearModel", "profiles"),

@@ -67,7 +67,7 @@ class Shown:
     stage_start: float = 0.0
     in_flight: int = 0
     missed: bool = False
-    away: float = 0.0
+    tool_seconds: float = 0.0
     predicted: float | None = None
     draft: Tree | None = None
     tried: int = 0

@@ -88,7 +88,7 @@ class Seq:
     draft: Tree | None = None
     tried: int = 0
     acceptance: float | None = None
-    away: float = 0.0
+    tool_seconds: float = 0.0
 
     @property
     def id(self) -> str:

@@ -24,10 +24,10 @@ from rubato.core.events import (
     Placed,
     Preempted,
     Promoted,
-    Returned,
     Started,
     Stepped,
     Tokens,
+    ToolCallFinished,
     Transferred,
 )
 from rubato.core.interfaces import (
@@ -108,7 +108,6 @@ __all__ = [
     "Preempted",
     "Promoted",
     "Request",
-    "Returned",
     "Role",
     "Router",
     "RunSpec",
@@ -122,6 +121,7 @@ __all__ = [
     "Started",
     "Stepped",
     "Tokens",
+    "ToolCallFinished",
     "Transferred",
     "Tree",
     "View",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.events import Demoted, Finished, Returned, Started, Tokens
+from rubato.core.events import Demoted, Finished, Started, Tokens, ToolCallFinished
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.simulation.simulate import simulate_events
@@ -42,7 +42,7 @@ def test_nobody_sees_it_while_its_tool_runs_and_its_kv_is_free_for_others() -> N
 
 def test_it_returns_as_one_that_waits_and_finds_its_full_blocks() -> None:
     r = called()
-    assert r.resume("a", 5.0) == [Returned(5.0, "a")]
+    assert r.resume("a", 5.0) == [ToolCallFinished(5.0, "a")]
     (seq,) = r.view(5.0).waiting
     assert (seq.stage, seq.cached, seq.pending, seq.due) == (1, 16, 22 + 10 - 16, 6.0)
     assert step(r, {"a": 16}, 5.5, 5.6)[0] == Started(5.5, "a", cached=16)
@@ -119,7 +119,7 @@ def test_the_round_is_decided_anew_by_slos_serve() -> None:
         "slos_serve",
     )
     events = simulate_events([late], {"a": (5, 3)}, spec, pauses={"a": (0.0, 2.0)})
-    returned = next(e.at for e in events if isinstance(e, Returned))
+    returned = next(e.at for e in events if isinstance(e, ToolCallFinished))
     assert returned == [e.at for e in events if isinstance(e, Tokens)][4] + 2.0
     (demoted,) = (e for e in events if isinstance(e, Demoted))
     assert demoted.at == returned

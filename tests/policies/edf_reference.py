@@ -193,7 +193,7 @@ class Scheduler:
         if slo.e2e is None or seq.predicted is None:
             return True
         end = view.now + rate.seconds_alone(seq.pending) + (seq.predicted - 1.0) * step
-        return end <= seq.request.arrival + seq.away + slo.e2e
+        return end <= seq.request.arrival + seq.tool_seconds + slo.e2e
 
     def _refusable(self, seq: SeqView) -> bool:
         return seq.request.on_decline == "refuse" and nothing_sent(seq)

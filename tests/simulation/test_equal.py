@@ -27,7 +27,7 @@ from rubato.replica.replica import Replica
 from rubato.replica.step_log import StepRun
 from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec
-from rubato.simulation.simulate import simulate_events, tools
+from rubato.simulation.simulate import run_tools, simulate_events
 from rubato.simulation.simulated_host import HostOptions, SimulatedHost
 from tests.conftest import few
 from tests.doubles import Linear, request, run_spec
@@ -149,7 +149,7 @@ def run_fast(
         act = acting(acts)
         cluster.listen(lambda event: act(cluster, event))
         if pauses:
-            cluster.listen(tools(pauses, cluster, cluster.clock))
+            cluster.listen(run_tools(pauses, cluster, cluster.clock))
 
     counts = not (spec.prefix_cache or pauses or any(r.group for r in requests))
     options = HostOptions(counts, bool(pauses), ran, ended)

@@ -29,10 +29,10 @@ from rubato.core.events import (
     Placed,
     Preempted,
     Promoted,
-    Returned,
     Started,
     Stepped,
     Tokens,
+    ToolCallFinished,
     Transferred,
 )
 
@@ -54,7 +54,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         Preempted,
         Demoted,
         Promoted,
-        Returned,
+        ToolCallFinished,
         Finished,
         Assigned,
         Joined,

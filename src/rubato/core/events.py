@@ -92,7 +92,7 @@ class Preempted(Event):
 
 
 @happened(frozen=True, slots=True)
-class Returned(Event):
+class ToolCallFinished(Event):
     """A tool has returned: the stage that waited for it begins, and the request waits to run."""
 
 

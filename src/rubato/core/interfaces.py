@@ -55,7 +55,7 @@ class SeqView(Protocol):
     @property
     def due(self) -> float: ...  # when the next token must be out; inf = no SLO on it
     @property
-    def away(self) -> float: ...  # seconds that its tools took so far, which are in no SLO
+    def tool_seconds(self) -> float: ...  # seconds that its tools took so far, which are in no SLO
     @property
     def predicted(self) -> float | None: ...  # remaining output tokens, None = no predictor
     @property

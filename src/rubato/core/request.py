@@ -181,7 +181,7 @@ class Request:
         return stages[0].prompt if len(stages) == 1 else sum([stage.prompt for stage in stages])
 
     @property
-    def tools(self) -> bool:
+    def uses_tools(self) -> bool:
         """Whether it is to wait for one."""
         return len(self.stages) > 1 and any(stage.tool for stage in self.stages)
 

@@ -108,11 +108,11 @@ def judge(
     if not some:
         return Verdict(met, slo_rule, cause, margin=margin)
     first, last = float(some[0][0]), float(some[-1][-1])
-    e2e = last - request.arrival - away(stages) if completed else None
+    e2e = last - request.arrival - tool_seconds(stages) if completed else None
     return Verdict(met, slo_rule, cause, first - request.arrival, _mean_tpot(request, stages), e2e, margin)
 
 
-def away(stages: Sequence[StageTimes]) -> float:
+def tool_seconds(stages: Sequence[StageTimes]) -> float:
     """Seconds that tools took: between a stage's last token and the next one's start. They are in no SLO."""
     gaps = [b.start - float(a.tokens[-1]) for a, b in pairwise(stages) if len(a.tokens)]
     return sum([gap for gap in gaps if gap > 0.0])
@@ -142,7 +142,7 @@ def _margin(request: Request, stages: Sequence[StageTimes], slo_rule: str) -> fl
         if not n:
             break
         begun, ended = float(tokens[0]), float(tokens[-1])
-        arrival = request.arrival if at == 0 else request.arrival + away(stages[: at + 1])
+        arrival = request.arrival if at == 0 else request.arrival + tool_seconds(stages[: at + 1])
         due = deadlines(stage.slo, arrival, times.start, begun, continues if stage.prompt == 0 else None)
         spare = min(spare, due.end - ended)
         if slo_rule == "deadline":

@@ -187,7 +187,7 @@ class RayHost:
     def submit(self, request: Request) -> None:
         """Raises ValueError for a request that is to wait for a tool: should this process die meanwhile, no other
         would know of the wait."""
-        if request.tools:
+        if request.uses_tools:
             raise ValueError(f"request {request.id!r} waits for a tool, which only a replica in this process does")
         self._started().submit(request, self.clock.now())
         self._send(("submit", shifted_request(request, self._ahead)))

@@ -168,6 +168,6 @@ def tokens_needed(seq: SeqView, end: float, now: float) -> float:
     if slo.tpot is not None and seq.first_token_at is not None:
         most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
     if slo.e2e is not None:
-        left = seq.request.arrival + seq.away + slo.e2e - now
+        left = seq.request.arrival + seq.tool_seconds + slo.e2e - now
         most = max(most, remaining(seq) * (end - now) / left if left > 0.0 else inf)
     return most

@@ -82,7 +82,7 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
         late = step > tpot
         if e2e is not None and predicted is not None:
             end = view.now + rate.seconds_alone(pending) + (predicted - 1.0) * step
-            late = late or end > arrival + seq.away + e2e
+            late = late or end > arrival + seq.tool_seconds + e2e
         if late:
             slow.add(place)
     return [job for job in jobs if place_of(job) not in slow] if slow else jobs

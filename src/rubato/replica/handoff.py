@@ -64,7 +64,7 @@ def release(replica: ReplicaState, id: str) -> bool:
 def recall(replica: ReplicaState, kind: Recall) -> bool:
     """Mark for `hand_back` those that now hold no KV, or are best effort; not those that move or wait for a tool.
     Whether there are any."""
-    here = [s for s in replica.seqs.values() if not (s.ended or s.calling or s.id in replica.arriving)]
+    here = [s for s in replica.seqs.values() if not (s.ended or s.waiting_for_tool or s.id in replica.arriving)]
     chosen = [s for s in here if (s.best_effort if kind == "best_effort" else s.id not in replica.running)]
     replica.recalled += chosen
     return bool(chosen)
@@ -73,7 +73,9 @@ def recall(replica: ReplicaState, kind: Recall) -> bool:
 def hand_back(replica: ReplicaState, now: float) -> list[Event]:
     """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
     marked, replica.recalled = replica.recalled, []
-    here = {s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.calling}  # marked twice, it goes once
+    here = {
+        s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.waiting_for_tool
+    }  # marked twice, it goes once
     for seq in sorted(here.values(), key=order_of):
         replica.events.append(hand_off(replica, seq, "recalled", now, with_kv=False))
     return replica.told()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
 
-from rubato.core.events import Demoted, Event, Finished, Preempted, Promoted, Returned, Started, Tokens
+from rubato.core.events import Demoted, Event, Finished, Preempted, Promoted, Started, Tokens, ToolCallFinished
 from rubato.core.interfaces import View
 from rubato.core.plan import Batch, Emitted, Entry, Plan, StepResult
 from rubato.core.request import NOTHING, Outcome, Request, without_texts
@@ -41,7 +41,7 @@ class Replica(ReplicaState):
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queue a request. One that could never be run is refused at once, with a reason that says why. Raises
         ValueError for one that shares KV, or waits for tools, where KV is counted only."""
-        if not self.kv.by_block and (request.group or request.tools):
+        if not self.kv.by_block and (request.group or request.uses_tools):
             raise ValueError(f"request {request.id!r} shares KV or waits for a tool: that needs blocks with ids")
         seq = self.new(request, now)
         if reason := refusal_reason(request, self.limits):
@@ -61,13 +61,13 @@ class Replica(ReplicaState):
         """The tool that a request waits for has returned: its next stage begins, in the queue. Ignored for one that
         waits for none."""
         seq = self.seqs.get(id)
-        if seq is None or not seq.calling:
+        if seq is None or not seq.waiting_for_tool:
             return []
-        seq.calling = seq.started = False
+        seq.waiting_for_tool = seq.started = False
         self._next_stage(seq, now)
         seq.since = now
         self.queue(seq)
-        return [Returned(now, id)]
+        return [ToolCallFinished(now, id)]
 
     def fail(self, now: float, reason: str) -> list[Event]:
         """The engine broke: every request here ends as failed, all KV is free. What is on its way from here or to here
@@ -346,7 +346,7 @@ class Replica(ReplicaState):
         if seq.decoding:
             self.leave_pool(seq)
         if seq.request.stages[seq.stage + 1].tool:
-            seq.calling = True
+            seq.waiting_for_tool = True
             self.hide(seq)
             self.learn_ids(seq)
             self.stop(seq, keep=True)

@@ -89,11 +89,12 @@ class Seq:
     """
 
     __slots__ = (
-        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "away", "before",
-        "begun", "block_ids", "calling", "continues", "decoding", "demoted", "draft", "earlier", "ended",
+        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "before",
+        "begun", "block_ids", "continues", "decoding", "demoted", "draft", "earlier", "ended",
         "first_token_at", "held", "id", "ids", "keys", "kv", "late_before", "lengths", "milestone", "nth", "order",
         "past", "prompt", "recompute", "request", "seen", "shared", "since", "spans", "stage", "stage_start", "started",
-        "starts", "steps", "times", "token_ids", "tried", "waits",
+        "starts", "steps", "times", "token_ids", "tool_seconds", "tried",
+        "waiting_for_tool", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -122,8 +123,8 @@ class Seq:
         self.started = False
         self.ended = False  # finished while its batch was in flight: KV goes back when that has landed
         self.held = False  # behind the first of its group, whose prompt's KV it will share
-        self.calling = False  # the tool that its next stage waits for runs
-        self.away = 0.0  # seconds that its tools took so far
+        self.waiting_for_tool = False  # the tool that its next stage waits for runs
+        self.tool_seconds = 0.0  # seconds that its tools took so far
         self.continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
         self.past: list[Deadlines] = []  # of the stages before this one
         self.draft: Tree | None = None
@@ -261,7 +262,7 @@ class Seq:
     def _renewed(self) -> Deadlines:
         stage = self.request.stages[self.stage]
         due = self._deadlines = deadlines(
-            stage.slo, self.request.arrival + self.away, self.stage_start, self.first_token_at, self.continues
+            stage.slo, self.request.arrival + self.tool_seconds, self.stage_start, self.first_token_at, self.continues
         )
         return due
 
@@ -320,7 +321,7 @@ class Seq:
         due = self.deadlines
         self.past.append(due)
         last_due = due.token(self._output - 1)
-        self.away += max(0.0, now - self.times[-1][-1])  # a stage without a tool begins with the last token
+        self.tool_seconds += max(0.0, now - self.times[-1][-1])  # a stage without a tool begins with the last token
         self.earlier += self._output
         self.stage += 1
         stage = self.request.stages[self.stage]

@@ -292,7 +292,7 @@ class ReplicaState:
         seqs = self.seqs.values()
         self.kv.check_integrity([*self.running.values(), *self.leaving.values(), *self.arriving.values()])
         held = [s for s in seqs if s.held]
-        calling = [s for s in seqs if s.calling]
+        calling = [s for s in seqs if s.waiting_for_tool]
         ids = [s.id for s in [*self.waiting, *held, *calling]] + [*self.running, *self.arriving]
         assert sorted(ids) == sorted(self.seqs), "waiting, held, calling, running and arriving are not a partition"
         assert not held or len(held) < len(self.seqs), "all wait for the first of their group, which is not here"

@@ -84,7 +84,7 @@ def simulate_events(
         events: list[Event] = []
         cluster.listen(events.append)
         if pauses:
-            cluster.listen(tools(pauses, cluster, clock))
+            cluster.listen(run_tools(pauses, cluster, clock))
         if watch is not None:
             cluster.listen(lambda event: watch(cluster, event))
         await cluster.start()
@@ -101,7 +101,7 @@ def simulate_events(
     return run_virtual(main())
 
 
-def tools(pauses: Pauses, cluster: Cluster, clock: Clock) -> Callable[[Event], None]:
+def run_tools(pauses: Pauses, cluster: Cluster, clock: Clock) -> Callable[[Event], None]:
     """A listener that runs the tools: each returns so many seconds after the stage before it is done."""
 
     def follow(event: Event) -> None:
@@ -122,7 +122,7 @@ def simulate_requests(
     `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
-    shared = isinstance(requests, Sequence) and any(r.group or r.tools for r in requests)
+    shared = isinstance(requests, Sequence) and any(r.group or r.uses_tools for r in requests)
 
     def ended(event: Finished, stages: Sequence[StageTimes]) -> None:
         came[event.id] = [float(t) for stage in stages for t in stage.tokens]
@@ -148,7 +148,7 @@ def simulate_requests(
         if listen is not None:
             cluster.listen(listen)
         if pauses:
-            cluster.listen(tools(pauses, cluster, cluster.clock))
+            cluster.listen(run_tools(pauses, cluster, cluster.clock))
 
     counts = not (shared or pauses or spec.prefix_cache)
     host_options = HostOptions(counts, bool(pauses), ended=ended if times else None)

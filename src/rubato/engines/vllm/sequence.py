@@ -153,7 +153,7 @@ class Seq:
         return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
 
     @property
-    def away(self) -> float:
+    def tool_seconds(self) -> float:
         return 0.0
 
     @property

@@ -64,7 +64,7 @@ class DemandReader:
         if e2e is not None:
             steady = 0.5 * e2e / (left + seq.output)
             tpot = min(tpot, steady)
-            due = min(due, seq.request.arrival + seq.away + e2e - (left - 1.0) * steady)
+            due = min(due, seq.request.arrival + seq.tool_seconds + e2e - (left - 1.0) * steady)
         elif due == inf and (seq.output == 0 or pending > 1):  # also one that is resumed by a prefill
             due = max(seq.stage_start + self.patience, self.now + min(tpot, self.patience))
         if pending == 1 and seq.id in self.since:
