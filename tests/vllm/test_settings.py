@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rubato.core.plan import Limits
-from rubato.engines.vllm.bookkeeping import Control, Settings, settings_of
+from rubato.engines.vllm.bookkeeping import PolicyDriver, Settings, settings_of
 from rubato.policies import PolicyError
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, kv_blocks=20, block_size=16)
@@ -19,9 +19,9 @@ def test_defaults() -> None:
 
 def test_everything() -> None:
     given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "slo_rule": "mean"}
-    control = Control(settings_of({"rubato": given, "other": 1}), LIMITS)
-    assert control.policy.budget == 64  # type: ignore[attr-defined]
-    assert control.latency.b == (0.02, 0.0)
+    driver = PolicyDriver(settings_of({"rubato": given, "other": 1}), LIMITS)
+    assert driver.policy.budget == 64  # type: ignore[attr-defined]
+    assert driver.latency.b == (0.02, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_numbers_that_cannot_be_end_the_start(given: dict[str, object]) -> None:
     ((_, named),) = given.items()
     (name,) = named  # type: ignore[misc]
     with pytest.raises(ValueError, match=f"{name}.*(is|has no)|has no.*{name}"):
-        Control(settings_of({"rubato": given}), LIMITS)
+        PolicyDriver(settings_of({"rubato": given}), LIMITS)
 
 
 def test_unknown_policy() -> None:
     with pytest.raises(PolicyError, match="did you mean 'edf'"):
-        Control(settings_of({"rubato": {"policy": "edv"}}), LIMITS)
+        PolicyDriver(settings_of({"rubato": {"policy": "edv"}}), LIMITS)

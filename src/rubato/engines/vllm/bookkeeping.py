@@ -21,7 +21,7 @@ from rubato.core.length_prediction import PREDICTORS
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import SLO_RULES, StageTimes, judge
-from rubato.engines.vllm.sequence import Seq, request_of
+from rubato.engines.vllm.sequence import VllmSeq, request_of
 from rubato.latency import affine
 from rubato.policies import PolicyError, load
 from rubato.replica.plan_check import check, spelled_out
@@ -86,7 +86,7 @@ class Flight:
     since: float
 
 
-class Control:
+class PolicyDriver:
     """One policy over one vLLM engine core. steps, deviations, fallbacks: how many batches were scheduled, how many of
     them were not what the plan said, and how many steps were planned in vLLM's own order because the policy failed."""
 
@@ -101,7 +101,7 @@ class Control:
         self.latency = affine.Model(**settings.latency)
         self.clock: Callable[[], float] = WallClock().now
         self.unix: Callable[[], float] = unix_time
-        self.seqs: dict[str, Seq] = {}
+        self.seqs: dict[str, VllmSeq] = {}
         self.steps = self.deviations = self.fallbacks = 0
         self._vllm_order: Scheduler = load("vllm", {"budget": limits.max_num_batched_tokens})
         self._reported = {"policy": -inf, "plan": -inf}  # when a failure, and a deviation, was last logged
@@ -126,7 +126,7 @@ class Control:
             return f"rejected-invalid: {error}"
         self._events.append(Offered(now, request.id, request))
         self._order += 1
-        seq = Seq(request, own, kv, self._order, self._lengths)
+        seq = VllmSeq(request, own, kv, self._order, self._lengths)
         self.seqs[request.id] = seq
         most = min(own.num_prompt_tokens + own.max_tokens, self.limits.max_model_len)
         if self.limits.blocks(most) > self.limits.kv_blocks:
@@ -222,10 +222,10 @@ class Control:
         """Book a plan's demotions and promotions."""
         now = self.clock()
         for id in plan.demote:
-            self.seqs[id].books.demoted = True
+            self.seqs[id].state.demoted = True
             self._events.append(Demoted(now, id))
         for id in plan.promote:
-            self.seqs[id].books.demoted = False
+            self.seqs[id].state.demoted = False
             self._events.append(Promoted(now, id))
 
     def scheduled(self, view: View, plan: Plan, output: Any) -> None:
@@ -273,7 +273,7 @@ class Control:
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if out.new_token_ids:
-            seq.books.got([now] * len(out.new_token_ids))
+            seq.state.got([now] * len(out.new_token_ids))
             self._events.append(Tokens(now, seq.id, len(out.new_token_ids), token_ids=tuple(out.new_token_ids)))
         if out.finish_reason is not None:
             self.end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")

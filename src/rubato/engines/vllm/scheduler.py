@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits, Plan
-from rubato.engines.vllm.bookkeeping import Control, log, settings_of
+from rubato.engines.vllm.bookkeeping import PolicyDriver, log, settings_of
 
 
 class RubatoScheduler(Scheduler):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
             # Its batch has room for `max_num_seqs` sequences, and those that sit a step out take none of it: as many
             # as there are KV blocks may be running, and `limits.max_num_seqs` bounds the batch.
             self.max_num_running_reqs = self.max_num_active_reqs = self._kv_blocks()
-        self.rubato = Control(settings_of(self.vllm_config.additional_config), self._limits())
+        self.rubato = PolicyDriver(settings_of(self.vllm_config.additional_config), self._limits())
         log.info("scheduling by policy %r, limits %s", self.rubato.name, self.rubato.limits)
 
     def _unsupported(self) -> Iterable[str]:

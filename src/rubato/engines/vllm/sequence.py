@@ -8,7 +8,7 @@ from typing import Any
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
-from rubato.replica.sequence import Seq as Books
+from rubato.replica.sequence import Seq
 
 PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
@@ -89,8 +89,8 @@ class Hit:
 
 
 @dataclass(slots=True, eq=False)
-class Seq:
-    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `books` what it does not know."""
+class VllmSeq:
+    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `state` what it does not know."""
 
     request: Request
     own: Any  # vLLM's Request
@@ -100,11 +100,11 @@ class Seq:
     waiting: bool = True
     started: bool = False
     hit: Hit | None = None  # looked up once for each view, when it is asked for
-    books: Books = field(init=False)
+    state: Seq = field(init=False)
 
     def __post_init__(self) -> None:
         arrival = self.request.arrival
-        self.books = Books(self.request, self.order, arrival)
+        self.state = Seq(self.request, self.order, arrival)
 
     # ----------------------------------------------------------------- SeqView
 
@@ -122,7 +122,7 @@ class Seq:
 
     @property
     def first_token_at(self) -> float | None:
-        return self.books.first_token_at
+        return self.state.first_token_at
 
     @property
     def output(self) -> int:
@@ -162,19 +162,19 @@ class Seq:
 
     @property
     def best_effort(self) -> bool:
-        return self.books.best_effort
+        return self.state.best_effort
 
     @property
     def demoted(self) -> bool:
-        return self.books.demoted
+        return self.state.demoted
 
     @property
     def missed(self) -> bool:
-        return self.books.missed
+        return self.state.missed
 
     @property
     def due(self) -> float:
-        return self.books.due
+        return self.state.due
 
     @property
     def predicted(self) -> float | None:
@@ -197,7 +197,7 @@ class Seq:
     @property
     def times(self) -> Sequence[float]:
         """When each token came out."""
-        return self.books.times[-1]
+        return self.state.times[-1]
 
     def look_up(self) -> Hit:
         """What the prefix cache would save a waiting request, as of this step's view."""
