@@ -10,7 +10,7 @@ from rubato.core.clock import WallClock, process_cpu_time
 from rubato.fleet.cluster import Cluster
 
 now = WallClock().now
-ENTRIES = ("offer", "_place", "_emit")  # of Cluster, where the driver and the hosts enter it
+ENTRIES = ("offer", "_route_until_settled", "_emit")  # of Cluster, where the driver and the hosts enter it
 
 
 class Inside:
@@ -26,10 +26,10 @@ class Inside:
         self._depth = 0
 
     def __enter__(self) -> Inside:
-        self._former = {name: getattr(Cluster, name) for name in (*ENTRIES, "_asked")}
+        self._former = {name: getattr(Cluster, name) for name in (*ENTRIES, "_call_router")}
         for name in ENTRIES:
             setattr(Cluster, name, self._timed(self._former[name], name == "offer"))
-        Cluster._asked = self._each(self._former["_asked"])  # type: ignore[method-assign]
+        Cluster._call_router = self._each(self._former["_call_router"])  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -119,7 +119,7 @@ def test_what_cannot_be_drained_is_said() -> None:
         def watch(cluster: Cluster, event: Event, errors: list[str] = errors, id: str = id) -> None:
             if isinstance(event, Finished) and not errors:
                 with pytest.raises(ValueError) as caught:
-                    cluster.drain_replica("r1" if id == "r0" else id)
+                    cluster._scaling.drain("r1" if id == "r0" else id)
                 errors.append(str(caught.value))
 
         events = simulate_events(requests, {}, spec, watch=watch)

@@ -145,8 +145,9 @@ def check(cluster: Cluster) -> None:
 
 
 def assert_nothing_left(cluster: Cluster) -> None:
-    for name in ("_held", "_moving", "_placed", "_transfers", "_cancelled", "_groups", "_own"):
-        assert not getattr(cluster, name), name
+    table = cluster._requests
+    left = [table.unplaced, table.with_kv, table.placed, table.groups, cluster._transfers._under_way]
+    assert not any([*left, cluster._cancelled, cluster._own])
     check(cluster)
     for host in cluster.hosts.values():
         replica = host.replica  # type: ignore[attr-defined]

@@ -33,18 +33,14 @@ class EventBus:
         """Of each that failed, by name: on how many events."""
         return {name: count for name, (count, _) in self._failed.items()}
 
-    def tell(self, event: Event) -> None:
-        for listener in self._all:
+    def tell(self, event: Event, *first: Listener) -> None:
+        """Tell `first`, in their order, and then every listener."""
+        for listener in (*first, *self._all):
             try:
                 listener(event)
             except Exception as error:
-                self._failed_on(listener, event, error)
-
-    def tell_one(self, listener: Listener, event: Event) -> None:
-        try:
-            listener(event)
-        except Exception as error:
-            self._failed_on(listener, event, error)
+                name = getattr(listener, "__qualname__", type(listener).__qualname__)
+                self.report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)
 
     def report(self, name: str, at: float, message: str, error: Exception) -> None:
         """One more error of `name`, at time `at`: counted, and reported as a listener's."""
@@ -58,7 +54,3 @@ class EventBus:
         except RuntimeError:
             raise error from None
         loop.call_exception_handler({"message": f"{message}, errors so far: {count + 1}", "exception": error})
-
-    def _failed_on(self, listener: Listener, event: Event, error: Exception) -> None:
-        name = getattr(listener, "__qualname__", type(listener).__qualname__)
-        self.report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 
 from rubato.core.clock import SCALE, Clock, Handle
 from rubato.core.events import Draining, Joined, Left
-from rubato.core.interfaces import Autoscaler, Host, SeqView, View
+from rubato.core.interfaces import Autoscaler, Host, View
 from rubato.fleet.event_bus import Listener
+from rubato.fleet.request_table import RequestTable
 
 log = logging.getLogger(__name__)
 
 
 class FleetScaling:
-    """Adds and drains hosts of a cluster. hosts: those that serve, by id; changed here. make: a further host of an id
-    (None: none can be added). check: raises ValueError for a host that lacks what the router needs. emit: the cluster's
-    events. joined: called when a host has come."""
+    """Adds and drains hosts of a cluster. hosts: those that serve, by id; changed here. requests: where requests are.
+    make: a further host of an id (None: none can be added). check: raises ValueError for a host that lacks what the
+    router needs. emit: the cluster's events. joined: called when a host has come."""
 
     def __init__(
         self,
         hosts: dict[str, Host],
+        requests: RequestTable,
         clock: Clock,
         autoscaler: Autoscaler | None,
         make: Callable[[str], Host] | None,
@@ -32,6 +34,7 @@ class FleetScaling:
         self.draining: set[str] = set()  # ids of hosts that take nothing more
         self.failed: list[Host] = []  # hosts that did not start, to be closed
         self._hosts = hosts
+        self._requests = requests
         self._clock = clock
         self._autoscaler = autoscaler
         self._make = make
@@ -47,8 +50,9 @@ class FleetScaling:
         """Views of the hosts that take requests."""
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]
 
-    def drain(self, id: str, placed: Set[str]) -> None:
-        """As `Cluster.drain_replica`. placed: ids of the replicas that requests are placed on."""
+    def drain(self, id: str) -> None:
+        """It takes nothing more, and leaves when nothing is there; what waits there comes back where hosts can hand it
+        back. Raises ValueError for a replica that is not there, or is the last that serves."""
         if id not in self._hosts:
             raise ValueError(f"no replica {id!r}: there are {', '.join(self._hosts)}")
         if id in self.draining:
@@ -60,17 +64,14 @@ class FleetScaling:
         host = self._hosts.get(id)
         if host is not None and "recall" in host.view().supports:
             host.recall("waiting")
-        self.let_leave(placed)
+        self.let_leave()
 
-    def add(self) -> str:
-        """Start a further host; its id. It serves once it has started. Raises ValueError where none can be made."""
-        if self._make is None:
-            raise ValueError("this cluster makes no further replicas: build it with an autoscaler")
+    def _add(self, make: Callable[[str], Host]) -> None:
+        """Start a further host, which serves once it has started."""
         id = f"r{self._made}"
         self._made += 1
-        host = self._make(id)
+        host = make(id)
         self._joining[id] = (host, self._clock.spawn(self._join(host), f"start of replica {id}"))
-        return id
 
     async def _join(self, host: Host) -> None:
         try:
@@ -86,8 +87,9 @@ class FleetScaling:
         self._emit(Joined(self._clock.now(), host.id))
         self._joined()
 
-    def let_leave(self, placed: Set[str]) -> None:
+    def let_leave(self) -> None:
         """Drained replicas where nothing is left are gone."""
+        placed = self._requests.replicas
         for id in list(self.draining):
             host = self._hosts.get(id)
             if host is None:
@@ -98,38 +100,42 @@ class FleetScaling:
                 self._clock.spawn(host.close(), f"end of replica {id}")
                 self._emit(Left(self._clock.now(), id))
 
-    def ask_soon(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which is to call `ask_now`, once, when all has that happens at this instant."""
+    def ask_soon(self) -> None:
+        """Ask the autoscaler once, when all has that happens at this instant."""
         if self._autoscaler is not None and self._soon is None:
-            self._soon = self._clock.call_at(self._clock.now(), SCALE, ask)
+            self._soon = self._clock.call_at(self._clock.now(), SCALE, self._ask)
 
-    def ask_now(self, held: Sequence[SeqView], placed: Callable[[], Set[str]], ask: Callable[[], None] | None) -> None:
-        """Ask the autoscaler; one that fails is told in the log, and the fleet stays as it is. ask: called when the
-        autoscaler said to be asked again (None: nothing is in flight that could change its answer)."""
+    def _ask(self) -> None:
+        """Do what the autoscaler wants; one that fails is told in the log, and the fleet stays as it is."""
         self._soon = None
-        if self._autoscaler is None:
+        if self._autoscaler is None or self._make is None:
             return
+        unplaced = list(self._requests.unplaced.values())
         try:
-            wanted = self._autoscaler.scale(held, self.open_views(), len(self._joining), self._clock.now())
+            wanted = self._autoscaler.scale(unplaced, self.open_views(), len(self._joining), self._clock.now())
             for _ in range(wanted.add):
-                self.add()
+                self._add(self._make)
             for id in wanted.drain:
-                self.drain(id, placed())
+                self.drain(id)
         except Exception:
             log.exception("the autoscaler failed; the fleet stays as it is")
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wanted.wake_at is not None and ask is not None:
-            self._timer = self._clock.call_at(wanted.wake_at, SCALE, ask)
+        if wanted.wake_at is not None and len(self._requests):  # else nothing changes that its answer depends on
+            self._timer = self._clock.call_at(wanted.wake_at, SCALE, self._ask)
 
-    def close(self) -> list[Host]:
-        """Nothing comes or goes any more; the hosts that were starting, or did not start, to be closed."""
+    def stop_asking(self) -> None:
+        """The autoscaler is asked no more."""
         self._autoscaler = None
         for timer in (self._timer, self._soon):
             if timer is not None:
                 timer.cancel()
+
+    def close(self) -> list[Host]:
+        """Nothing comes or goes any more; the hosts that were starting, or did not start, to be closed."""
+        self.stop_asking()
         for host, start in list(self._joining.values()):
             start.cancel()
             self.failed.append(host)

@@ -1,0 +1,73 @@
+"""Where each request of a cluster is: not placed yet, or at a replica; and which replica serves a group."""
+
+from __future__ import annotations
+
+from rubato.core.clock import Clock
+from rubato.core.interfaces import LengthPredictor
+from rubato.core.request import Request
+from rubato.replica.sequence import Seq
+
+
+class RequestTable:
+    """The requests in flight, by id.
+
+    unplaced: as a router sees them, in the order in which they came. placed: the replica that each of the others is
+    at. with_kv: unplaced ones that have KV at a replica, and may wait for memory at another. groups: the replica of a
+    group, and its requests there.
+    """
+
+    def __init__(self, clock: Clock, lengths: LengthPredictor | None) -> None:
+        self.unplaced: dict[str, Seq] = {}
+        self.placed: dict[str, tuple[str, Request]] = {}
+        self.with_kv: set[str] = set()
+        self.groups: dict[str, tuple[str, set[str]]] = {}
+        self._clock = clock
+        self._lengths = lengths
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self.unplaced) + len(self.placed)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self.unplaced or id in self.placed
+
+    @property
+    def replicas(self) -> set[str]:
+        """Those that requests are placed at."""
+        return {replica for replica, _ in self.placed.values()}
+
+    def hold(self, request: Request) -> Seq:
+        """It is unplaced: with what it has received, and the KV that it would bring along."""
+        self._order += 1
+        seq = Seq(request, self._order, self._clock.now(), lengths=self._lengths)
+        self.with_kv.discard(request.id)
+        if request.handoff is not None:
+            seq.cached = request.handoff.cached
+            if seq.cached:
+                self.with_kv.add(request.id)
+        self.unplaced[request.id] = seq
+        return seq
+
+    def place(self, request: Request, replica: str) -> None:
+        """An unplaced request is at this replica from now on."""
+        del self.unplaced[request.id]
+        self.with_kv.discard(request.id)
+        self.placed[request.id] = (replica, request)
+        if request.group:
+            self.groups.setdefault(request.group, (replica, set()))[1].add(request.id)
+
+    def take_from_replica(self, id: str) -> Request | None:
+        """It is at no replica any more; None if it was at none."""
+        _, request = self.placed.pop(id, (None, None))
+        if request is not None and request.group in self.groups:
+            _, left = self.groups[request.group]
+            left.discard(id)
+            if not left:
+                del self.groups[request.group]
+        return request
+
+    def remove(self, id: str) -> Request | None:
+        """It has ended; None if it was not in flight."""
+        seq = self.unplaced.pop(id, None)
+        self.with_kv.discard(id)
+        return self.take_from_replica(id) if seq is None else seq.request

@@ -1,0 +1,106 @@
+"""The router of a cluster: what it wants, needs and decides is checked, and when it is to be asked again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from rubato.core.capabilities import cure
+from rubato.core.clock import PLAN, Clock, Handle
+from rubato.core.events import Event
+from rubato.core.interfaces import Assigner, Dispatch, Host, Router, SeqView, View
+from rubato.core.plan import Role
+from rubato.replica.plan_check import PlanError, check_dispatch
+
+log = logging.getLogger(__name__)
+
+WANTS = frozenset({"step"})  # what a router may ask for in `wants`
+
+
+class RouterError(Exception):
+    """The router failed, or decided what cannot be done: the message names it and says why."""
+
+
+class RouterCalls:
+    """wants_steps: whether the router is to be asked whenever a step has ended. failures: of `place`, in a row. Raises
+    ValueError for a router that wants what there is not."""
+
+    def __init__(self, router: Router) -> None:
+        self.policy = type(router).__module__.removeprefix("rubato.policies.").removeprefix("rubato policy ")
+        wants: object = getattr(router, "wants", frozenset())
+        if not isinstance(wants, frozenset):
+            raise ValueError(f"router {self.policy!r}: `wants` is {wants!r}: give a frozenset")
+        if unknown := wants - WANTS:
+            raise ValueError(
+                f"router {self.policy!r} wants {', '.join(sorted(unknown))}; known is {', '.join(sorted(WANTS))}"
+            )
+        self.wants_steps = "step" in wants
+        self.failures = 0
+        self._router = router
+        self.observe: Callable[[Event], None] = lambda event: router.observe((event,))
+        self.observe.__qualname__ = f"observe of router {self.policy!r}"  # what an error of it is reported as
+
+    def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
+        """What each of these replicas is for at the start. Raises ValueError for too few of them."""
+        return self._router.roles(replicas) if isinstance(self._router, Assigner) else {}
+
+    def check_needs(self, host: Host) -> None:
+        """Raises ValueError for a host that lacks what the router needs."""
+        if missing := self._router.needs - (supports := host.view().supports):
+            raise ValueError(
+                f"router {self.policy!r} needs {', '.join(sorted(missing))}, which replica {host.id!r} lacks (it "
+                f"supports {', '.join(sorted(supports)) or 'nothing extra'}): {cure(missing)}"
+            )
+
+    def place(
+        self, unplaced: Sequence[SeqView], fleet: Sequence[View], now: float, *, placed: int, replicas: Collection[str]
+    ) -> Dispatch:
+        """What the router decides. placed: how many requests are at replicas. Raises RouterError."""
+        try:
+            dispatch = self._router.place(unplaced, fleet, now)
+            check_dispatch(dispatch, unplaced, fleet, now, self.policy, placed=placed, replicas=replicas)
+        except Exception as error:  # whatever a policy may raise: told to every client, never hidden
+            log.error("router %s failed; %d requests end", self.policy, len(unplaced), exc_info=error)
+            self.failures += 1
+            where = "" if isinstance(error, PlanError) else f"router {self.policy!r}, t={now:.6f}: "
+            raise RouterError(f"{where}{type(error).__name__}: {error}") from error
+        self.failures = 0
+        return dispatch
+
+
+class RoutingTimer:
+    """Calls `wake` at the earlier of two times: when the router said to be asked again, and when the tenants' shares
+    let something pass though nothing happens until then."""
+
+    def __init__(self, clock: Clock, wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._wake = wake
+        self._router_at: float | None = None
+        self._shares_at: float | None = None
+        self._timer: Handle | None = None
+
+    def router_says(self, at: float | None) -> None:
+        if at != self._router_at:
+            self._router_at = at
+            self._restart()
+
+    def shares_say(self, at: float | None) -> None:
+        self._shares_at = at
+        self._restart()
+
+    def stop(self) -> None:
+        self._router_at = self._shares_at = None
+        self._restart()
+
+    def _restart(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        times = [t for t in (self._router_at, self._shares_at) if t is not None]
+        if times:
+            self._timer = self._clock.call_at(min(times), PLAN, lambda: self._on_wake(min(times)))
+
+    def _on_wake(self, at: float) -> None:
+        self._timer = None
+        self._router_at, self._shares_at = (None if t == at else t for t in (self._router_at, self._shares_at))
+        self._wake()

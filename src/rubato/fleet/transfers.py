@@ -1,0 +1,105 @@
+"""KV that goes from the replica that handed a request off to the one that it is placed at: reserved there, carried, and
+released."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rubato.core.clock import Clock, Handle
+from rubato.core.interfaces import Host, TransferError
+from rubato.core.request import Request
+from rubato.fleet.request_table import RequestTable
+from rubato.replica.sequence import Seq
+
+log = logging.getLogger(__name__)
+
+
+class KVTransfers:
+    """The transfers of a cluster. fail: ends an unplaced request with a reason. kv_freed: called when KV memory may
+    have come free."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Host],
+        requests: RequestTable,
+        clock: Clock,
+        *,
+        fail: Callable[[Seq, str], None],
+        kv_freed: Callable[[], None],
+    ) -> None:
+        self._hosts = hosts
+        self._requests = requests
+        self._clock = clock
+        self._fail = fail
+        self._kv_freed = kv_freed
+        self._under_way: dict[str, Handle] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._under_way
+
+    def start(self, request: Request, source: str, target: str) -> None:
+        """Carry the KV of a request that memory at the target is reserved for, and that is placed there."""
+        carrying = self._carry(request.id, self._hosts[source], self._hosts[target])
+        self._under_way[request.id] = self._clock.spawn(carrying, f"KV of {request.id}")
+
+    async def _carry(self, id: str, source: Host, target: Host) -> None:
+        try:
+            await source.transfer(id, target)
+        except TransferError as error:  # one of the two began afresh
+            log.warning("%s; it is placed again", error)
+            self.take_back(id)
+            self._kv_freed()
+        except Exception as error:  # an engine that cannot take or give this KV: told to the client, never hidden
+            log.exception("the KV of request %r could not be moved", id)
+            self._fail(self.take_back(id), f"its KV could not be moved from {source.id} to {target.id}: {error}")
+        else:
+            self._kv_freed()
+
+    def arrived(self, id: str) -> None:
+        """The KV is the target's: from now on a cancel is for that to carry out."""
+        self._under_way.pop(id, None)
+
+    def take_back(self, id: str) -> Seq:
+        """Stop a transfer; the request is unplaced again, with its KV where that still is."""
+        self._stop(id)
+        replica, request = self._requests.placed[id]
+        self._requests.take_from_replica(id)
+        if replica in self._hosts:
+            self._hosts[replica].release(id)
+        return self._requests.hold(self.without_lost_kv(request))
+
+    def take_back_all(self) -> None:
+        for id in list(self._under_way):
+            self.take_back(id)
+
+    def involving(self, replica: str) -> list[str]:
+        """The requests whose KV comes from this replica or goes to it."""
+        moving = []
+        for id in self._under_way:
+            target, request = self._requests.placed[id]
+            if request.handoff is not None and replica in (target, request.handoff.source):
+                moving.append(id)
+        return moving
+
+    def end(self, request: Request) -> None:
+        """The request has ended: so does its transfer, and its KV where it was handed off is free."""
+        self._stop(request.id)
+        if request.handoff is not None and request.handoff.source in self._hosts:
+            self._hosts[request.handoff.source].release(request.id)
+
+    def without_lost_kv(self, request: Request) -> Request:
+        """The request, its hand-off without KV if the replica that held it holds it no more."""
+        handoff = request.handoff
+        if handoff is None or not handoff.cached:
+            return request
+        source = self._hosts.get(handoff.source)
+        if source is not None and any(seq.id == request.id for seq in source.view().moving):
+            return request
+        return replace(request, handoff=replace(handoff, cached=0))
+
+    def _stop(self, id: str) -> None:
+        task = self._under_way.pop(id, None)
+        if task is not None and task is not self._clock.current_task():
+            task.cancel()
