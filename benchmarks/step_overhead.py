@@ -29,8 +29,7 @@ from typing import Any
 import rubato
 from rubato.core.clock import WallClock, run_strict
 from rubato.core.events import Event
-from rubato.core.interfaces import KV
-from rubato.core.plan import Batch, Emitted, Limits, Sample, StepResult
+from rubato.core.plan import KV, Batch, Emitted, Limits, Sample, StepResult
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.fleet.local_host import LocalHost
 from rubato.latency.affine import Model

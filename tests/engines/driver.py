@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rubato.core.interfaces import KV, Engine
-from rubato.core.plan import Batch, Emitted, Entry, StepResult
+from rubato.core.interfaces import Engine
+from rubato.core.plan import KV, Batch, Emitted, Entry, StepResult
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request, Sampling, Stage
 from rubato.latency import affine

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rubato.core.interfaces import KV  # noqa: E402
+from rubato.core.plan import KV  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato_torch import Engine  # noqa: E402
 from rubato_torch.cpu import llvm_jit  # noqa: E402

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from rubato.core.clock import ARRIVAL, COMPLETION, SCALE, VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
-from rubato.core.interfaces import KV
-from rubato.core.plan import Limits
+from rubato.core.plan import KV, Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Link
 from rubato.fleet.build import local_cluster

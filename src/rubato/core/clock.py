@@ -121,21 +121,6 @@ class HandClock:
     def now(self) -> float:
         return self.time
 
-    def call_at(self, when: float, rank: int, callback: Callable[[], None]) -> Handle:
-        raise RuntimeError("nothing waits on a hand-set clock")
-
-    async def sleep_until(self, when: float, rank: int) -> None:
-        raise RuntimeError("nothing waits on a hand-set clock")
-
-    async def settle(self) -> None:
-        raise RuntimeError("nothing waits on a hand-set clock")
-
-    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
-        raise RuntimeError("nothing runs beside a hand-set clock")
-
-    def current_task(self) -> Handle | None:
-        return None
-
 
 class _Jump(selectors.SelectSelector):
     """A selector that never waits: asked to wait for ever, since no task can go on, it fires the next timer."""

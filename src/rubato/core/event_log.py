@@ -15,26 +15,8 @@ from typing import IO, Any, cast
 import orjson
 from pydantic import TypeAdapter
 
-from rubato.core.events import (
-    Assigned,
-    Demoted,
-    Draining,
-    Event,
-    Finished,
-    HandedOff,
-    Joined,
-    Left,
-    Lost,
-    Offered,
-    Placed,
-    Preempted,
-    Promoted,
-    Started,
-    Stepped,
-    Tokens,
-    ToolCallFinished,
-    Transferred,
-)
+from rubato.core import events
+from rubato.core.events import Event, HandedOff, Offered, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +25,8 @@ CHUNK = 1 << 16
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
-    for kind in (
-        Offered,
-        Placed,
-        Started,
-        Tokens,
-        HandedOff,
-        Transferred,
-        Lost,
-        Preempted,
-        Demoted,
-        Promoted,
-        ToolCallFinished,
-        Finished,
-        Assigned,
-        Joined,
-        Draining,
-        Left,
-        Stepped,
-    )
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
 
 

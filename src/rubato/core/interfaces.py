@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubato.core.events import Event
-from rubato.core.plan import ANY, NO_BATCH, Batch, Limits, Plan, Recall, Role, Sample, Shape, StepResult, Tree
+from rubato.core.plan import ANY, KV, NO_BATCH, Batch, Limits, Plan, Recall, Role, Sample, Shape, StepResult, Tree
 from rubato.core.request import NOTHING, Request
 
 
@@ -300,21 +300,6 @@ class Autoscaler(Protocol):
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         """held, fleet: as a Router sees them; a draining one is not in the fleet. starting: replicas under way."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class KV:
-    """The KV of `tokens` tokens on its way between engines, in the host's memory.
-
-    shape: what both engines must agree in, e.g. (layers, kv_heads, head_dim); data: raw bytes in the order the
-    engines' `form` names (empty in simulation, where `size` alone counts). size: bytes on the wire.
-    """
-
-    tokens: int
-    form: str
-    shape: tuple[int, ...]
-    data: bytes
-    size: int
 
 
 class Engine(Protocol):

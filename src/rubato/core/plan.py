@@ -273,3 +273,18 @@ class StepResult:
 
     emitted: Mapping[str, Emitted]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """The KV of `tokens` tokens on its way between engines, in the host's memory.
+
+    shape: what both engines must agree in, e.g. (layers, kv_heads, head_dim); data: raw bytes in the order the
+    engines' `form` names (empty in simulation, where `size` alone counts). size: bytes on the wire.
+    """
+
+    tokens: int
+    form: str
+    shape: tuple[int, ...]
+    data: bytes
+    size: int

@@ -175,9 +175,7 @@ class Cluster:
         self.offered += 1
         self.finished += 1
         for event in (Offered(now, request.id, request), end):
-            if listener is not None:
-                self._listeners.tell_one(listener, event)
-            self._listeners.tell(event)
+            self._listeners.tell(event, *([] if listener is None else [listener]))
         return end
 
     def cancel(self, id: str, reason: str = "client disconnected") -> None:

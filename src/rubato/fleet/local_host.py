@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, Clock
 from rubato.core.events import Event, Stepped
-from rubato.core.interfaces import KV, Engine, Host, LatencyModel, Scheduler, TransferError, View
-from rubato.core.plan import Batch, Plan, Recall, Role, Sample, StepResult
+from rubato.core.interfaces import Engine, Host, LatencyModel, Scheduler, TransferError, View
+from rubato.core.plan import KV, Batch, Plan, Recall, Role, Sample, StepResult
 from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
 from rubato.core.request import Request
 from rubato.replica import handoff

@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 
 from rubato.core.clock import PLAN, Clock, WallClock, unix_time
 from rubato.core.events import Event
-from rubato.core.interfaces import KV, Engine, Host, LatencyModel, View
-from rubato.core.plan import Limits, Recall, Role
+from rubato.core.interfaces import Engine, Host, LatencyModel, View
+from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request
 from rubato.fleet.build import cluster_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from heapq import heappush
 from typing import Any, Protocol
 
-from rubato.core.clock import HandClock, Handle
+from rubato.core.clock import PLAN, HandClock, Handle
 
 
 class Called(Protocol):
@@ -96,6 +96,9 @@ class QueueClock(HandClock):
 
     async def sleep_until(self, when: float, rank: int) -> None:
         await _Until(when, rank)
+
+    async def settle(self) -> None:
+        await self.sleep_until(self.time, PLAN)
 
     def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
         task = _Task(self, main)

@@ -17,8 +17,8 @@ from itertools import repeat
 from rubato.core.capabilities import cure
 from rubato.core.clock import COMPLETION, PLAN
 from rubato.core.events import Event, Finished, Stepped
-from rubato.core.interfaces import KV, Host, LatencyModel, Scheduler, TransferError, View
-from rubato.core.plan import Emitted, Plan, Recall, Role, Sample
+from rubato.core.interfaces import Host, LatencyModel, Scheduler, TransferError, View
+from rubato.core.plan import KV, Emitted, Plan, Recall, Role, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import NOTHING, Request
 from rubato.core.slo import StageTimes

@@ -16,8 +16,7 @@ from scipy.stats import chi2
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rubato.core.interfaces import KV  # noqa: E402
-from rubato.core.plan import Batch, Entry, Tree  # noqa: E402
+from rubato.core.plan import KV, Batch, Entry, Tree  # noqa: E402
 from rubato.core.request import Progress, Request, Sampling, Stage  # noqa: E402
 from rubato_torch import Engine  # noqa: E402
 from rubato_torch.cpu import llvm_jit  # noqa: E402

@@ -17,8 +17,7 @@ from typing import Literal
 from rubato.core.clock import WallClock
 from rubato.core.cpu_usage import FreeCores, TakenCores, usable
 from rubato.core.extras import extra
-from rubato.core.interfaces import KV
-from rubato.core.plan import Batch, Emitted, Limits, StepResult
+from rubato.core.plan import KV, Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
 
 with extra("torch", "the embedded engine"):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rubato.core.clock import COMPLETION, Clock
 from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
-from rubato.core.interfaces import KV, LatencyModel
-from rubato.core.plan import Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import KV, Batch, Emitted, Entry, Limits, Logprob, Shape, StepResult
 from rubato.core.request import Request
 from rubato.core.stop_strings import StopText
 from rubato.engines.simulated.acceptance import Acceptance, Draft, Process
