@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import PLAN, Clock
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 FAILURES = 3  # consecutive steps that may fail, each followed by a restart of the engine, before the host is dead
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`: predictions may be guesses
-TICK = 1.0  # seconds
+TICK = 1.0  # seconds that a step is waited for at a time
 DRAFTER = "--set engine.drafter=suffix; of a simulated engine, --set engine.drafter.alpha=0.7"
 CLOSE_SECONDS = 3.0  # for a step to notice that it is cancelled, and then for the engine to let go of what it holds
 
@@ -211,19 +211,18 @@ class LocalHost:
         """Its result. Raises StepTimeoutError when it takes longer than it ever should."""
         if self._step_timeout is None:
             return await work
-        limit = self._step_timeout + SLOWER * predicted
-        time_limit = _TimeLimit(self.clock, work, limit)
+        limit = left = self._step_timeout + SLOWER * predicted
         try:
-            return await work
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not work.cancelled() or (task is not None and task.cancelling()):
-                raise
-            raise StepTimeoutError(
-                f"replica {self.id}: the engine hangs: {what} has not ended after {limit:.1f} s"
-            ) from None
+            # Counted in waits, not read from a clock: a process that was itself stopped, as a virtual machine may be
+            # for minutes, has not waited meanwhile.
+            while left > 0.0 and not work.done():
+                await asyncio.wait({work}, timeout=min(TICK, left))
+                left -= TICK
         finally:
-            time_limit.end()
+            work.cancel()
+        if work.done() and not work.cancelled():
+            return work.result()
+        raise StepTimeoutError(f"replica {self.id}: the engine hangs: {what} has not ended after {limit:.1f} s")
 
     def _commit(self, replica: Replica, batch: Batch, result: StepResult) -> None:
         now = self.clock.now()
@@ -322,25 +321,3 @@ class LocalHost:
         if self.replica is None:
             raise RuntimeError(f"host {self.id!r} is not started: await start() first")
         return self.replica
-
-
-class _TimeLimit:
-    """Cancels work after so many seconds. They are counted in turns of the event loop, not read from a clock: a process
-    that was itself stopped, as a virtual machine may be for minutes, has not waited meanwhile."""
-
-    def __init__(self, clock: Clock, work: asyncio.Future[Any], seconds: float) -> None:
-        self._clock = clock
-        self._work = work
-        self._left = seconds
-        self._tick()
-
-    def end(self) -> None:
-        self._timer.cancel()
-
-    def _tick(self) -> None:
-        if self._left <= 0.0:
-            self._work.cancel()
-            return
-        wait = min(TICK, self._left)
-        self._left -= wait
-        self._timer = self._clock.call_at(self._clock.now() + wait, PLAN, self._tick)
