@@ -32,7 +32,7 @@ from rubato.policies import load
 
 log = logging.getLogger(__name__)
 
-Command = tuple[str, Any]  # ("submit", Request), ("cancel", (id, reason)), ("assign", Role) or ("recall", Recall)
+Command = tuple[str, tuple[Any, ...]]  # of a `Host`: submit, cancel, assign or recall, and what it is called with
 STAYS = "KV does not move between Ray actors yet: run policies that hand requests off with `fleet: local`"
 Made = tuple[Engine, LatencyModel]
 
@@ -88,15 +88,8 @@ class _Actor:
         """Carry out batch `number` after the one before it, in whatever order they arrive."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._done == number)
-            for name, what in commands:
-                if name == "submit":
-                    self._host.submit(what)
-                elif name == "assign":
-                    self._host.assign(what)
-                elif name == "recall":
-                    self._host.recall(what)
-                else:
-                    self._host.cancel(*what)
+            for name, arguments in commands:
+                getattr(self._host, name)(*arguments)
             self._done += 1
             self._turn.notify_all()
         self._news.set()
@@ -190,10 +183,10 @@ class RayHost:
         if request.uses_tools:
             raise ValueError(f"request {request.id!r} waits for a tool, which only a replica in this process does")
         self._started().submit(request, self.clock.now())
-        self._send(("submit", shifted_request(request, self._ahead)))
+        self._send("submit", shifted_request(request, self._ahead))
 
     def cancel(self, id: str, reason: str) -> None:
-        self._send(("cancel", (id, reason)))
+        self._send("cancel", id, reason)
 
     def resume(self, id: str) -> None:
         """No request here waits for a tool."""
@@ -203,10 +196,10 @@ class RayHost:
 
     def assign(self, role: Role) -> None:
         self._started().assign(role)
-        self._send(("assign", role))
+        self._send("assign", role)
 
     def recall(self, kind: Recall) -> None:
-        self._send(("recall", kind))
+        self._send("recall", kind)
 
     def reserve(self, request: Request) -> bool:
         raise RuntimeError(STAYS)
@@ -301,13 +294,13 @@ class RayHost:
         # It must not go on with them. This only tells Ray, which has a stopped process killed, too, after 5 s.
         ray.kill(self.actor)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, name: str, *arguments: Any) -> None:
         """With whatever else is said in this turn of the loop, as one message."""
         if self._gone:
             return
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(command)
+        self._outbox.append((name, arguments))
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []

@@ -29,6 +29,8 @@ from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample, Shape
 from rubato.core.request import Request
 from rubato.replica.sequence import Seq
 
+NOT_HELD = (0, 0, 0, 0)  # of a sequence without KV, as `Report.held` would have it
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -45,27 +47,10 @@ class Report:
     in_flight: Shape = NO_BATCH
 
 
-class RemoteSeq(Seq):
-    """A sequence of another process's replica: its tokens are counted one by one, its KV is told by number."""
-
-    __slots__ = ("held_blocks", "held_own")
-
-    def __init__(self, *args: Any, **parts: Any) -> None:
-        super().__init__(*args, **parts)
-        self.held_blocks = self.held_own = 0
-
-    @property
-    def blocks(self) -> int:
-        return self.held_blocks
-
-    @property
-    def own_blocks(self) -> int:
-        return self.held_own
-
-
 class Mirror:
-    """The controller's side of one replica: submissions and reports in, views out. lengths: the controller's own
-    predictor, which learns here from what has completed there."""
+    """The controller's side of one replica: submissions and reports in, views out. Tokens of its sequences are counted
+    one by one, their KV blocks are told by number. lengths: the controller's own predictor, which learns here from what
+    has completed there."""
 
     def __init__(
         self,
@@ -85,10 +70,11 @@ class Mirror:
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
-        self._waiting: dict[str, RemoteSeq] = {}
-        self._running: dict[str, RemoteSeq] = {}
-        self._leaving: dict[str, RemoteSeq] = {}
-        self._arriving: dict[str, RemoteSeq] = {}
+        self._held: Mapping[str, tuple[int, int, int, int]] = {}  # as last reported
+        self._waiting: dict[str, Seq] = {}
+        self._running: dict[str, Seq] = {}
+        self._leaving: dict[str, Seq] = {}
+        self._arriving: dict[str, Seq] = {}
         self._role = ANY
         self._stepped = now
         self._steps = 0
@@ -100,7 +86,7 @@ class Mirror:
 
     def submit(self, request: Request, now: float) -> None:
         self._submitted += 1
-        seq = RemoteSeq(request, self._submitted, now, lengths=self._lengths, token_ids=[])
+        seq = Seq(request, self._submitted, now, lengths=self._lengths, kv=self, token_ids=[])
         coming = request.handoff is not None and request.handoff.cached > 0
         (self._arriving if coming else self._waiting)[request.id] = seq
 
@@ -112,14 +98,23 @@ class Mirror:
         for event in report.events:
             self._fold(event)
         self._leaving = {id: seq for id, seq in self._leaving.items() if id in report.held}
-        for id, (cached, blocks, own, in_flight) in report.held.items():
+        self._held = report.held
+        for id, (cached, _, _, in_flight) in report.held.items():
             seq = self._running.get(id) or self._leaving.get(id) or self._arriving.get(id)
             if seq is not None:
-                seq.cached, seq.held_blocks, seq.held_own, seq.in_flight = cached, blocks, own, in_flight
+                seq.cached, seq.in_flight = cached, in_flight
         self.as_of = report.as_of
         self._kv_free = report.kv_free
         self._busy_until = report.busy_until
         self._in_flight = report.in_flight
+
+    def held(self, seq: Seq) -> int:
+        """Its KV blocks."""
+        return self._held.get(seq.id, NOT_HELD)[1]
+
+    def own(self, seq: Seq) -> int:
+        """Of these, those not shared."""
+        return self._held.get(seq.id, NOT_HELD)[2]
 
     def view(self, now: float) -> View:
         if self._busy_until <= now:
@@ -169,7 +164,7 @@ class Mirror:
                 seq.started, seq.cached = True, event.cached
             case Preempted():
                 self._waiting[event.id] = self._running.pop(event.id, seq)
-                seq.cached = seq.held_blocks = seq.held_own = seq.in_flight = 0
+                seq.cached = seq.in_flight = 0
             case HandedOff():
                 self._waiting.pop(event.id, None)
                 handoff = event.request.handoff
