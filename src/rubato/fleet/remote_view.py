@@ -108,7 +108,7 @@ class Mirror:
         self._busy_until = report.busy_until
         self._in_flight = report.in_flight
 
-    def held(self, seq: Seq) -> int:
+    def blocks_of(self, seq: Seq) -> int:
         """Its KV blocks."""
         return self._held.get(seq.id, NOT_HELD)[1]
 
@@ -146,7 +146,7 @@ class Mirror:
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
         seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        moved = [(s.request, s.progress(s.before) if s.total_output or s.demoted else None) for s in seqs]
+        moved = [(s.request, s.progress(s.delays_elsewhere) if s.total_output or s.demoted else None) for s in seqs]
         return [replace(request, progress=progress) for request, progress in moved]
 
     def _fold(self, event: Event) -> None:

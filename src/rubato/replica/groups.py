@@ -24,7 +24,7 @@ class Groups:
             group = self._groups.setdefault(seq.request.group, [])
             group.append(seq)
             if len(group) > 1 and not self._prompt_is_in(group[0]):
-                seq.held = True
+                seq.waits_for_group = True
                 return
         self._queue(seq)
 
@@ -46,8 +46,8 @@ class Groups:
 
     def _release(self, group: list[Seq]) -> None:
         for at, seq in enumerate(group):
-            if seq.held and (at == 0 or self._prompt_is_in(group[0])):
-                seq.held = False
+            if seq.waits_for_group and (at == 0 or self._prompt_is_in(group[0])):
+                seq.waits_for_group = False
                 self._queue(seq)
 
     def _prompt_is_in(self, first: Seq) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rubato.core.events import Event, HandedOff, Transferred
 from rubato.core.plan import Recall
-from rubato.core.request import Handoff, HandoffReason, Request
+from rubato.core.request import Cause, Handoff, HandoffReason, Request
 from rubato.replica.sequence import Seq, Wait
 from rubato.replica.state import ReplicaState, order_of, refusal_reason
 
@@ -31,7 +31,7 @@ def reserve(replica: ReplicaState, request: Request, now: float) -> list[Event] 
         return None
     replica.kv.reserve(seq, handoff.cached)
     seq.cached = handoff.cached
-    seq.since = handoff.at
+    seq.waiting_since = handoff.at
     replica.seqs[request.id] = replica.arriving[request.id] = seq
     return []
 
@@ -86,7 +86,8 @@ def hand_off(replica: ReplicaState, seq: Seq, reason: HandoffReason, now: float,
     before = seq.request.handoff
     runs = seq.id in replica.running
     if not runs:
-        seq.waits.append(Wait(replica.steps.tick, now - seq.since, "preemption" if seq.started else "queue", False))
+        cause: Cause = "preemption" if seq.started else "queue"
+        seq.waits.append(Wait(replica.steps.tick, now - seq.waiting_since, cause, False))
     delays = replica.delays(seq)
     replica.hide(seq)
     del replica.seqs[seq.id]

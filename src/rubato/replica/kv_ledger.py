@@ -38,10 +38,10 @@ class KVCounts:
         need = self.run_blocks(run, run.done + self._pool.steps.under_way)
         return self._free - need - (self._verified(run) if run.speculation else 0)
 
-    def held(self, seq: Seq) -> int:
+    def blocks_of(self, seq: Seq) -> int:
         return -(-(seq.cached + seq.in_flight) // self.block_size)
 
-    own = held
+    own_blocks_of = blocks_of
 
     def run_blocks(self, run: StepRun, steps: int) -> int:
         """Blocks that so many steps of the run take, without those that are given back at its end."""
@@ -84,11 +84,11 @@ class KVCounts:
 
     def release(self, seq: Seq, keep: bool = False) -> None:
         """Give up all that it holds."""
-        self._free += self.held(seq)
+        self._free += self.blocks_of(seq)
         seq.cached = 0
 
     def check_integrity(self, holding: Sequence[Seq]) -> None:
-        held = sum(self.held(s) for s in holding)
+        held = sum(self.blocks_of(s) for s in holding)
         assert self._run is not None or self._free == self.total - held, "KV blocks are not held as booked"
 
 
@@ -115,10 +115,10 @@ class KVByBlock:
     def free(self) -> int:
         return self._blocks.free
 
-    def held(self, seq: Seq) -> int:
+    def blocks_of(self, seq: Seq) -> int:
         return len(seq.block_ids) or seq.shared
 
-    def own(self, seq: Seq) -> int:
+    def own_blocks_of(self, seq: Seq) -> int:
         return self._blocks.own(seq.block_ids)
 
     def begin(self, run: StepRun) -> None:
@@ -174,7 +174,7 @@ class KVByBlock:
 
     def look_up(self, seq: Seq) -> None:
         """What a waiting one need not compute: full blocks that are here, and at least one token is left to run."""
-        seq.seen = self.version
+        seq.kv_version_seen = self.version
         found = self._blocks.find(seq.keys[1 : 1 + (seq.length - 1) // self.block_size])
         seq.cached = len(found) * self.block_size
         seq.shared = self._blocks.shared(found)

@@ -51,12 +51,13 @@ class MissCauses:
 
     def delays(self, seq: Seq) -> dict[Cause, float]:
         """Seconds lost to each cause until the first token that was late, elsewhere and here."""
-        delays = dict(seq.before)
-        if seq.late_before:
+        delays = dict(seq.delays_elsewhere)
+        if seq.late_elsewhere:
             return delays
         last = self._first_late(seq)
-        decoded = list(seq.spans_now())
-        for wait, ran in zip_longest(seq.waits, seq.begun):  # it waits before it runs, and before it is handed off
+        decoded = list(seq.token_spans_now())
+        # it waits before it runs, and before it is handed off
+        for wait, ran in zip_longest(seq.waits, seq.running_spans):
             if wait.until <= last:
                 _book(delays, wait.cause, wait.seconds)
             if ran is None:
@@ -129,7 +130,7 @@ class MissCauses:
 
     def _first_late(self, seq: Seq) -> int:
         """The step that brought the first token that was late; the next step, if none was."""
-        for due, times in zip([*seq.past, seq.deadlines], seq.times_of_all(), strict=True):
+        for due, times in zip([*seq.past_deadlines, seq.deadlines], seq.times_of_all(), strict=True):
             if not times:
                 break
             late = np.array(times) > due.tokens(len(times)) + TOLERANCE
@@ -169,4 +170,4 @@ def _book_each(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
 def _recomputes(seq: Seq, at: int) -> bool:
     """Whether it was preempted, and no token came out between then and this step."""
     wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
-    return wait.recompute and not any(wait.until <= first < at for first, _ in seq.spans_now())
+    return wait.recompute and not any(wait.until <= first < at for first, _ in seq.token_spans_now())

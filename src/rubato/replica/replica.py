@@ -65,7 +65,7 @@ class Replica(ReplicaState):
             return []
         seq.waiting_for_tool = seq.started = False
         self._next_stage(seq, now)
-        seq.since = now
+        seq.waiting_since = now
         self.queue(seq)
         return [ToolCallFinished(now, id)]
 
@@ -241,7 +241,7 @@ class Replica(ReplicaState):
             return
         self.looked_up = self.kv.version
         for seq in self.waiting:
-            if seq.seen != self.looked_up:
+            if seq.kv_version_seen != self.looked_up:
                 self.pending += seq.cached
                 self.kv.look_up(seq)
                 self.pending -= seq.cached
@@ -266,7 +266,7 @@ class Replica(ReplicaState):
         self.hide(seq)
         self.stop(seq)
         seq.recompute = True
-        seq.since = now
+        seq.waiting_since = now
         self.queue(seq)
         self.events.append(Preempted(now, seq.id))
 
@@ -313,7 +313,7 @@ class Replica(ReplicaState):
         else:
             seq.got([now] * out.tokens)
             seq._cached += more
-            seq.spans.append((self.steps.tick - 1, self.steps.tick))
+            seq.token_spans.append((self.steps.tick - 1, self.steps.tick))
             self.prefilling.pop(seq.id, None)
             self.pending += 1
         if self.output_ids is None:
@@ -393,7 +393,8 @@ class Replica(ReplicaState):
 
     def _forget_steps(self) -> None:
         """Forget the steps before any sequence now here first ran."""
-        before = min((seq.begun[0][0] for seq in self.seqs.values() if seq.begun), default=self.steps.tick)
+        first = [seq.running_spans[0][0] for seq in self.seqs.values() if seq.running_spans]
+        before = min(first, default=self.steps.tick)
         self.log.forget(before)
         self.steps.forget(before - 1)  # the first step kept begins when the one before it ended
         self._most_kept = 2 * self.steps.kept + KEPT

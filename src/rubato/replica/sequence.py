@@ -72,8 +72,8 @@ class Wait(NamedTuple):
 class KVHeld(Protocol):
     """What a replica's KV ledger says of one sequence."""
 
-    def held(self, seq: Seq) -> int: ...
-    def own(self, seq: Seq) -> int: ...
+    def blocks_of(self, seq: Seq) -> int: ...
+    def own_blocks_of(self, seq: Seq) -> int: ...
 
 
 NO_STEPS = StepEnds()  # of those that are not on a replica: what is said of them is as it is
@@ -89,12 +89,12 @@ class Seq:
     """
 
     __slots__ = (
-        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "before",
-        "begun", "block_ids", "continues", "decoding", "demoted", "draft", "earlier", "ended",
-        "first_token_at", "held", "id", "ids", "keys", "kv", "late_before", "lengths", "milestone", "nth", "order",
-        "past", "prompt", "recompute", "request", "seen", "shared", "since", "spans", "stage", "stage_start", "started",
-        "starts", "steps", "times", "token_ids", "tool_seconds", "tried",
-        "waiting_for_tool", "waits",
+        "_cached", "_checked", "_deadlines", "_flying", "_logged", "_missed", "_output", "accepted", "block_ids",
+        "deadline_base", "decoding", "delays_elsewhere", "demoted", "draft", "earlier_output", "ended",
+        "first_token_at", "id", "ids", "keys", "kv", "kv_version_seen", "late_elsewhere", "lengths", "milestone",
+        "order", "past_deadlines", "prompt", "recompute", "request", "running_spans", "shared", "stage", "stage_start",
+        "start_order", "started", "starts", "steps", "times", "token_ids", "token_spans", "tool_seconds", "tried",
+        "waiting_for_tool", "waiting_since", "waits", "waits_for_group",
     )  # fmt: skip
 
     def __init__(
@@ -106,8 +106,8 @@ class Seq:
         self.request = request
         self.id = request.id  # policies ask for it more often than for anything else
         self.order = order  # of submission: its place among those that wait
-        self.nth = 0  # of those started at this replica
-        self.since = now  # waiting since; attributes the wait when it starts
+        self.start_order = 0  # of those started at this replica
+        self.waiting_since = now  # attributes the wait when it starts
         self.steps = steps
         self.lengths = lengths
         self.kv = kv
@@ -117,16 +117,16 @@ class Seq:
         self.times: list[array[float]] = [array("d")]  # of each stage, without those that only the steps tell
         self.first_token_at: float | None = None
         self.prompt = request.stages[0].prompt  # tokens, of all stages so far
-        self.earlier = 0  # output tokens of the stages before this one
+        self.earlier_output = 0  # output tokens of the stages before this one
         self.decoding = False  # among its replica's `DecodePool`
         self.demoted = False
         self.started = False
         self.ended = False  # finished while its batch was in flight: KV goes back when that has landed
-        self.held = False  # behind the first of its group, whose prompt's KV it will share
+        self.waits_for_group = False  # behind the first of its group, whose prompt's KV it will share
         self.waiting_for_tool = False  # the tool that its next stage waits for runs
         self.tool_seconds = 0.0  # seconds that its tools took so far
-        self.continues: float | None = None  # in a decode-only stage: the deadline that its own go on from
-        self.past: list[Deadlines] = []  # of the stages before this one
+        self.deadline_base: float | None = None  # in a decode-only stage: the deadline that its own go on from
+        self.past_deadlines: list[Deadlines] = []  # of the stages before this one
         self.draft: Tree | None = None
         self.tried = 0
         self.accepted = 0
@@ -135,14 +135,14 @@ class Seq:
         self.keys: list[bytes] = []  # of its blocks; the first is where the chain begins
         self.block_ids: list[int] = []  # where blocks have numbers
         self.shared = 0  # while it waits: blocks it would share with two or more
-        self.seen = -1  # the version of the KV ledger at which `cached` was looked up
+        self.kv_version_seen = -1  # the version of the KV ledger at which `cached` was looked up
         self.milestone = -1  # for a simulator: the step after which this one is to be looked at
         self.recompute = False  # preempted, and not started since: its prefill is the price of that
         self.waits: list[Wait] = []
-        self.begun: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now
-        self.spans: list[tuple[int, int]] = []  # steps [from, to) that brought tokens; -1: up to now
-        self.before: Mapping[Cause, float] = {}  # seconds lost elsewhere, by cause
-        self.late_before = False  # some token was late elsewhere
+        self.running_spans: list[tuple[int, int]] = []  # steps [from, to) at which it ran; -1: up to now
+        self.token_spans: list[tuple[int, int]] = []  # steps [from, to) that brought tokens; -1: up to now
+        self.delays_elsewhere: Mapping[Cause, float] = {}  # seconds lost elsewhere, by cause
+        self.late_elsewhere = False  # some token was late elsewhere
         self._output = 0
         self._cached = 0
         self._flying = 0
@@ -170,19 +170,19 @@ class Seq:
 
     @property
     def length(self) -> int:
-        return self.prompt + self.earlier + self.output
+        return self.prompt + self.earlier_output + self.output
 
     @property
     def pending(self) -> int:
-        return 1 if self.decoding else self.prompt + self.earlier + self._output - self._cached
+        return 1 if self.decoding else self.prompt + self.earlier_output + self._output - self._cached
 
     @property
     def blocks(self) -> int:
-        return self.kv.held(self) if self.kv else 0
+        return self.kv.blocks_of(self) if self.kv else 0
 
     @property
     def own_blocks(self) -> int:
-        return self.kv.own(self) if self.kv else 0
+        return self.kv.own_blocks_of(self) if self.kv else 0
 
     @property
     def in_flight(self) -> int:
@@ -237,7 +237,7 @@ class Seq:
 
     @property
     def total_output(self) -> int:
-        return self.earlier + self.output
+        return self.earlier_output + self.output
 
     def times_of_stage(self) -> array[float]:
         """When each token of this stage came out."""
@@ -254,15 +254,19 @@ class Seq:
         times = tuple([tuple(of_stage) for of_stage in self.times_of_all()])
         return Progress(tuple(self.starts), times, tuple(self.token_ids or ()), self.demoted, dict(delays))
 
-    def spans_now(self) -> Iterator[tuple[int, int]]:
+    def token_spans_now(self) -> Iterator[tuple[int, int]]:
         """The steps that brought tokens, up to now."""
-        for first, after in self.spans:
+        for first, after in self.token_spans:
             yield first, self.steps.tick if after < 0 else after
 
     def _renewed(self) -> Deadlines:
         stage = self.request.stages[self.stage]
         due = self._deadlines = deadlines(
-            stage.slo, self.request.arrival + self.tool_seconds, self.stage_start, self.first_token_at, self.continues
+            stage.slo,
+            self.request.arrival + self.tool_seconds,
+            self.stage_start,
+            self.first_token_at,
+            self.deadline_base,
         )
         return due
 
@@ -288,7 +292,7 @@ class Seq:
         self._output -= tick
         self._cached -= tick
         self._logged = tick
-        self.spans.append((tick, -1))
+        self.token_spans.append((tick, -1))
 
     def halt(self) -> None:
         """From the next step on it does not decode."""
@@ -297,9 +301,9 @@ class Seq:
         self._output += tick
         self._cached += tick
         self.decoding = False
-        first, _ = self.spans.pop()
+        first, _ = self.token_spans.pop()
         if first < tick:
-            self.spans.append((first, tick))
+            self.token_spans.append((first, tick))
 
     def settle(self) -> None:
         """Write down when its tokens came, of one that decodes."""
@@ -319,10 +323,10 @@ class Seq:
         """This stage is done, and it does not decode: the next begins."""
         _ = self.missed  # judged by this stage's deadlines
         due = self.deadlines
-        self.past.append(due)
+        self.past_deadlines.append(due)
         last_due = due.token(self._output - 1)
         self.tool_seconds += max(0.0, now - self.times[-1][-1])  # a stage without a tool begins with the last token
-        self.earlier += self._output
+        self.earlier_output += self._output
         self.stage += 1
         stage = self.request.stages[self.stage]
         self.stage_start = now
@@ -331,7 +335,7 @@ class Seq:
         self._output = self._checked = 0
         self.first_token_at = None
         self.prompt += stage.prompt
-        self.continues = None if stage.prompt else (last_due if last_due < inf else now)
+        self.deadline_base = None if stage.prompt else (last_due if last_due < inf else now)
         self._deadlines = None
 
     def extend(self, ids: Sequence[int], tokens: int) -> None:
@@ -350,7 +354,7 @@ class Seq:
 
     def _resume(self, progress: Progress) -> None:
         """Put a request that moved to where it was: everything but its KV."""
-        self.before = progress.delays
+        self.delays_elsewhere = progress.delays
         self.demoted = progress.demoted
         at = 0
         for i, (start, times) in enumerate(zip(progress.starts, progress.times, strict=True)):
@@ -361,6 +365,6 @@ class Seq:
             self.extend(progress.token_ids[at : at + len(times)], len(times))
             at += len(times)
         self.started = self.recompute = self.total_output > 0
-        self.late_before = self.missed
+        self.late_elsewhere = self.missed
         if self.token_ids is not None:
             self.token_ids = list(progress.token_ids)

@@ -179,7 +179,7 @@ class ReplicaState:
     def queue(self, seq: Seq) -> None:
         """It waits from now on, for a plan that starts it."""
         insort(self.waiting, seq, key=order_of)
-        seq.seen = self.looked_up = -1
+        seq.kv_version_seen = self.looked_up = -1
         self.show(seq)
 
     def show(self, seq: Seq) -> None:
@@ -199,10 +199,10 @@ class ReplicaState:
         tick = self.steps.tick
         self.running[seq.id] = seq
         self._started += 1
-        seq.nth = self._started
-        seq.waits.append(Wait(tick, now - seq.since, cause, seq.recompute))
+        seq.start_order = self._started
+        seq.waits.append(Wait(tick, now - seq.waiting_since, cause, seq.recompute))
         seq.recompute = False
-        seq.begun.append((tick, -1))
+        seq.running_spans.append((tick, -1))
         if self.dues is not None:
             self.dues.add(seq)
 
@@ -251,7 +251,7 @@ class ReplicaState:
         del self.running[seq.id]
         if self.dues is not None:
             self.dues.drop(seq)
-        seq.begun[-1] = (seq.begun[-1][0], self.steps.tick)
+        seq.running_spans[-1] = (seq.running_spans[-1][0], self.steps.tick)
         seq.draft = None
 
     def learn_ids(self, seq: Seq) -> None:
@@ -268,7 +268,7 @@ class ReplicaState:
 
     def delays(self, seq: Seq) -> Mapping[Cause, float]:
         """Seconds lost so far, by cause."""
-        return seq.before if self.causes is None else self.causes.delays(seq)
+        return seq.delays_elsewhere if self.causes is None else self.causes.delays(seq)
 
     def finished(self, seq: Seq, now: float, outcome: Outcome, reason: str) -> Finished:
         """The end of a request, and how it is judged."""
@@ -291,7 +291,7 @@ class ReplicaState:
         queues agree with each other."""
         seqs = self.seqs.values()
         self.kv.check_integrity([*self.running.values(), *self.leaving.values(), *self.arriving.values()])
-        held = [s for s in seqs if s.held]
+        held = [s for s in seqs if s.waits_for_group]
         calling = [s for s in seqs if s.waiting_for_tool]
         ids = [s.id for s in [*self.waiting, *held, *calling]] + [*self.running, *self.arriving]
         assert sorted(ids) == sorted(self.seqs), "waiting, held, calling, running and arriving are not a partition"

@@ -321,7 +321,7 @@ class SimulatedHost:
 
     def _target(self, seq: Seq) -> int:
         """Output tokens of its stage: what was drawn for it, unless max_tokens comes first."""
-        left = seq.request.sampling.max_tokens - seq.earlier
+        left = seq.request.sampling.max_tokens - seq.earlier_output
         targets = self._targets.get(seq.id)
         return left if targets is None else min(left, targets[seq.stage])
 
@@ -358,13 +358,13 @@ class SimulatedHost:
         came += [(c.seq, c.seq.output + 1) for c in run.chunks if not c.seq.ended and c.seq.pending == 0]
         if len(came) > 1:  # decodes in order of start, then those the plan named
             place = {seq.id: i for i, seq in enumerate(run.order)}
-            came.sort(key=lambda item: (place.get(item[0].id, -1), item[0].nth))
+            came.sort(key=lambda item: (place.get(item[0].id, -1), item[0].start_order))
         return {seq.id: self._output_of(seq, output) for seq, output in came}
 
     def _output_of(self, seq: Seq, output: int) -> Emitted:
         if output < self._target(seq):
             return ONE
-        if seq.earlier + output >= seq.request.sampling.max_tokens:
+        if seq.earlier_output + output >= seq.request.sampling.max_tokens:
             return LENGTH
         return STOP if seq.stage + 1 == len(seq.request.stages) else STAGE_DONE
 
