@@ -343,7 +343,7 @@ class TreesForAll:
         builder = BatchBuilder(view)
         for seq in [*view.running, *view.waiting]:
             nodes = len(seq.draft.parents) if seq.draft is not None else 0
-            assert builder.room(seq) == seq.pending
+            assert builder.tokens_that_fit(seq) == seq.pending
             builder.add(seq, seq.pending, tuple(range(min(nodes, self.most))), (self.depth, self.width))
         return builder.plan()
 

@@ -211,7 +211,7 @@ class Scheduler:
         for seq in order:
             if builder.lacks(seq, 1):
                 self._make_room(builder, seq, 1, [*_younger(rest), *order[::-1]])
-            if seq in builder.preempted or builder.room(seq) == 0:
+            if seq in builder.preempted or builder.tokens_that_fit(seq) == 0:
                 continue
             builder.add(seq, 1)
             bound = min(bound, self._lendable(seq, view.now, self.decode_lead))
@@ -281,12 +281,12 @@ class Scheduler:
     def _force(self, builder: BatchBuilder, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
         tokens = min(seq.pending, most)
         self._make_room(builder, seq, tokens, victims)
-        tokens = min(tokens, builder.room(seq))
+        tokens = min(tokens, builder.tokens_that_fit(seq))
         if tokens:
             builder.add(seq, tokens)
 
     def _chunk(self, builder: BatchBuilder, seq: SeqView, bound: float) -> None:
-        most = builder.room(seq)
+        most = builder.tokens_that_fit(seq)
         if most:
             tokens = most
             if bound < inf:

@@ -36,7 +36,7 @@ class Scheduler:
         order = [s for s in [*view.running, *view.waiting] if s not in builder.preempted and s.id not in drop]
         rng.shuffle(order)
         for seq in order:
-            most = builder.room(seq)
+            most = builder.tokens_that_fit(seq)
             if most and rng.random() < 0.8:
                 builder.add(seq, most if rng.random() < 0.3 else rng.randint(1, most))
         here = [s for s in [*view.running, *view.waiting] if s.id not in drop]

@@ -112,7 +112,7 @@ class Mirror:
         """Its KV blocks."""
         return self._held.get(seq.id, NOT_HELD)[1]
 
-    def own(self, seq: Seq) -> int:
+    def own_blocks_of(self, seq: Seq) -> int:
         """Of these, those not shared."""
         return self._held.get(seq.id, NOT_HELD)[2]
 

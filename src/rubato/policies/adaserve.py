@@ -26,7 +26,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.policy_kit.acceptance import PRIOR, Offered
-from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, remaining, run_in_order
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, remaining_output, run_in_order
 from rubato.policy_kit.draft_tree import adaptive, select
 from rubato.policy_kit.draft_value import drafting, fastest, with_nodes, worth
 
@@ -169,5 +169,5 @@ def tokens_needed(seq: SeqView, end: float, now: float) -> float:
         most = (end - seq.first_token_at) / slo.tpot - (seq.output - 1)
     if slo.e2e is not None:
         left = seq.request.arrival + seq.tool_seconds + slo.e2e - now
-        most = max(most, remaining(seq) * (end - now) / left if left > 0.0 else inf)
+        most = max(most, remaining_output(seq) * (end - now) / left if left > 0.0 else inf)
     return most

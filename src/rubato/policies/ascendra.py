@@ -28,12 +28,12 @@ from rubato.core.plan import Plan, Role, Shape
 from rubato.core.request import SATURATED, HandoffReason
 from rubato.policy_kit.batch_builder import (
     BatchBuilder,
+    blocks_at_end,
     decodes_or_prefills,
-    memory,
     prefill_time,
     resume_prefills,
     run_all,
-    unreserved,
+    unreserved_blocks,
 )
 
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
@@ -216,7 +216,7 @@ class Scheduler:
     def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
         """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
         places = _places(view, view.limits.max_num_seqs if self.elastic else BATCH_SIZE)
-        free = unreserved(view) if self.elastic and waiting else 0
+        free = unreserved_blocks(view) if self.elastic and waiting else 0
         idle = not view.running
         for seq in waiting:
             short_of_kv = self.elastic and free <= SPARE_KV * view.kv_total
@@ -227,7 +227,7 @@ class Scheduler:
             builder.add(seq, tokens)
             if not whole:
                 return
-            free -= memory(seq, view.limits.block_size)
+            free -= blocks_at_end(seq, view.limits.block_size)
             places -= 1
             idle = False
 
@@ -239,7 +239,7 @@ def _alone(seq: SeqView, view: View) -> float:
 
 def _short_of_kv(hp: View) -> bool:
     """Whether an elastic HP starts no prompt before some that run have ended (§6.2)."""
-    return bool(hp.running) and unreserved(hp) <= SPARE_KV * hp.kv_total
+    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total
 
 
 def _until_due(view: View, batch: Shape) -> float:

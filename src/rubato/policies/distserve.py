@@ -18,7 +18,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Plan, Role
 from rubato.core.request import Request
-from rubato.policy_kit.batch_builder import BatchBuilder, decodes_only, memory, resume_prefills
+from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end, decodes_only, resume_prefills
 from rubato.policy_kit.pools import split
 
 SOURCE = "DistServe (OSDI 2024), as SLOs-Serve runs it as a baseline at 1:1, 2:1 and 1:2"
@@ -120,7 +120,7 @@ class Router:
         if not self.reserve_kv:
             return view.kv_free
         return view.kv_total - sum(
-            memory(s, view.limits.block_size) for s in [*view.running, *view.waiting, *view.moving]
+            blocks_at_end(s, view.limits.block_size) for s in [*view.running, *view.waiting, *view.moving]
         )
 
     def _taker(self, decodes: Sequence[View], free: Mapping[str, int], request: Request, tokens: int) -> View | None:

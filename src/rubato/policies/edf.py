@@ -222,7 +222,7 @@ class Scheduler:
             for seq in order:
                 if builder.lacks(seq, 1):
                     make_room(builder, seq, 1, [*best_effort.younger(), *order[::-1]])
-                if seq in builder.preempted or builder.room(seq) == 0:
+                if seq in builder.preempted or builder.tokens_that_fit(seq) == 0:
                     continue
                 builder.add(seq, 1)
                 tpot = tpot_of(seq)
@@ -267,7 +267,7 @@ class Scheduler:
                 continue
             if seq.id not in running:
                 need = pending + block * (len(running) + 1)  # and a block for each to grow
-                lacking = builder.lacking(seq, need)
+                lacking = builder.missing_blocks(seq, need)
                 lacks = lacking > 0 or builder.slots_left < 1
                 if lacks and victims is None:
                     victims = [v for v in best_effort.younger()[::-1] if v.own_blocks and v not in builder.preempted]
@@ -346,13 +346,13 @@ class Scheduler:
     def _force(self, builder: BatchBuilder, seq: SeqView, victims: Sequence[SeqView], most: int) -> None:
         tokens = min(seq.pending, most)
         make_room(builder, seq, tokens, victims)
-        tokens = min(tokens, builder.room(seq))
+        tokens = min(tokens, builder.tokens_that_fit(seq))
         if tokens:
             builder.add(seq, tokens)
 
     def _add_chunk(self, builder: BatchBuilder, seq: SeqView, step_limit: float) -> int:
         """As many tokens of it as fit; how many these are."""
-        tokens = builder.room(seq)
+        tokens = builder.tokens_that_fit(seq)
         if tokens and step_limit < inf:
             tokens = builder.view.latency.largest_chunk(step_limit, builder.shape, seq.cached, tokens)
         if tokens:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
-from rubato.policy_kit.batch_builder import BatchBuilder, decodes_or_prefills, resume_prefills, starting
+from rubato.policy_kit.batch_builder import BatchBuilder, decodes_or_prefills, resume_prefills, waiting_that_fit
 
 SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baseline"
 
@@ -45,10 +45,10 @@ class Scheduler:
     def _prefill(self, builder: BatchBuilder, view: View) -> None:
         begun = resume_prefills(builder)  # a prompt longer than a batch
         reserve = 0 if not view.running else int(self.watermark * view.kv_total)
-        for seq in starting(view, self.reserve_kv):
+        for seq in waiting_that_fit(view, self.reserve_kv):
             longer_than_a_batch = seq.pending > builder.tokens_left and not builder.work
             whole = builder.tokens_left if longer_than_a_batch else seq.pending
-            if begun or whole == 0 or builder.room(seq) < whole:
+            if begun or whole == 0 or builder.tokens_that_fit(seq) < whole:
                 return
             builder.add(seq, whole)
             if builder.kv_left < reserve:

@@ -27,7 +27,7 @@ from rubato.core.interfaces import SOONEST, Dispatch, LatencyModel, SeqView, Vie
 from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies.vllm import Scheduler as Scheduler
-from rubato.policy_kit.batch_builder import remaining
+from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.compiled import compiled, warn_if_plain
 
 SOURCE = "SLO-Aware Scheduling for Large Language Model Inferences, §3 and §4"
@@ -361,7 +361,7 @@ class Router:
         left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
         changed = set()
         for seq in new:
-            need = seq.length + remaining(seq)
+            need = seq.length + remaining_output(seq)
             most = max(left, key=left.__getitem__)
             if left[most] < need:
                 left = dict(full)
@@ -396,4 +396,4 @@ class Router:
 def _mapped_request(seq: SeqView, now: float) -> MappedRequest:
     """A request as it waits; one that is resumed has all it has so far for a prompt."""
     slo, waited = seq.request.stages[seq.stage].slo, max(0.0, now - seq.stage_start)
-    return MappedRequest(seq.id, max(1, seq.length), max(1, round(remaining(seq))), slo, waited)
+    return MappedRequest(seq.id, max(1, seq.length), max(1, round(remaining_output(seq))), slo, waited)

@@ -16,7 +16,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policy_kit.acceptance import Accepted
-from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, waiting_that_fit
 from rubato.policy_kit.draft_value import drafting, with_nodes
 
 SOURCE = "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024)"
@@ -47,7 +47,7 @@ class Scheduler:
         length = self._length(view, decodes)
         chain = (length, 1) if length else None
         run_in_order(builder, view.running, lambda seq: _first(seq, length), chain)
-        admit_in_order(builder, starting(view, self.reserve_kv), chain)
+        admit_in_order(builder, waiting_that_fit(view, self.reserve_kv), chain)
         return builder.plan()
 
     def _length(self, view: View, decodes: Sequence[SeqView]) -> int:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from rubato.core.events import Event
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan
-from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, starting
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, waiting_that_fit
 
 SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
 
@@ -41,7 +41,7 @@ class Scheduler:
         else:
             builder = BatchBuilder(view, self.budget)
             run_in_order(builder, view.running)
-            admit_in_order(builder, starting(view, self.reserve_kv))
+            admit_in_order(builder, waiting_that_fit(view, self.reserve_kv))
         return builder.plan(repeat_steps=builder.repeat_steps())
 
     def _prefills_last(self, view: View) -> bool:

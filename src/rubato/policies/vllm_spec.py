@@ -15,7 +15,7 @@ from rubato.core.events import Event
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Plan
 from rubato.policies import vllm
-from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, starting
+from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, run_in_order, waiting_that_fit
 
 SOURCE = "vLLM V1 with num_speculative_tokens; the baseline vLLM-Spec(n) of AdaServe and vLLM (Spec) of SLOs-Serve"
 
@@ -41,7 +41,7 @@ class Scheduler:
         builder = BatchBuilder(view, self.budget)
         chain = (self.n, 1)
         run_in_order(builder, view.running, _drafted, chain)
-        admit_in_order(builder, starting(view, self.reserve_kv), chain)
+        admit_in_order(builder, waiting_that_fit(view, self.reserve_kv), chain)
         return builder.plan()
 
 

@@ -89,7 +89,7 @@ class BatchBuilder:
             return 0 if self.tokens_left else pending // work.tokens - 1
         return FOR_EVER if alone and all(work.tokens == known[id].pending for id, work in self.work.items()) else 0
 
-    def room(self, seq: SeqView) -> int:
+    def tokens_that_fit(self, seq: SeqView) -> int:
         """The most tokens of `seq` that still fit (0: none), for a sequence not in the batch yet."""
         if self.seqs_left == 0 or self.lacks_slot(seq):
             return 0
@@ -102,16 +102,17 @@ class BatchBuilder:
 
     def lacks(self, seq: SeqView, tokens: int) -> bool:
         """Whether another must be preempted first: for KV, or for a slot."""
-        return self.lacking(seq, tokens) > 0 or self.lacks_slot(seq)
+        return self.missing_blocks(seq, tokens) > 0 or self.lacks_slot(seq)
 
-    def lacking(self, seq: SeqView, tokens: int) -> int:
+    def missing_blocks(self, seq: SeqView, tokens: int) -> int:
         """How many KV blocks it lacks for so many tokens; below 0: how many would be left."""
         return blocks_for(seq.cached + tokens, self.view.limits.block_size) - seq.blocks - self.kv_left
 
     def verifiable(self, seq: SeqView, drafted: int) -> int:
-        """As many of its drafted tokens as fit beside the pending ones, of which the caller has asked `room`."""
+        """As many of its drafted tokens as fit beside the pending ones, for which the caller has asked
+        `tokens_that_fit`."""
         most = max(0, min(drafted, self.tokens_left - seq.pending))
-        while most and self.lacking(seq, seq.pending + most) > 0:
+        while most and self.missing_blocks(seq, seq.pending + most) > 0:
             most -= 1
         return most
 
@@ -120,7 +121,7 @@ class BatchBuilder:
     ) -> None:
         """Put work into the batch: so many of its pending tokens, and beside all of them the nodes of its draft to
         verify, parents with their children, and the (depth, width) of the next one (`Work`). The caller has asked
-        `room`, or `verifiable`."""
+        `tokens_that_fit`, or `verifiable`."""
         self.work[seq.id] = Work(seq.id, tokens, verify, draft)
         count = tokens + len(verify)
         self.slots_left -= seq.id not in self.running
@@ -214,7 +215,7 @@ def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterabl
     Whether it has them now."""
     if not builder.lacks(seq, tokens):
         return True
-    taken, lacking = [], builder.lacking(seq, tokens)
+    taken, lacking = [], builder.missing_blocks(seq, tokens)
     for victim in victims:
         if victim is not seq and victim not in builder.preempted and (own := victim.own_blocks):
             taken.append(victim)
@@ -229,10 +230,10 @@ def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterabl
     return True
 
 
-def decode_first(view: View, budget: int | None, whole: bool = False) -> BatchBuilder:
-    """All that run (`run_all`), then those that wait (`starting`)."""
+def decode_first(view: View, budget: int | None, reserve_kv: bool = False) -> BatchBuilder:
+    """All that run (`run_all`), then those that wait (`waiting_that_fit`)."""
     builder = run_all(view, budget)
-    admit_in_order(builder, starting(view, whole))
+    admit_in_order(builder, waiting_that_fit(view, reserve_kv))
     return builder
 
 
@@ -274,7 +275,7 @@ def resume_prefills(builder: BatchBuilder) -> Sequence[SeqView]:
     """Running prefills, in order of start, each as far as tokens and free KV go. Returns all of them."""
     begun = builder.view.prefilling
     for seq in begun:
-        if tokens := builder.room(seq):
+        if tokens := builder.tokens_that_fit(seq):
             builder.add(seq, tokens)
     return begun
 
@@ -285,7 +286,7 @@ def _run_chunks(builder: BatchBuilder) -> bool:
         tokens = min(seq.pending, builder.tokens_left) if builder.seqs_left else 0
         if tokens == 0:
             return True
-        if builder.lacking(seq, tokens) > 0:
+        if builder.missing_blocks(seq, tokens) > 0:
             return False
         builder.add(seq, tokens)
     return True
@@ -309,7 +310,7 @@ def run_in_order(
         if tokens == 0:
             at += 1
             continue
-        while builder.lacking(seq, tokens) > 0:
+        while builder.missing_blocks(seq, tokens) > 0:
             last = order.pop()
             builder.preempt(last)
             if last is seq:
@@ -325,7 +326,7 @@ def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tup
         return
     for seq in waiting:
         tokens = min(seq.pending, builder.tokens_left)
-        if tokens == 0 or builder.room(seq) < tokens:
+        if tokens == 0 or builder.tokens_that_fit(seq) < tokens:
             return
         _add(builder, seq, tokens, (), draft)
 
@@ -336,38 +337,38 @@ def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int],
     builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
 
 
-def starting(view: View, whole: bool) -> Iterator[SeqView]:
-    """Those that wait, in order. whole: as long as the KV that each takes to its end is left beside what all others
-    take to theirs, so that with exact predictions none is ever preempted."""
-    if not whole:
+def waiting_that_fit(view: View, reserve_kv: bool) -> Iterator[SeqView]:
+    """Those that wait, in order. reserve_kv: as long as the KV that each takes to its end is left beside what all
+    others take to theirs, so that with exact predictions none is ever preempted."""
+    if not reserve_kv:
         yield from view.waiting
         return
-    free = unreserved(view)
+    free = unreserved_blocks(view)
     alone = not (view.running or view.moving)  # then it starts whatever is predicted
     for seq in view.waiting:
-        free -= memory(seq, view.limits.block_size)
+        free -= blocks_at_end(seq, view.limits.block_size)
         if free < 0 and not alone:
             return
         yield seq
         alone = False
 
 
-def unreserved(view: View) -> int:
+def unreserved_blocks(view: View) -> int:
     """KV blocks that are left when all that run have what they take to their ends; below 0 if that is too much."""
     block = view.limits.block_size
-    return view.kv_total - sum(memory(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
+    return view.kv_total - sum(blocks_at_end(s, block) for s in view.running) - sum(s.blocks for s in view.moving)
 
 
-def memory(seq: SeqView, block: int, left: float | None = None) -> int:
+def blocks_at_end(seq: SeqView, block: int, left: float | None = None) -> int:
     """KV blocks that it takes at its end: all its prompts, and all its output. left: what is to come of it, if the
     caller has asked."""
     stages, length = seq.request.stages, seq.length
     if len(stages) > 1:
         length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])
-    return blocks_for(int(length + (remaining(seq) if left is None else left) + 0.999), block)
+    return blocks_for(int(length + (remaining_output(seq) if left is None else left) + 0.999), block)
 
 
-def remaining(seq: SeqView) -> float:
+def remaining_output(seq: SeqView) -> float:
     """Output tokens still to come: predicted, or as many as it may ask for."""
     predicted = seq.predicted
     if predicted is not None:

@@ -13,7 +13,7 @@ from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Shape
 from rubato.policies.polyserve.kv_forecast import KVForecast
 from rubato.policies.polyserve.scheduler import dynamic_chunk
-from rubato.policy_kit.batch_builder import remaining
+from rubato.policy_kit.batch_builder import remaining_output
 
 PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
 KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
@@ -141,7 +141,7 @@ class Replica:
             known = self.view.known
             for id in late:
                 seq = known.get(id)
-                self.forecast.add(id, seq.length if seq else 1, remaining(seq) if seq else 1.0, step)
+                self.forecast.add(id, seq.length if seq else 1, remaining_output(seq) if seq else 1.0, step)
         return step
 
     def weigh(self) -> None:

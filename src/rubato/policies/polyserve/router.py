@@ -15,7 +15,7 @@ from rubato.core.plan import Recall, Role
 from rubato.policies.polyserve.kv_forecast import KVForecast
 from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica, StepTable, is_source
 from rubato.policies.polyserve.scheduler import by_deadline, check_budget
-from rubato.policy_kit.batch_builder import remaining
+from rubato.policy_kit.batch_builder import remaining_output
 
 POOL_ROLE = Role(kind="best_effort")
 PREFILL_ROLE = Role("prefill", kind="prefill")
@@ -179,7 +179,7 @@ class Router:
             return None
         tier = len(self.tiers) - 1 if tpot is None else max(0, bisect_right(self.tiers, tpot * (1.0 + 1e-9)) - 1)
         moves = seq.cached > 0 and self.mode == "pd"
-        return HeldRequest(seq, tier, due, seq.pending, seq.length, remaining(seq), moves)
+        return HeldRequest(seq, tier, due, seq.pending, seq.length, remaining_output(seq), moves)
 
     def _until(self, request: HeldRequest) -> float:
         """Until when a replica with nothing else to do could have its next token in time; -inf if its TPOT, or its KV,
@@ -261,7 +261,7 @@ class Router:
             replica = self._idlest(seq)
             if replica is None:
                 continue
-            step, left = replica.renew(turn.now), remaining(seq)
+            step, left = replica.renew(turn.now), remaining_output(seq)
             limits, count = replica.view.limits, len(replica.forecast)
             too_much = count and replica.forecast.peak_with(seq.length, left, step) > replica.capacity
             if count >= limits.max_num_seqs or too_much or limits.blocks(seq.cached) > replica.view.kv_free:

@@ -43,7 +43,7 @@ class Scheduler:
         left = self.budget
         for seq in (*view.prefilling, *sorted(view.waiting, key=by_deadline)):
             most = min(seq.pending, left) if builder.work else dynamic_chunk(seq.pending, self.budget)
-            tokens = min(most, builder.room(seq))
+            tokens = min(most, builder.tokens_that_fit(seq))
             if tokens < 1 or (seq.id not in builder.running and builder.lacks(seq, seq.pending)):
                 break
             builder.add(seq, tokens)

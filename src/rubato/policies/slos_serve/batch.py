@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import NOTHING
-from rubato.policy_kit.batch_builder import BatchBuilder, memory
+from rubato.policy_kit.batch_builder import BatchBuilder, blocks_at_end
 
 
 class BatchFiller:
@@ -73,7 +73,7 @@ class BatchFiller:
         if self._full:
             return
         self._make_room(seq, min(seq.pending, builder.tokens_left))
-        most = builder.room(seq)
+        most = builder.tokens_that_fit(seq)
         if most:
             tokens = self._model.largest_chunk(self._bound, builder.shape, seq.cached, most)
             self._full = tokens < most
@@ -95,7 +95,11 @@ class BatchFiller:
                 older, self._victims = self._split(seq)
                 self.fill([seq])
                 self._victims = [*older, *self._victims]
-            elif not builder.preempted and (need := memory(seq, block)) <= free and not builder.lacks(seq, seq.pending):
+            elif (
+                not builder.preempted
+                and (need := blocks_at_end(seq, block)) <= free
+                and not builder.lacks(seq, seq.pending)
+            ):
                 free -= need
                 self.chunk(seq)
 
@@ -126,7 +130,7 @@ class BatchFiller:
         shape: Shape = before
         for seq in seqs:
             self._make_room(seq, 1)
-            if builder.room(seq) == 0:
+            if builder.tokens_that_fit(seq) == 0:
                 continue
             tokens = 1 + builder.verifiable(seq, self._drafted.get(seq.id, 0))
             if not all_fit:

@@ -13,7 +13,7 @@ import numpy as np
 from rubato.core.interfaces import SeqView, View
 from rubato.core.plan import Shape
 from rubato.policies.slos_serve.token_budget import Demand
-from rubato.policy_kit.batch_builder import memory, remaining
+from rubato.policy_kit.batch_builder import blocks_at_end, remaining_output
 
 PROBE = 512  # tokens of prefill whose time stands for all
 TIGHTER = 0.8  # of its TPOT: the pace of one behind schedule when there is no tighter tier (ours)
@@ -59,7 +59,7 @@ class DemandReader:
 
     def demand(self, seq: SeqView) -> Demand:
         """What it demands. Where an e2e bounds it, half of the time is for the prompt, half for a steady decode."""
-        due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining(seq)
+        due, tpot, pending, left = seq.due, tightest_tpot(seq), seq.pending, remaining_output(seq)
         e2e = seq.request.stages[seq.stage].slo.e2e
         if e2e is not None:
             steady = 0.5 * e2e / (left + seq.output)
@@ -71,7 +71,7 @@ class DemandReader:
             due = min(due, self.since[seq.id] + tpot)
         value = self.values.get(seq.request.tier, 1.0) if self.values else 1.0
         tokens = 1.0 if pending == 1 else counted(pending, self.prefill_weight)
-        held = memory(seq, self.block, left)
+        held = blocks_at_end(seq, self.block, left)
         return Demand(seq.id, due - self.now, tokens, tpot, held, value, self.accepts(seq), 1, left)
 
 

@@ -32,7 +32,7 @@ from rubato.policies.slos_serve.plan_state import PlanState
 from rubato.policies.slos_serve.speculation import LONGEST, PLAIN, Drafts, SpeculationPlan
 from rubato.policies.slos_serve.starvation import BEST_EFFORT_PATIENCE, OldestBestEffort, arrival
 from rubato.policies.slos_serve.token_budget import Demand, Grid, room
-from rubato.policy_kit.batch_builder import memory
+from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.policy_kit.compiled import warn_if_plain
 
 DECLINED = "rejected-slo-infeasible"
@@ -417,8 +417,10 @@ class Scheduler:
         if holders or state.undecided or not filler.decodes(order):
             filler.fill(order)
         if rest:
-            needs = [demands[s.id].memory if s.id in demands else memory(s, block) for s in [*kept, *state.undecided]]
-            held = sum(needs) + sum(memory(s, block) for s in holders) + sum(s.blocks for s in view.moving)
+            needs = [
+                demands[s.id].memory if s.id in demands else blocks_at_end(s, block) for s in [*kept, *state.undecided]
+            ]
+            held = sum(needs) + sum(blocks_at_end(s, block) for s in holders) + sum(s.blocks for s in view.moving)
             filler.add_best_effort(rest, view.kv_total - held, block)
         if filler.empty:  # for lack of memory: the admitted first, the oldest after them, then the undecided
             first = sorted(next_batch.order, key=lambda s: s is oldest)

@@ -18,7 +18,7 @@ from rubato.core.plan import Shape, Work
 from rubato.policies.slos_serve.demand import BatchCapacity, counted, prompt_stage
 from rubato.policies.slos_serve.token_budget import Demand
 from rubato.policy_kit.acceptance import Accepted
-from rubato.policy_kit.batch_builder import remaining
+from rubato.policy_kit.batch_builder import remaining_output
 
 LONGEST = 10  # tokens verified in one entry (the paper: lengths are below ten)
 CLOSE = 1e-9  # relative: TPOTs times expected tokens that are equal but for rounding
@@ -218,7 +218,7 @@ class Drafts:
         found: dict[str, tuple[int, int]] = {}
         lag, late = 0, 0.0
         for seq in seqs if most else ():
-            depth = min(most, ceil(remaining(seq)) - 2)
+            depth = min(most, ceil(remaining_output(seq)) - 2)
             if counted(seq.pending, prefill_weight) > tokens or depth < 1:
                 continue
             if behind := self._behind(seq):
@@ -273,4 +273,4 @@ class Drafts:
 
 def _verifiable(seq: SeqView) -> int:
     """Drafted tokens that are not beyond its end, as far as that is known."""
-    return min(len(seq.draft.parents), max(0, ceil(remaining(seq)) - 1)) if seq.draft is not None else 0
+    return min(len(seq.draft.parents), max(0, ceil(remaining_output(seq)) - 1)) if seq.draft is not None else 0
