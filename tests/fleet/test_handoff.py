@@ -138,7 +138,7 @@ def test_slots_of_what_moves_are_taken() -> None:
             "calls 'a' prefilled, and it has 12 tokens pend",
         ),
         (Plan(handoff={"w": "prefilled"}), {"handoff", "kv_transfer"}, "calls 'w' prefilled"),
-        (Plan(handoff={"w": "declined"}), set(), "this replica has nobody to hand it to"),
+        (Plan(handoff={"w": "declined"}), set(), "this replica has no other to hand it to"),
         (Plan(handoff={"a": "offloaded"}), {"handoff"}, "whose KV this engine cannot export: name it in without_kv"),
         (Plan((Work("w", 1),), handoff={"w": "declined"}), {"handoff"}, "the same plan preempts, drops or hands off"),
         (

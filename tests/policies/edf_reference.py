@@ -140,7 +140,7 @@ class Scheduler:
         fresh = sorted((s for s in jobs if not s.demoted), key=_due)
         able = [s for s in fresh if not self._refusable(s) or self._pace(view, s, rate)]
         # A protected one may count on decodes that end meanwhile: others are not started at its expense.
-        safe = {s.id for s in able if self._protected(s) and view.now + rate.seconds_alone(s.pending) <= s.due}
+        safe = {s.id for s in able if self._protected(s) and view.now + rate.seconds_at_full_speed(s.pending) <= s.due}
         kept = self._schedulable(able, rate, view.now, safe)
         aside.update(s.id for s in fresh if s not in kept)
         # Set-aside ones come back when they fit beside all that are kept, by a margin, cheapest first.
@@ -192,7 +192,7 @@ class Scheduler:
             return False
         if slo.e2e is None or seq.predicted is None:
             return True
-        end = view.now + rate.seconds_alone(seq.pending) + (seq.predicted - 1.0) * step
+        end = view.now + rate.seconds_at_full_speed(seq.pending) + (seq.predicted - 1.0) * step
         return end <= seq.request.arrival + seq.tool_seconds + slo.e2e
 
     def _refusable(self, seq: SeqView) -> bool:
@@ -326,7 +326,7 @@ class _Rate:
         self._sprint = max(0.0, spare - self._first)
         self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
 
-    def seconds_alone(self, tokens: int) -> float:
+    def seconds_at_full_speed(self, tokens: int) -> float:
         """As if nothing were decoded meanwhile: no sooner than this."""
         return self._first + tokens * self._token
 

@@ -25,7 +25,7 @@ from rubato.policy_kit.prefill_jobs import (
     PrefillJob,
     PrefillRate,
     feasible,
-    fitting_beside,
+    fitting_together_with,
     place_of,
     refusable,
     schedulable,
@@ -191,7 +191,7 @@ class Scheduler:
             rate = PrefillRate(view, shape, spare, min(tightest, default=inf), 1.0 + self.safety_margin)
             able, reserve = feasible(view, sorted(fresh), rate), self.deadline_reserve
             on_time = schedulable(able, rate, now, reserve, self._behind())
-            if back := fitting_beside(on_time, demoted, rate, now, reserve):
+            if back := fitting_together_with(on_time, demoted, rate, now, reserve):
                 on_time = sorted(on_time + back)
         set_aside = late
         if len(on_time) < len(fresh) + len(demoted):

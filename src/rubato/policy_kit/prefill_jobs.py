@@ -38,7 +38,7 @@ class PrefillRate:
         self._sprint = max(0.0, spare - self._first)
         self._share = max(0.02, 1.0 - alone / tpot) if tpot < inf else 1.0
 
-    def seconds_alone(self, tokens: int) -> float:
+    def seconds_at_full_speed(self, tokens: int) -> float:
         """As if nothing were decoded meanwhile: no sooner than this."""
         return self._first + tokens * self._token
 
@@ -81,7 +81,7 @@ def feasible(view: View, jobs: Sequence[PrefillJob], rate: PrefillRate) -> Seque
             step = view.latency.step_time(Shape(1, 1, seq.length))
         late = step > tpot
         if e2e is not None and predicted is not None:
-            end = view.now + rate.seconds_alone(pending) + (predicted - 1.0) * step
+            end = view.now + rate.seconds_at_full_speed(pending) + (predicted - 1.0) * step
             late = late or end > arrival + seq.tool_seconds + e2e
         if late:
             slow.add(place)
@@ -105,7 +105,7 @@ def schedulable(
     tokens, seconds = 0, rate.seconds
     for i, (due, _, _, pending, seq) in enumerate(jobs):
         tokens += pending
-        if not (protected and seq.request.tier in protected and now + rate.seconds_alone(pending) <= due):
+        if not (protected and seq.request.tier in protected and now + rate.seconds_at_full_speed(pending) <= due):
             heappush(longest, (-pending, i))
         while longest and now + seconds(tokens) > due - reserve:
             less, one = heappop(longest)
@@ -114,7 +114,7 @@ def schedulable(
     return [job for i, job in enumerate(jobs) if i not in gone]
 
 
-def fitting_beside(
+def fitting_together_with(
     on_time: Sequence[PrefillJob], others: Sequence[PrefillJob], rate: PrefillRate, now: float, reserve: float
 ) -> list[PrefillJob]:
     """Those of `others`, cheapest first, that fit beside all that are on time, by a margin.

@@ -9,7 +9,7 @@ from rubato.replica.sequence import Seq, StepEnds
 
 class DecodePool:
     """count: sequences that the next step of all decodes advances; kv: tokens they have in KV. block: tokens of a KV
-    block. known: keep which they are, for `filling`."""
+    block. known: keep the sequences, for `filling`."""
 
     def __init__(self, steps: StepEnds, block: int, known: bool) -> None:
         self.count = 0
@@ -17,7 +17,7 @@ class DecodePool:
         self.steps = steps
         self._block = block
         self._wants = [0] * (2 * block)  # how many need another block at steps that leave this remainder; twice over
-        self._who: list[dict[str, Seq]] | None = [{} for _ in range(block)] if known else None
+        self._by_remainder: list[dict[str, Seq]] | None = [{} for _ in range(block)] if known else None
 
     def join(self, seq: Seq) -> None:
         """From the next step on it decodes."""
@@ -44,11 +44,11 @@ class DecodePool:
         at = -seq._cached % self._block
         self._wants[at] += more
         self._wants[at + self._block] += more
-        if self._who is not None:
+        if self._by_remainder is not None:
             if more > 0:
-                self._who[at][seq.id] = seq
+                self._by_remainder[at][seq.id] = seq
             else:
-                del self._who[at][seq.id]
+                del self._by_remainder[at][seq.id]
 
     def blocks(self) -> int:
         """KV blocks that the next step of all decodes takes."""
@@ -65,5 +65,5 @@ class DecodePool:
 
     def filling(self) -> Iterable[Seq]:
         """Whose KV fills its last block to the end: those that need one more in the next step."""
-        assert self._who is not None
-        return self._who[self.steps.tick % self._block].values()
+        assert self._by_remainder is not None
+        return self._by_remainder[self.steps.tick % self._block].values()

@@ -136,7 +136,7 @@ def _handoff(
     id: str, reason: str, seq: SeqView, supports: frozenset[str], runs: bool, without_kv: bool
 ) -> Iterable[str]:
     if "handoff" not in supports:
-        yield f"handoff names {id!r}, and this replica has nobody to hand it to"
+        yield f"handoff names {id!r}, and this replica has no other to hand it to"
     if reason == "recalled":
         yield f"handoff calls {id!r} recalled, which is the router's word: give prefilled, declined or offloaded"
     if runs and not without_kv and "kv_transfer" not in supports:

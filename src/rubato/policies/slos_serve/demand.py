@@ -148,7 +148,7 @@ def demand_after_current_batch(
     return after
 
 
-def seconds_alone(view: View, seq: SeqView) -> Iterator[float]:
+def seconds_at_full_speed(view: View, seq: SeqView) -> Iterator[float]:
     """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
     last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
     knee costs more a token."""

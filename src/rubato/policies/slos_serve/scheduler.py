@@ -24,7 +24,7 @@ from rubato.policies.slos_serve.demand import (
     demand_after_current_batch,
     prefill_token_weight,
     prompt_stage,
-    seconds_alone,
+    seconds_at_full_speed,
     tightest_tpot,
 )
 from rubato.policies.slos_serve.dynamic_program import EPS
@@ -375,7 +375,7 @@ class Scheduler:
         """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
         prefills = [s for s in state.admitted if state.demands[s.id].tokens > 1]
         now, view = state.now, state.view
-        for seq in [s for s in prefills if all(s.due + TOLERANCE < now + t for t in seconds_alone(view, s))]:
+        for seq in [s for s in prefills if all(s.due + TOLERANCE < now + t for t in seconds_at_full_speed(view, s))]:
             state.admitted.remove(seq)
             self._promised.pop(seq.id, None)
             if seq.request.on_decline == "refuse" and nothing_sent(seq) and seq.id not in state.view.running_ids:
