@@ -20,7 +20,7 @@ SOURCE = "vLLM before V1, default scheduler; SLOs-Serve's and Ascendra's baselin
 @dataclass
 class Scheduler:
     """budget: max_num_batched_tokens of a prefill batch. watermark: share of KV kept free when admitting.
-    reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
+    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"preempt"})
     budget: int = 2048

@@ -22,7 +22,7 @@ SOURCE = "Sarathi-Serve (OSDI 2024), as SLOs-Serve, AdaServe and Ascendra run it
 @dataclass
 class Scheduler:
     """budget: tokens per step; 0 = the largest that keeps the tightest TPOT, at least `min_chunk` of prefill.
-    reserve_kv: start a request only when KV for all of it is left (`batch_builder.starting`)."""
+    reserve_kv: start a request only when KV for all of it is left (`batch_builder.waiting_that_fit`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 0

@@ -22,7 +22,7 @@ SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 
 @dataclass
 class Scheduler:
     """budget: max_num_batched_tokens. reserve_kv: start a request only when KV for all of it is left
-    (`batch_builder.starting`)."""
+    (`batch_builder.waiting_that_fit`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed"})
     budget: int = 2048
