@@ -4,11 +4,11 @@ docs/slos-serve.md says when to use it, what it gains and where it differs from 
 
 Admission. New requests are decided at the next step (or when there are `decision_threshold` of them, or after
 `decision_interval`): `admission.admit` chooses the set of the greatest value that leaves all admitted ones in time, by
-deadlines (`token_budget`), memory (`batch_builder.blocks_at_end`: prompt and whole output) and places in a batch. A declined
-request is demoted to best effort, or refused if its client asked for that; it is tried again as long as it could still
-be in time. Between admissions the scheduler keeps the admitted requests and the grid of batches on which they were
-admitted: how many batches of how many seconds. Each step takes entries by deadline, one token of each decode and
-prefill in chunks, as much as the batch's seconds hold (`batch`), then decodes and prefills without a deadline, then
+deadlines (`token_budget`), memory (`batch_builder.blocks_at_end`: prompt and whole output) and places in a batch. A
+declined request is demoted to best effort, or refused if its client asked for that; it is tried again as long as it
+could still be in time. Between admissions the scheduler keeps the admitted requests and the grid of batches on which
+they were admitted: how many batches of how many seconds. Each step takes entries by deadline, one token of each decode
+and prefill in chunks, as much as the batch's seconds hold (`batch`), then decodes and prefills without a deadline, then
 best effort.
 
 What admission guarantees. With step times as predicted by a model of tokens alone (roofline), lengths known, and
