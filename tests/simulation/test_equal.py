@@ -108,7 +108,7 @@ def lose(cluster: Cluster, id: str) -> None:
     served = []
     for seq in replica.seqs.values():
         ids, total = seq.token_ids or [], seq.total_output
-        seq.token_ids = ids + (list(replica._output_ids(len(ids), total)) if replica._output_ids else [])
+        seq.token_ids = ids + (list(replica.output_ids(len(ids), total)) if replica.output_ids else [])
         progress = seq.progress(replica.delays(seq)) if total or seq.demoted else None
         if not seq.ended:
             served.append(replace(seq.request, progress=progress, handoff=None, group=""))
