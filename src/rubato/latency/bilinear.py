@@ -120,5 +120,7 @@ def _solved(rows: Array, without: tuple[int, ...]) -> Model:
     if 6 not in without:
         x[:, 6] += x[:, 0]
     x[:, list(without)] = 0.0
-    excess, jobs, y_p, base, a, b, y, d = nnls(x, np.ones(len(x))).tolist()
+    size = np.sqrt((x * x).mean(axis=0))
+    size[size == 0.0] = 1.0
+    excess, jobs, y_p, base, a, b, y, d = (nnls(x / size, np.ones(len(x))) / size).tolist()
     return Model((a + y + excess, b + jobs, y_p, d + base), (a, b, y, d))

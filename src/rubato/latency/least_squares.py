@@ -14,12 +14,8 @@ ROUNDING = 1e-14  # of the cosine between a column and what is left to explain
 MOST = 30  # columns set free, for each that there is; few more than one suffice in practice
 
 
-def nnls(matrix: Array, right: Array, start: Array | None = None) -> Array:
-    """The x >= 0 with the least |matrix @ x - right| (Lawson and Hanson, 1974, chapter 23).
-
-    start: a solution to begin from, >= 0. Near to the one found it saves most of the work; where columns depend on each
-    other, so that several x are as good, it decides which of them is found.
-    """
+def nnls(matrix: Array, right: Array) -> Array:
+    """The x >= 0 with the least |matrix @ x - right| (Lawson and Hanson, 1974, chapter 23)."""
     columns = matrix.shape[1]
     size = np.sqrt(np.einsum("ij,ij->j", matrix, matrix))
     size[size == 0.0] = 1.0
@@ -27,29 +23,26 @@ def nnls(matrix: Array, right: Array, start: Array | None = None) -> Array:
     triangle: Array = np.asarray(np.linalg.qr(np.column_stack([matrix / size, right]), mode="r"))
     a, b = triangle[:, :columns], triangle[:, columns]
     least = ROUNDING * float(np.sqrt(b @ b))
-    x = np.zeros(columns) if start is None else start * size
-    free, barred = x > 0.0, np.zeros(columns, dtype=bool)
-    freed: int | None = None
+    x = np.zeros(columns)
+    free, barred = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)
     for _ in range(MOST * columns):
-        trial = _solved(a, b, free)
-        if freed is not None and trial[freed] <= 0.0:  # by rounding: the other free columns explain it
-            free[freed], barred[freed] = False, True
-        else:
-            barred[:] = False
-            while (
-                low := free & (trial <= 0.0)
-            ).any():  # go as far as none falls below 0; the first that would is fixed
-                parts = x[low] / (x[low] - trial[low])
-                x = x + (trial - x) * float(parts.min())
-                free[np.flatnonzero(low)[parts == parts.min()]] = False
-                x[~free] = 0.0
-                trial = _solved(a, b, free)
-            x = trial
         gradient = np.where(free | barred, 0.0, a.T @ (b - a @ x))
-        freed = int(np.argmax(gradient))
-        if gradient[freed] <= least:
+        best = int(np.argmax(gradient))
+        if gradient[best] <= least:
             break
-        free[freed] = True
+        free[best] = True
+        trial = _solved(a, b, free)
+        if trial[best] <= 0.0:  # by rounding: the free columns explain it
+            free[best], barred[best] = False, True
+            continue
+        barred[:] = False
+        while (low := free & (trial <= 0.0)).any():  # go as far as none falls below 0; the first that would is fixed
+            parts = x[low] / (x[low] - trial[low])
+            x = x + (trial - x) * float(parts.min())
+            free[np.flatnonzero(low)[parts == parts.min()]] = False
+            x[~free] = 0.0
+            trial = _solved(a, b, free)
+        x = trial
     solution: Array = x / size
     return solution
 

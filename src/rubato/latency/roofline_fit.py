@@ -60,25 +60,24 @@ class _Problem:
     pull: Array
     towards: Array
 
-    def solve(self, upper: NDArray[np.bool_], keep: NDArray[np.bool_], start: Array | None) -> Coefficients:
+    def solve(self, upper: NDArray[np.bool_], keep: NDArray[np.bool_]) -> Coefficients:
         """Non-negative least squares with each sample assigned to one plane."""
         width = self.x.shape[1]
         above, below = upper & keep, ~upper & keep
         rows = np.concatenate([self.x * below[:, None], self.x * above[:, None], self.y * keep[:, None]], axis=1)
         matrix = np.concatenate([rows, np.diag(self.pull)])
+        size = np.sqrt(np.einsum("ij,ij->j", matrix, matrix))
+        size[size == 0.0] = 1.0
         right = np.concatenate([self.target * keep, self.pull * self.towards])
-        solution = nnls(matrix, right, start)
+        solution = nnls(matrix / size, right) / size
         planes = solution[: 2 * width].reshape(2, width)
         return Coefficients(planes, solution[2 * width :])
 
     def alternate(self, upper: NDArray[np.bool_], keep: NDArray[np.bool_]) -> Coefficients:
         """From a first assignment (or the best one on the way: the alternation need not descend)."""
         best, least = None, np.inf
-        start = self.towards if self.pull.any() else None  # only with a prior is there one solution wherever it begins
         for _ in range(ALTERNATIONS):
-            found = self.solve(upper, keep, start)
-            if start is not None:
-                start = np.concatenate([found.planes.ravel(), found.shared])
+            found = self.solve(upper, keep)
             loss = float(np.abs(self.residuals(found)[keep]).sum())
             if best is None or loss < least:
                 best, least = found, loss
