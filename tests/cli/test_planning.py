@@ -232,7 +232,10 @@ class Scheduler:
         (["plan", *REPLICA, "--trace", "BAD"], "bad.csv, line 3"),
         (["plan", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 90 %"),
         (["capacity", *REPLICA, "--trace", "TRACE", "--chat", "5,1"], "no number of replicas attains 98 %"),
-        (["sweep", *REPLICA, "--rates", "1", "--workload", "STILL"], "still.jsonl, line 1: rate is 0 requests/s"),
+        (
+            ["sweep", *REPLICA, "--rates", "1", "--workload", "STILL"],
+            "still.jsonl, line 1: rate is 0: should be greater than 0",
+        ),
         (["plan", *REPLICA, "--policy", "vllm", "--policy", "edf"], "a plan is for one --policy"),
         (["plan", *REPLICA, "--policy", "vlm"], "did you mean 'vllm'"),
         (["sweep", "--profile", "qwen2.5-7b-2xv100", "--scenario", "sa-mixed", "--rates", "1"], "offers all at once"),

@@ -49,6 +49,6 @@ def test_a_log_from_before_chunks_were_counted_is_still_read() -> None:
 def test_draft_tokens_are_what_the_later_draft_steps_run() -> None:
     """Depth 4 and width 3, a chain of 2, and one that drafts nothing: 3 steps of 3 tokens, and one of 1."""
     drafts = [(4, 3), (2, 1), None, (1, 8)]
-    batch = Batch(tuple(Entry(str(i), 10, 1, (), True, draft=d) for i, d in enumerate(drafts)), 4)
+    batch = Batch(tuple(Entry(str(i), 10, 1, (), True, draft=d) for i, d in enumerate(drafts)))
     assert (batch.shape.spec_steps, batch.shape.draft_tokens) == (4, 10)
     assert batch.shape.plus(5, 2).plus(1, 2).minus(5, 2).draft_tokens == 10

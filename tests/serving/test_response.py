@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from rubato.core.events import Demoted, Finished, Offered, Started, Tokens
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
-from rubato.fleet.cluster import Cluster
+from rubato.fleet.retry_after import RetryAfter
 from rubato.serving.request_slo import Tier, Tiers
 from tests.serving.conftest import STEP, Edge
 
@@ -262,7 +261,7 @@ def test_a_policy_may_refuse_after_placing_and_it_is_still_a_429(edge: Runs, str
         answer = await at.chat(service_tier="never", stream=stream)
         assert answer.status_code == 429
         assert answer.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
-        assert answer.headers["retry-after"] == "1"  # nothing has finished yet: nobody knows better
+        assert answer.headers["retry-after"] == "1"  # nothing has finished yet
 
     edge(scenario, tiers=GOLD)
 
@@ -271,8 +270,10 @@ def test_retry_after_is_when_half_of_what_is_in_flight_will_have_finished() -> N
     """A request a second ended lately, 20 are in flight; at a faster rate, or with fewer, a second is the least."""
     cases = (([3.0, 4.0, 5.0], 20, 10.0), ([3.0, 3.1], 20, 1.0), ([3.0, 7.0], 6, 12.0), ([3.0], 20, 1.0))
     for ends, in_flight, seconds in cases:
-        seen: Any = SimpleNamespace(_recent=ends, in_flight=in_flight)
-        assert Cluster.retry_after(seen) == pytest.approx(seconds)
+        said = RetryAfter()
+        for end in ends:
+            said.completed(end)
+        assert said.seconds(in_flight) == pytest.approx(seconds)
 
 
 def test_a_draining_server_refuses_and_finishes_what_runs(edge: Runs) -> None:
