@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rubato.core.events import Event, Finished, Preempted
-from rubato.core.length_prediction import Oracle
 from rubato.core.plan import Limits, blocks_for
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.policies.slos_serve.scheduler import ASKED
+from rubato.simulation.run_spec import Hardware, oracle_lengths
 from tests.conftest import few
 from tests.doubles import Linear
 from tests.policies.test_properties import Load, run
@@ -76,10 +76,8 @@ def crowds(draw: st.DrawFn) -> Load:
 
 def ends(load: Load, **settings: object) -> tuple[list[Event], dict[str, Finished]]:
     """Steps of 10 ms, and lengths that are known, so that many begin the next prompt at once."""
-    lengths = Oracle({id: sum(outputs) for id, outputs in load.truth.items()})
-    events = run(
-        load, "slos_serve", settings=settings, latency=lambda: Linear(0.01, 0.0), lengths=lengths, drafter=None
-    )
+    hardware = Hardware("test", Linear(0.01, 0.0), load.limits)
+    events = run(load, "slos_serve", settings=settings, hardware=hardware, lengths=oracle_lengths, drafter=None)
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
     return events, {e.id: e for e in events if isinstance(e, Finished)}
 
@@ -95,7 +93,7 @@ def test_whatever_is_undecided_every_request_ends_once_and_no_step_fails(
     ends(load, decision_threshold=threshold, decision_interval=timeout)
 
 
-def test_nobody_is_promised_memory_that_is_held_by_who_is_not_decided_yet() -> None:
+def test_no_request_is_promised_memory_that_an_undecided_one_holds() -> None:
     """Requests whose second prompt has begun have all KV; more that are due sooner came than are decided at once."""
     events, finished = ends(crowd(20, ASKED, 0.5, 0.045, 40))
     assert not [e for e in events if isinstance(e, Preempted)]

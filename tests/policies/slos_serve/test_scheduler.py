@@ -21,13 +21,13 @@ from rubato.policies.slos_serve import Scheduler
 from rubato.policies.slos_serve.demand import (
     BatchCapacity,
     catch_up,
-    memory,
     peak_kv_tokens,
     prefill_token_weight,
     prompt_stage,
     tightest_tpot,
 )
 from rubato.policies.slos_serve.token_budget import Demand
+from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, Seq, request, run_spec, view
@@ -40,7 +40,7 @@ def plan(shown: View, **settings: object) -> Plan:
     return SpelledOut("slos_serve", settings).plan(shown)
 
 
-def test_who_cannot_be_in_time_is_demoted_or_refused_and_the_rest_admitted() -> None:
+def test_requests_that_cannot_be_in_time_are_demoted_or_refused_and_the_rest_admitted() -> None:
     able, late, refused = prompt("a", 30, ttft=0.1), prompt("b", 95, ttft=0.1), prompt("c", 99, ttft=0.1, refuse=True)
     made = plan(seen([able, late, refused], []))
     assert made.demote == ("b",)
@@ -219,11 +219,11 @@ def test_stages() -> None:
     )  # fmt: skip
     asked = Request("a", stages, 0.0, sampling=Sampling(max_tokens=30))
     thinking = Seq(asked, length=15, cached=14)
-    assert (tightest_tpot(thinking), prompt_stage(thinking), memory(thinking, 1)) == (0.05, 0, 10 + 7 + 30)
+    assert (tightest_tpot(thinking), prompt_stage(thinking), blocks_at_end(thinking, 1)) == (0.05, 0, 10 + 7 + 30)
     answering = replace(thinking, stage=1)
     assert (tightest_tpot(answering), prompt_stage(answering)) == (0.05, 0)
     returned = replace(thinking, stage=2, length=40, cached=32)
-    assert (tightest_tpot(returned), prompt_stage(returned), memory(returned, 1)) == (0.2, 2, 10 + 7 + 30)
+    assert (tightest_tpot(returned), prompt_stage(returned), blocks_at_end(returned, 1)) == (0.2, 2, 10 + 7 + 30)
 
 
 def test_a_tools_return_is_decided_anew_and_keeps_its_kv() -> None:
