@@ -73,8 +73,8 @@ class Tiers:
         bounded._usable = {name: self._named[name] for name in (self._named if names is None else names)}
 
         def least(dimension: str) -> float:
-            promised = [getattr(tier.slo, dimension) for tier in bounded._usable.values()]
-            return min((seconds for seconds in promised if seconds is not None), default=free)
+            promised = [tier.slo.promised for tier in bounded._usable.values()]
+            return min((times[dimension] for times in promised if dimension in times), default=free)
 
         bounded._least = {dimension: least(dimension) for dimension in HEADERS}
         return bounded
@@ -103,12 +103,8 @@ class Tiers:
 
     def loosened(self, slo: SLO) -> SLO:
         """What of it may be promised."""
-        promised = {}
-        for name, least in self._least.items():
-            stated = getattr(slo, name)
-            if stated is not None and least < inf:
-                promised[name] = max(stated, least)
-        return SLO(**promised)
+        least = self._least
+        return SLO(**{name: max(stated, least[name]) for name, stated in slo.promised.items() if least[name] < inf})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +147,7 @@ def _first(*slos: SLO) -> SLO:
     """In each dimension what the first of them states that states anything."""
     stated: dict[str, float] = {}
     for slo in reversed(slos):
-        stated |= {name: value for name in HEADERS if (value := getattr(slo, name)) is not None}
+        stated |= slo.promised
     return SLO(**stated)
 
 
