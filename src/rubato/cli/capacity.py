@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     source = simulation_options.source(args, machine)
-    specs = simulation_options.settings(args, machine, args.replicas)
+    specs = simulation_options.run_specs(args, machine, args.replicas)
     question = capacity.CapacityQuestion(
         source, specs, tuple(args.seeds), tuple(args.targets), args.tolerance, args.start
     )

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         data = {"hardware": machine.describe(), "optimum": [asdict(o) | {"rate": o.rate} for o in best]}
         running.write_answer(args, "Optimum", optimum.text(best), data)
         return 0
-    specs = simulation_options.settings(args, machine, replicas=1)
+    specs = simulation_options.run_specs(args, machine, replicas=1)
     if len(specs) != 1:
         raise ValueError("a plan is for one --policy: run it once for each")
     specs[0].choice.checked()

@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     machine = simulation_options.hardware(args)
     source = simulation_options.source(args, machine)
-    specs = simulation_options.settings(args, machine, args.replicas)
+    specs = simulation_options.run_specs(args, machine, args.replicas)
     asked = sweep.Sweep(source, specs, tuple(args.rates), tuple(args.seeds))
     outcome = sweep.run(asked, **simulation_options.how(args))
     running.write_answer(args, "Attainment by rate", outcome.text(), outcome.to_json(), outcome.notes)

@@ -73,9 +73,7 @@ def recall(replica: ReplicaState, kind: Recall) -> bool:
 def hand_back(replica: ReplicaState, now: float) -> list[Event]:
     """Hand off what was recalled and is still here, in the order of the queue. Not while a batch is in flight."""
     marked, replica.recalled = replica.recalled, []
-    here = {
-        s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.waiting_for_tool
-    }  # marked twice, it goes once
+    here = {s.id: s for s in marked if replica.seqs.get(s.id) is s and not s.waiting_for_tool}  # each once
     for seq in sorted(here.values(), key=order_of):
         replica.events.append(hand_off(replica, seq, "recalled", now, with_kv=False))
     return replica.told()
