@@ -87,13 +87,13 @@ def some(**given: Any) -> list[Request]:
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("value", [nan, inf, -inf, -1.0, 0.0])
 @pytest.mark.parametrize("policy", ["edf", "slos_serve", "sa", "vllm"])
-def test_step_times_that_are_none_hang_nobody(policy: str, value: float, every: int) -> None:
+def test_step_times_that_are_none_hang_no_request(policy: str, value: float, every: int) -> None:
     served(some(ttft=0.2, tpot=0.05), lambda: Odd(every=every, odd=lambda: value), policy)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 @pytest.mark.parametrize("policy", ["edf", "slos_serve", "sa", "vllm"])
-def test_a_model_that_raises_hangs_nobody(policy: str, every: int) -> None:
+def test_a_model_that_raises_hangs_no_request(policy: str, every: int) -> None:
     served(some(ttft=0.03, tpot=0.005), lambda: Odd(every=every, odd=boom), policy)
 
 

@@ -42,7 +42,7 @@ def test_a_decode_that_drafts_wants_an_entry_every_so_many_tokens() -> None:
     assert (entry.due, entry.tokens, entry.tpot, entry.verified) == (0.1, 2, 0.1, 2)
 
 
-def test_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:
+def test_a_request_whose_drafts_are_not_there_yet_is_wanted_sooner() -> None:
     """One token comes now and lasts 0.05 s of the 0.1 s until the entry after."""
     certain = Demand("a", 0.2, 1, 0.05, accepts=1.0)
     [entry] = SpeculationPlan(0.1, 1, 10).entries([certain], {})
@@ -57,7 +57,7 @@ def test_a_loose_tier_decodes_as_before() -> None:
     assert PLAIN.entries([loose._replace(tpot=0.01)], {}) == [loose._replace(tpot=0.01)]
 
 
-def test_who_was_unlucky_is_wanted_in_the_next_batch() -> None:
+def test_a_request_that_was_unlucky_is_wanted_in_the_next_batch() -> None:
     unlucky = Demand("a", 0.06, 1, 0.05, accepts=0.7)
     [entry] = SpeculationPlan(0.08, 1, 10).entries([unlucky], {"a": 1})
     assert (entry.due, entry.verified) == (0.0, 2)
@@ -89,7 +89,7 @@ def planned(one: Seq, **changes: int) -> tuple[Work, ...]:
     return spelled_out(Scheduler().plan(seen), seen).work
 
 
-def test_nothing_is_drafted_where_the_engine_cannot_or_nobody_wants_it() -> None:
+def test_nothing_is_drafted_where_the_engine_cannot_or_no_request_wants_it() -> None:
     one = decode("a", tpot=0.05, due=0.05)
     plain = shown([], [one], frozenset({"chunked", "preempt", "mixed"}))
     assert Scheduler().plan(plain) == Scheduler(max_draft=0).plan(shown([], [one]))

@@ -65,7 +65,7 @@ def test_the_hops_are_limited_and_then_the_backup_decides() -> None:
     assert place([NEW], fleet(FULL, []), max_hops=0, backup="refuse").reject == {"a": "rejected-slo-infeasible"}
 
 
-def test_who_asked_to_be_refused_is_refused_by_either_backup() -> None:
+def test_a_request_that_asked_to_be_refused_is_refused_by_either_backup() -> None:
     asked = request("a", 40, ttft=0.1, refuse=True)
     assert place([asked], fleet(FULL, FULL)) == Dispatch({}, {"a": "rejected-slo-infeasible"})
     assert place([asked], fleet(FULL, [])).place == {"a": "r1"}
@@ -79,7 +79,7 @@ def test_a_burst_counts_what_it_has_just_placed() -> None:
     assert set(dispatch.reject) == {"q4"}
 
 
-def test_whom_the_backup_placed_takes_no_promise_away() -> None:
+def test_a_request_that_the_backup_placed_takes_no_promise_away() -> None:
     """It waits where it was placed, not demoted yet; as soon as it has ended its id is forgotten."""
     router = Router()
     infeasible = request("late", 95, ttft=0.05)
@@ -92,7 +92,7 @@ def test_whom_the_backup_placed_takes_no_promise_away() -> None:
     assert not router._declined
 
 
-def test_best_effort_and_who_comes_from_elsewhere_go_to_the_least_loaded() -> None:
+def test_best_effort_and_requests_from_elsewhere_go_to_the_least_loaded() -> None:
     views = fleet([prompt("x", 60)], [prompt("y", 10)], [prompt("z", 30)])
     begun = replace(NEW, progress=Progress((0.0,), ((0.1,),), (), False, {}))
     moved = replace(NEW, handoff=Handoff("r0", "declined", 0.0))
