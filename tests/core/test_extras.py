@@ -12,7 +12,7 @@ from rubato.core.extras import MissingExtra, extra
 
 OPTIONAL = (
     "fastapi", "gguf", "httptools", "jinja2", "llvmlite", "matplotlib", "numba", "prometheus_client", "ray",
-    "safetensors", "scipy", "starlette", "tokenizers", "torch", "uvicorn",
+    "rubato_torch", "safetensors", "scipy", "starlette", "tokenizers", "torch", "uvicorn",
 )  # fmt: skip
 
 

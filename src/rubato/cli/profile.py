@@ -80,9 +80,9 @@ def _composed(args: argparse.Namespace) -> Profile:
 
 
 async def _measured(args: argparse.Namespace) -> tuple[Profile, list[Sample]]:
-    import rubato_torch as embedded  # needs the torch extra
+    from rubato.engines.torch import Engine  # needs the torch extra
 
-    engine = embedded.Engine(args.model[0], device=args.device, kv_gib=args.kv_gib)
+    engine = Engine(args.model[0], device=args.device, kv_gib=args.kv_gib)
     device = args.device if args.device != "auto" else "this machine"
     name = args.name or f"{engine.model_name.lower()}-{args.device}"
     about = f"{engine.model_name} on the embedded engine, {platform.machine()}, {os.cpu_count()} cores"
