@@ -1,4 +1,4 @@
-"""How much of the cores other programs take, and how many threads are left for a step."""
+"""How much of the cores other programs take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core import cpu_usage
 from rubato.core.clock import WallClock
-from rubato.core.cpu_usage import FreeCores, TakenCores
+from rubato.core.cpu_usage import TakenCores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -55,7 +55,7 @@ def test_what_others_take_is_what_is_used_less_what_we_use(stat: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "cpu  1 2\ncpu0 1 2 3\n", "cpu\ncpux 1 2 3 4 5 6 7 8\n"])
-def test_without_proc_nothing_is_known_and_all_threads_are_used(
+def test_without_proc_nothing_is_known_and_all_cores_count_as_free(
     stat: Path, text: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said once, not at every step."""
@@ -64,10 +64,8 @@ def test_without_proc_nothing_is_known_and_all_threads_are_used(
         stat.write_text(text)
     clock = Clock()
     taken = TakenCores(clock, {0, 1})
-    free = FreeCores(2, clock, taken.now, 2)
     for clock.time in range(5, 25):
         assert taken.now() == 0.0
-        assert free.threads() == 2
     assert cpu_usage.busy_seconds({0}) is None
     assert [record.getMessage() for record in caplog.records] == [
         f"{stat} does not say what other programs take of the cores: they count as free"
@@ -92,32 +90,3 @@ def test_this_machine_says_what_this_process_uses() -> None:
     assert cpu_usage.cpu_seconds_of(os.getpid()) > 0.0
     with pytest.raises(OSError, match="999999999"):
         cpu_usage.cpu_seconds_of(999999999)
-
-
-@pytest.mark.parametrize(
-    ("most", "cores", "taken", "threads"),
-    [
-        (2, 2, 0.0, 2),
-        (2, 2, 0.5, 2),
-        (2, 2, 0.51, 1),  # what a busy program gets beside two threads of ours is 0.67
-        (2, 2, 1.3, 1),
-        (2, 2, 2.0, 1),  # never none
-        (8, 8, 1.0, 7),
-        (8, 8, 3.4, 5),
-        (4, 8, 3.0, 4),  # more cores than threads: the others' are not ours
-        (4, 8, 5.2, 3),
-        (1, 1, 1.0, 1),
-    ],
-)
-def test_as_many_threads_as_cores_are_left(most: int, cores: int, taken: float, threads: int) -> None:
-    assert FreeCores(most, Clock(), lambda: taken, cores).threads() == threads
-
-
-def test_a_thread_goes_at_once_and_comes_back_after_a_second() -> None:
-    clock, taken = Clock(), [0.0]
-    free = FreeCores(4, clock, lambda: taken[0], 4, patience=1.0)
-    found = []
-    for at, others in [(0.0, 0.0), (0.1, 2.0), (0.2, 0.0), (0.9, 1.0), (1.0, 2.0), (1.9, 0.0), (2.0, 0.0), (2.1, 3.0)]:
-        clock.time, taken[0] = at, others
-        found.append(free.threads())
-    assert found == [4, 2, 2, 2, 2, 2, 4, 1]

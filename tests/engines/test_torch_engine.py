@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rubato.core.cpu_usage import FreeCores  # noqa: E402
 from rubato.core.plan import Batch, Entry  # noqa: E402
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
 from rubato_torch import Engine  # noqa: E402
+from rubato_torch.free_cores import FreeCores  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
 
 PROMPT = tuple(range(1000, 1030))

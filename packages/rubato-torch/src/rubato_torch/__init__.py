@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rubato.core.clock import WallClock
-from rubato.core.cpu_usage import FreeCores, TakenCores, usable
+from rubato.core.cpu_usage import TakenCores, usable
 from rubato.core.extras import extra
 from rubato.core.plan import KV, Batch, Emitted, Limits, StepResult
 from rubato.core.request import Request
@@ -30,6 +30,7 @@ from rubato_torch import gguf
 from rubato_torch.batch_tensors import Packed
 from rubato_torch.cpu import llvm_jit, matmul_backends
 from rubato_torch.drafters import Drafter, Wanted
+from rubato_torch.free_cores import FreeCores
 from rubato_torch.model import Model, bytes_per_token
 from rubato_torch.model_config import Config, ids_of, load_config, read_json
 from rubato_torch.sequence import Sequence as Running
@@ -57,7 +58,7 @@ class Engine:
     "cpu", "cuda", "cuda:1"... kv_gib: KV memory, preallocated. max_num_seqs and max_num_batched_tokens bound one batch;
     max_model_len one sequence (None: what model and KV memory allow). block_size: tokens per KV block. threads: of the
     forward pass on a CPU; "auto" is PyTorch's default, less the cores that other programs take at the time
-    (`cpu_usage.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for which the
+    (`free_cores.FreeCores`). drafter: proposes the candidate trees that batches ask for and later verify (for which the
     compiled path keeps two KV blocks for each of `max_num_seqs`, beside `kv_gib`); None: this engine does not
     speculate. Raises ValueError or FileNotFoundError for a model or a setting that cannot be served.
     """
