@@ -27,7 +27,7 @@ LESS = {
     "bench": "--no-progress --allow-late",  # no test goes by the machine's speed
     "sweep": "--rates 2 --duration 5 --seeds 0 --workers 1 --no-progress",
     "capacity": "--count 300 --start 60 --seeds 0 --targets 0.99 --tolerance 0.5 --workers 1 --no-progress",
-    "plan": "--workers 1 --no-progress",
+    "plan": "--duration 8 --workers 1 --no-progress",
 }
 ELSEWHERE = {"serve", "profile"}  # runs until it is stopped, measures: tests/processes, tests/profiles
 
@@ -85,8 +85,8 @@ def test_commands_work(page: str, desk: Path, server: Server) -> None:
             continue
         given = [stands_for.get(word, word) for word in words]
         less = LESS.get(words[0], "")
-        if "--count" in words and words[0] == "sweep":  # which bounds a run as --duration does
-            less = less.replace("--duration 5", "--count 10")
+        if "--count" in words:  # which bounds a run as --duration does
+            less = less.replace("--duration 5", "--count 10").replace("--duration 8", "")
         assert main([*given, *([] if "--list" in words else less.split())]) == 0, words
 
 
