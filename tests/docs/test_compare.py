@@ -6,7 +6,7 @@ import re
 
 from rubato import policies
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.planning.runnable import able
+from rubato.planning.sweep import able
 from rubato.simulation.run_spec import RunSpec, packaged_hardware
 from rubato.workloads import scenarios
 from tests.docs.pages import PAGES, commands

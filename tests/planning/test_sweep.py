@@ -75,9 +75,7 @@ def test_one_seed_has_the_interval_of_its_run() -> None:
 
 def test_a_picture(serial: sweep.SweepResult, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from rubato.planning.plot import plot
-
-    plot(tmp_path / "sweep.png", serial.points())
+    sweep.plot(tmp_path / "sweep.png", serial.points())
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -136,7 +136,7 @@ def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice
 
 
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
-    """One for each --policy, which is not looked for yet (`runnable.able`). replicas: None = the configuration's."""
+    """One for each --policy, which is not looked for yet (`sweep.able`). replicas: None = the configuration's."""
     config = load(args.config or {}, args.set)
     replicas = config.replicas if replicas is None else replicas
     if replicas < 1:

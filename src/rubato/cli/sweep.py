@@ -25,7 +25,5 @@ def run(args: argparse.Namespace) -> int:
     outcome = sweep.run(asked, **simulation_options.how(args))
     running.write_answer(args, "Attainment by rate", outcome.text(), outcome.to_json(), outcome.notes)
     if args.plot:
-        from rubato.planning.plot import plot
-
-        plot(args.plot, outcome.points())
+        sweep.plot(args.plot, outcome.points())
     return 0

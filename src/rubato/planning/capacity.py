@@ -21,8 +21,7 @@ from rubato.measure.records import BenchResult, versions
 from rubato.planning import feasibility, jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
-from rubato.planning.runnable import able, left_out
-from rubato.planning.sweep import markdown
+from rubato.planning.sweep import able, left_out, markdown
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload

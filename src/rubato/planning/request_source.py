@@ -32,13 +32,13 @@ class RequestSource(Protocol):
 
     def busiest(self, seed: int, seconds: float) -> Stretch:
         """The stretch of this many seconds with the most tokens, prompt and output."""
-        ...
+        return busiest(self.make(seed), seconds)
 
     def describe(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class ScenarioSource:
+class ScenarioSource(RequestSource):
     """A packaged scenario at a rate (requests/s), for `count` requests or `duration` seconds."""
 
     name: str
@@ -53,15 +53,12 @@ class ScenarioSource:
         )
         return window(made, stretch)
 
-    def busiest(self, seed: int, seconds: float) -> Stretch:
-        return busiest(self.make(seed), seconds)
-
     def describe(self) -> dict[str, Any]:
         return {"scenario": self.name, "rate": self.rate, "count": self.count, "duration": self.duration}
 
 
 @dataclass(frozen=True)
-class MixSource:
+class MixSource(RequestSource):
     """Poisson arrivals of a mix of kinds."""
 
     kinds: tuple[Kind, ...]
@@ -71,9 +68,6 @@ class MixSource:
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
         return window(_mixed(self, seed), stretch)
-
-    def busiest(self, seed: int, seconds: float) -> Stretch:
-        return busiest(self.make(seed), seconds)
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +79,7 @@ def _mixed(mix: MixSource, seed: int) -> Workload:
 
 
 @dataclass(frozen=True)
-class FileSource:
+class FileSource(RequestSource):
     """A workload file. drawn: seeds above 0 bootstrap blocks of 60 s of it; else the times are the file's."""
 
     path: str
@@ -95,20 +89,15 @@ class FileSource:
         made = _filed(self.path)
         return window(bootstrapped(made, seed) if self.drawn and seed else made, stretch)
 
-    def busiest(self, seed: int, seconds: float) -> Stretch:
-        return busiest(self.make(seed), seconds)
-
     def describe(self) -> dict[str, Any]:
         return {"path": Path(self.path).name, "content": _digest(self.path), "drawn": self.drawn}
 
 
-@lru_cache(maxsize=8)
-def _filed(path: str) -> Workload:
-    return read(path)
+_filed = lru_cache(maxsize=8)(read)
 
 
 @dataclass(frozen=True)
-class TraceSource:
+class TraceSource(RequestSource):
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
     drawn: as of a file. A stretch is cut out before it is multiplied; it begins with a minute, whose copies stay in it.
@@ -133,7 +122,7 @@ class TraceSource:
 
 @lru_cache(maxsize=8)
 def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
-    whole = _read(trace.path, trace.seconds, trace.count)
+    whole = _read(trace.path, seconds=trace.seconds, count=trace.count)
     offers: Sequence[traces.TraceRequest] = whole.offers
     if stretch is not None:
         start, end = stretch
@@ -148,6 +137,4 @@ def _traced(trace: TraceSource, seed: int, stretch: Stretch | None) -> Workload:
     return bootstrapped(made, seed) if trace.drawn and seed else made
 
 
-@lru_cache(maxsize=2)
-def _read(path: str, seconds: float | None, count: int | None) -> traces.Trace:
-    return traces.read(path, seconds=seconds, count=count)
+_read = lru_cache(maxsize=2)(traces.read)

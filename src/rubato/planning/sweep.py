@@ -11,18 +11,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rubato.core.request import Request, Sampling, Stage
 from rubato.measure import results
 from rubato.measure.confidence import ALL, ONE_SEED, Estimate, attainment_over_seeds, over_seeds
+from rubato.measure.plot import COLOURS, STYLES, picture
 from rubato.measure.records import versions
 from rubato.planning import jobs
 from rubato.planning.jobs import Job, JobResults
 from rubato.planning.request_source import RequestSource
-from rubato.planning.runnable import able, left_out
 from rubato.simulation.run_spec import RunSpec
-from rubato.simulation.simulate import simulate
+from rubato.simulation.simulate import simulate, simulate_requests
 from rubato.workloads.workload import check_rate
 
 FORMAT = "rubato-sweep/2"
+PROBE = Request("probe", (Stage(1),), 0.0, sampling=Sampling(max_tokens=1))
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,32 @@ def run(asked: Sweep, **how: Any) -> SweepResult:
     head = {"sweep": asked.describe()}  # of all, so that the file goes on when the one that is left out is mended
     ran = replace(asked, specs=specs)
     return SweepResult(ran, jobs.run(ran.jobs(), head=head, about="sweep", **how), reasons)
+
+
+# --------------------------------------------------------------------------- which policies can run
+
+
+def able(specs: Sequence[RunSpec]) -> tuple[tuple[RunSpec, ...], dict[str, str]]:
+    """Those that serve one request of one token, and of the others, by label, why not: a policy that is not there, too
+    few replicas, a need that they do not meet, a router that does not go with it. Raises ValueError with all reasons
+    when none can."""
+    reasons: dict[str, str] = {}
+    for spec in specs:
+        try:
+            simulate_requests([PROBE], {PROBE.id: (1,)}, spec, times=False)
+        except (ValueError, RuntimeError) as error:
+            reasons[spec.choice.label] = str(error)
+    if len(reasons) == len(specs):
+        raise ValueError("no policy can run: " + "; ".join(f"{label}: {why}" for label, why in reasons.items()))
+    return tuple(one for one in specs if one.choice.label not in reasons), reasons
+
+
+def left_out(reasons: Mapping[str, str]) -> list[str]:
+    """A note on each policy that cannot run (`able`)."""
+    return [f"{label} is left out, as it cannot run: {why}" for label, why in reasons.items()]
+
+
+# --------------------------------------------------------------------------- what was found
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +194,28 @@ def _attainment(rows: Sequence[Mapping[str, Any]]) -> Estimate:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def plot(path: str | Path, points: Sequence[Point]) -> None:
+    """A PNG: attainment of all requests by rate, a line a policy. Raises ImportError without matplotlib."""
+    policies = list(dict.fromkeys(point.policy for point in points))
+
+    def draw(axes: Any) -> None:
+        for index, policy in enumerate(policies):
+            own = sorted((p for p in points if p.policy == policy), key=lambda p: p.rate)
+            rates, all_ = [p.rate for p in own], [p.attainment[ALL] for p in own]
+            colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
+            axes.plot(rates, [100 * e.value for e in all_], color=colour, linestyle=style, marker="o", label=policy)
+            axes.fill_between(
+                rates, [100 * e.low for e in all_], [100 * e.high for e in all_], color=colour, alpha=0.15, linewidth=0
+            )
+        axes.axhline(90, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.set_ylim(0, 103)
+        axes.set_xlabel("requests/s offered")
+        axes.set_ylabel("SLO attainment (%, of offered)")
+        axes.legend(frameon=False)
+
+    picture(path, draw, "Attainment by rate with 95 % intervals; line at 90 %")
 
 
 # --------------------------------------------------------------------------- words
