@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
+from rubato import engines
 from rubato.config.schema import Config, ConfigError, Named
 from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
@@ -51,7 +52,7 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
     Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings,
     `drafter` as `drafter_of` or, for an engine that is not simulated, `token_drafter_of` makes it. Raises ConfigError.
     """
-    cls = _class("engine", "rubato.engines", config.engine.name, "Engine")
+    cls = _engine_class(config.engine.name)
     settings = dict(config.engine.settings)
     takes = inspect.signature(cls).parameters
     if "limits" in takes:
@@ -134,7 +135,7 @@ def token_drafter_of(config: Config) -> object | None:
             f"{', '.join(DRAFTERS)}, or a module of yours with a class Drafter"
         )
     if "." in name:
-        cls = _class("engine.drafter", "", name, "Drafter")
+        cls = _class("engine.drafter", name, "Drafter", DRAFTERS)
     elif name in DRAFTERS:
         module, of = DRAFTERS[name]
         cls = getattr(importlib.import_module(module), of)
@@ -160,7 +161,7 @@ def _is_profile(name: str) -> bool:
 
 
 def _is_simulated(config: Config) -> bool:
-    return issubclass(_class("engine", "rubato.engines", config.engine.name, "Engine"), simulated.Engine)
+    return issubclass(_engine_class(config.engine.name), simulated.Engine)
 
 
 def link_of(config: Config) -> Link:
@@ -186,7 +187,7 @@ def latency_of(config: Config) -> LatencyModel:
     beyond step_time, largest_chunk, fit and update is added by `latency.model_base`); by default `affine`, which begins
     with a guess and learns from each step. Raises ConfigError."""
     named = config.latency or Named(name="affine")
-    cls = _latency_class(named.name)
+    cls = _class("latency", named.name, "Model", MODELS)
     model = _construct(f"latency {named.name!r}", cls, named.settings, list(inspect.signature(cls).parameters))
     try:
         return completed(model)
@@ -198,7 +199,7 @@ def guessed(config: Config) -> list[str]:
     """Settings of `latency` that are left out though their defaults are a guess (`GUESSED` of the model): a live server
     learns them, but they are no truth to simulate."""
     named = config.latency or Named(name="affine")
-    model = _latency_class(named.name)
+    model = _class("latency", named.name, "Model", MODELS)
     return [name for name in getattr(model, "GUESSED", ()) if name not in named.settings]
 
 
@@ -217,36 +218,31 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
             )
         settings = {"truth": {id: sum(outputs) for id, outputs in truth.items()}, **settings}
         return cast(LengthPredictor, _construct("lengths 'oracle'", Oracle, settings, ["noise"]))
-    cls: Any = PREDICTORS.get(name) or _class("lengths", "", name, "Lengths")
+    cls = _class("lengths", name, "Lengths", {"oracle": Oracle, **PREDICTORS})
     known = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
 
 
-def _latency_class(kind: str) -> Any:
-    if "." in kind:
-        return _class("latency", "", kind, "Model")
-    if kind not in MODELS:
-        raise ConfigError(f"latency: unknown kind {kind!r}{nearest(kind, list(MODELS))}")
-    return MODELS[kind]
+def _engine_class(kind: str) -> Any:
+    known = {module.name: f"rubato.engines.{module.name}" for module in pkgutil.iter_modules(engines.__path__)}
+    return _class("engine", known.get(kind, kind), "Engine", known)
 
 
-def _class(what: str, package: str, kind: str, name: str) -> Any:
-    """The class `name` of module `kind`. Raises ConfigError for a module that is not there or has no such class."""
-    known = ["oracle", *PREDICTORS]
-    if package:
-        path = importlib.import_module(package).__path__
-        known = [module.name for module in pkgutil.iter_modules(path)]
-    if kind not in known and "." not in kind:
+def _class(what: str, kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What is `known` as `kind`, or the class `name` of the module `kind`. Raises ConfigError for a module that is not
+    there or has no such class."""
+    if kind in known:
+        return known[kind]
+    if "." not in kind:
         raise ConfigError(f"{what}: unknown kind {kind!r}{nearest(kind, known)}")
-    dotted = kind if "." in kind else f"{package}.{kind}"
     try:
-        module = importlib.import_module(dotted)
+        module = importlib.import_module(kind)
     except MissingExtra as error:
         raise ConfigError(f"{what}: {error}") from error
     except ImportError as error:
-        raise ConfigError(f"{what}: {dotted} cannot be imported ({error})") from error
+        raise ConfigError(f"{what}: {kind} cannot be imported ({error})") from error
     if not hasattr(module, name):
-        raise ConfigError(f"{what}: {dotted} has no class {name}")
+        raise ConfigError(f"{what}: {kind} has no class {name}")
     return getattr(module, name)
 
 

@@ -20,21 +20,23 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from rubato.config.tiers import StrictSettings, TierSettings
 from rubato.core.did_you_mean import nearest
-from rubato.core.request import MOST
+from rubato.core.request import LEAST_MS, MOST, MOST_MS, SLO, OnDecline
 from rubato.core.slo import SLO_RULES
 
 
@@ -42,7 +44,10 @@ class ConfigError(ValueError):
     """A setting that is unknown or impossible; the message names it, and what would do."""
 
 
-S = TypeVar("S", bound="Named")
+class StrictSettings(BaseModel):
+    """Settings of which every name and type must be right."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Named(StrictSettings):
@@ -71,6 +76,20 @@ def _digest(value: Any) -> bytes:
     if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
         raise ValueError("a key must be a string of visible ASCII characters without blanks")
     return sha256(value.encode()).digest()
+
+
+class TierSettings(StrictSettings):
+    """A tier, of a server or in a file of request kinds: its SLO in milliseconds, and what becomes of a request whose
+    SLO cannot be met."""
+
+    ttft_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    tpot_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    e2e_ms: float | None = Field(default=None, ge=LEAST_MS, le=MOST_MS)
+    on_decline: OnDecline = "best_effort"
+
+    @property
+    def slo(self) -> SLO:
+        return SLO.from_ms(self.ttft_ms, self.tpot_ms, self.e2e_ms)
 
 
 class TenantSettings(StrictSettings):
@@ -201,19 +220,18 @@ class Config(StrictSettings):
     step_log: str | None = None
     slo_rule: Literal["deadline", "mean", "windowed"] = "deadline"
 
-    @field_validator("tiers")
+    @field_validator("tiers", "tenants")
     @classmethod
-    def _names(cls, tiers: Mapping[str, TierSettings]) -> Mapping[str, TierSettings]:
-        if "auto" in tiers:
+    def _names(cls, named: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
+        what = "tier" if info.field_name == "tiers" else "tenant"
+        if what == "tier" and "auto" in named:
             raise ValueError("`auto` cannot be a tier: it is OpenAI's name for the default one; set default_tier")
-        _check_names(tiers, "tier")
-        return tiers
-
-    @field_validator("tenants")
-    @classmethod
-    def _tenant_names(cls, tenants: Mapping[str, TenantSettings]) -> Mapping[str, TenantSettings]:
-        _check_names(tenants, "tenant")
-        return tenants
+        for name in named:
+            if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
+                raise ValueError(
+                    f"{name!r:.80} cannot be a {what}'s name: use letters, digits, `_`, `-` and `.` only, at most 64"
+                )
+        return named
 
     @property
     def tier_names(self) -> list[str]:
@@ -236,14 +254,6 @@ class Config(StrictSettings):
         if self.step_log is not None and self.step_log == self.event_log:
             raise ValueError("step_log: the same file as event_log; name another")
         return self
-
-
-def _check_names(names: Mapping[str, Any], what: str) -> None:
-    for name in names:
-        if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
-            raise ValueError(
-                f"{name!r:.80} cannot be a {what}'s name: use letters, digits, `_`, `-` and `.` only, at most 64"
-            )
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
