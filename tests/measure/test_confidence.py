@@ -1,11 +1,12 @@
 """Intervals: Wilson against published values, the paired block bootstrap against planted differences."""
 
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from rubato.measure.confidence import PairedOutcome, RequestOutcome, paired, proportion, unpaired, wilson
+from rubato.measure.confidence import Difference, RequestOutcome, paired, proportion, unpaired, wilson
 
 
 @pytest.mark.parametrize(
@@ -28,13 +29,27 @@ def test_wilson_knows_nothing_of_nothing_and_refuses_nonsense():
         wilson(3, 2)
 
 
+class Pair(NamedTuple):
+    """One request under both policies."""
+
+    workload: str
+    at: float
+    tier: str
+    met_a: bool
+    met_b: bool
+
+
 def one(at, a, b, tier="t", workload="w"):
-    return PairedOutcome(workload, at, tier, bool(a), bool(b))
+    return Pair(workload, at, tier, bool(a), bool(b))
+
+
+def contrast(pairs, durations, **how) -> dict[str, Difference]:
+    return paired([RequestOutcome(*pair[:4]) for pair in pairs], [pair.met_b for pair in pairs], durations, **how)
 
 
 def test_a_difference_without_noise_has_an_interval_without_width():
     pairs = [one(i / 2, i % 4 != 0, i % 4 == 1) for i in range(240)]  # each 5 s block: hardly any variation
-    result = paired(pairs, {"w": 120.0}, block=10.0)["all"]
+    result = contrast(pairs, {"w": 120.0}, block=10.0)["all"]
     assert (result.offered_a, result.met_a, result.met_b) == (240, 180, 60)
     assert (result.difference, result.ratio) == (0.5, 3.0)
     assert result.difference_low == pytest.approx(0.5, abs=0.02)
@@ -43,28 +58,28 @@ def test_a_difference_without_noise_has_an_interval_without_width():
 
 def test_tiers_are_counted_apart_and_together():
     pairs = [one(i, i % 2, 0, "x") for i in range(30)] + [one(i + 0.5, 1, 1, "y") for i in range(30)]
-    result = paired(pairs, {"w": 30.0})
+    result = contrast(pairs, {"w": 30.0})
     assert list(result) == ["x", "y", "all"]
     assert (result["x"].difference, result["y"].difference, result["all"].difference) == (0.5, 0.0, 0.25)
     assert (result["y"].difference_low, result["y"].difference_high) == (0.0, 0.0)
 
 
 def test_ratios_are_infinite_or_absent_when_one_or_both_met_none():
-    some = paired([one(i, 1, 0) for i in range(40)], {"w": 40.0})["all"]
+    some = contrast([one(i, 1, 0) for i in range(40)], {"w": 40.0})["all"]
     assert (some.ratio, some.ratio_low, some.ratio_high) == (inf, inf, inf)
-    none = paired([one(i, 0, 0) for i in range(40)], {"w": 40.0})["all"]
+    none = contrast([one(i, 0, 0) for i in range(40)], {"w": 40.0})["all"]
     assert (none.ratio, none.ratio_low, none.difference) == (None, None, 0.0)
 
 
 def test_rounds_of_one_workload_do_not_count_as_new_evidence_about_time():
     rng = np.random.default_rng(0)
     pairs = [one(at, rng.random() < 0.9, rng.random() < 0.5) for at in np.arange(0, 100, 0.5)]
-    once = paired(pairs, {"w": 100.0})["all"]
-    same = paired(pairs * 3, {"w": 100.0})["all"]  # three rounds that came out alike
+    once = contrast(pairs, {"w": 100.0})["all"]
+    same = contrast(pairs * 3, {"w": 100.0})["all"]  # three rounds that came out alike
     assert same.offered_b == 600
     assert (same.difference_low, same.difference_high) == pytest.approx((once.difference_low, once.difference_high))
-    others = [PairedOutcome(f"w{k}", p.at, p.tier, p.met_a, p.met_b) for k in range(3) for p in pairs]
-    apart = paired(others, {f"w{k}": 100.0 for k in range(3)})["all"]  # three workloads: three times the evidence
+    others = [Pair(f"w{k}", p.at, p.tier, p.met_a, p.met_b) for k in range(3) for p in pairs]
+    apart = contrast(others, {f"w{k}": 100.0 for k in range(3)})["all"]  # three workloads: three times the evidence
     assert apart.difference_high - apart.difference_low < 0.75 * (once.difference_high - once.difference_low)
 
 
@@ -84,8 +99,8 @@ def test_the_block_bootstrap_covers_a_planted_difference_where_single_requests_w
     widths = []
     for _ in range(60):
         pairs = list(congested(rng))
-        block = paired(pairs, {"w": 300.0}, block=25.0, resamples=1000)["all"]
-        single = paired(pairs, {"w": 300.0}, block=1.0, resamples=1000)["all"]
+        block = contrast(pairs, {"w": 300.0}, block=25.0, resamples=1000)["all"]
+        single = contrast(pairs, {"w": 300.0}, block=1.0, resamples=1000)["all"]
         covered += block.difference_low <= 0.275 <= block.difference_high
         alone += single.difference_low <= 0.275 <= single.difference_high
         widths.append((block.difference_high - block.difference_low) / (single.difference_high - single.difference_low))
@@ -96,9 +111,9 @@ def test_the_block_bootstrap_covers_a_planted_difference_where_single_requests_w
 
 def test_nothing_to_compare_is_an_error():
     with pytest.raises(ValueError, match="nothing to compare"):
-        paired([], {})
+        contrast([], {})
     with pytest.raises(ValueError, match="block is 0"):
-        paired([one(0, 1, 1)], {"w": 1.0}, block=0)
+        contrast([one(0, 1, 1)], {"w": 1.0}, block=0)
 
 
 def alone(pairs, side, workload="w"):

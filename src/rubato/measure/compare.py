@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from rubato.core.did_you_mean import nearest
-from rubato.measure.confidence import ALL, Difference, PairedOutcome, RequestOutcome, default_block, paired, unpaired
+from rubato.measure.confidence import ALL, Difference, RequestOutcome, default_block, paired, unpaired
 from rubato.measure.records import BenchResult
 from rubato.measure.results import FORMAT, run_json
 
@@ -106,7 +106,10 @@ def read(source: str) -> list[SavedRun]:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise ValueError(f"{path}: its format is {found!r}, expected {FORMAT!r}: give what `bench --json` wrote")
-    runs = [_kept(path, number, run) for number, run in enumerate(_runs(path, data), 1)]
+    given = data.get("runs")
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{path} holds no runs: give what `bench --json` wrote, all of it")
+    runs = [_kept(path, number, run) for number, run in enumerate(given, 1)]
     labels = list(dict.fromkeys(run.label for run in runs))
     if not label and len(labels) != 1:
         raise ValueError(f"{path} holds {', '.join(labels)}: say which, as {path}:{labels[0]}")
@@ -118,13 +121,6 @@ def read(source: str) -> list[SavedRun]:
 def saved(run: BenchResult) -> SavedRun:
     """The run as a result file would keep it."""
     return _kept(run.label, 1, run_json(run))
-
-
-def _runs(path: str, data: Mapping[str, Any]) -> list[Any]:
-    runs = data.get("runs")
-    if not isinstance(runs, list) or not runs:
-        raise ValueError(f"{path} holds no runs: give what `bench --json` wrote, all of it")
-    return runs
 
 
 def _kept(path: str, number: int, run: Any) -> SavedRun:
@@ -176,16 +172,15 @@ def _differences(a: Sequence[SavedRun], b: Sequence[SavedRun], column: str, alik
     if not alike:
         seconds = (sum(run.duration for run in a), sum(run.duration for run in b))
         return unpaired(_fates(sides[0], column), _fates(sides[1], column), durations[0], durations[1], seconds)
-    pairs: list[PairedOutcome] = []
+    met_b: list[bool] = []
     for one, other in zip(*sides, strict=True):
         theirs = dict(zip(other.requests["id"], other.requests[column], strict=True))
         if single := theirs.keys() ^ set(one.requests["id"]):
             raise ValueError(
                 f"request {min(single)!r} is in one of two runs of the same workload only: a file is damaged"
             )
-        for fate, id in zip(_fates([one], column), one.requests["id"], strict=True):
-            pairs.append(PairedOutcome(fate.workload, fate.at, fate.tier, fate.met, theirs[id]))
-    return paired(pairs, durations[0], block=default_block(durations[0]))
+        met_b += [theirs[id] for id in one.requests["id"]]
+    return paired(_fates(sides[0], column), met_b, durations[0], block=default_block(durations[0]))
 
 
 def _fates(runs: Sequence[SavedRun], column: str) -> list[RequestOutcome]:

@@ -8,7 +8,7 @@ resamples blocks of arrival time with all the requests in them, in every run at 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, inf, isinf, pi, sin, sqrt, tan
 from statistics import NormalDist
 
@@ -62,17 +62,6 @@ class RequestOutcome:
     at: float
     tier: str
     met: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PairedOutcome:
-    """One request under both policies, in one round. workload: which one it belongs to; at: seconds from its start."""
-
-    workload: str
-    at: float
-    tier: str
-    met_a: bool
-    met_b: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +159,8 @@ def proportion(
 
 
 def paired(
-    pairs: Sequence[PairedOutcome],
+    a: Sequence[RequestOutcome],
+    met_b: Sequence[bool],
     durations: Mapping[str, float],
     *,
     block: float = SHORTEST,
@@ -178,22 +168,16 @@ def paired(
 ) -> dict[str, Difference]:
     """Differences per tier and over "all", with expanded percentile intervals of a moving-block bootstrap.
 
-    durations: seconds over which each workload offers requests. block: seconds of arrival time. Rounds of one workload
-    lie on top of each other on its time axis, since they repeat the same requests; different workloads follow one
-    another; the axis is closed to a ring, so that every moment is equally likely to be drawn. Raises ValueError when
-    there are no pairs.
+    met_b: whether b met the same requests. durations: seconds over which each workload offers requests. block: seconds
+    of arrival time. Rounds of one workload lie on top of each other on its time axis, since they repeat the same
+    requests; different workloads follow one another; the axis is closed to a ring, so that every moment is equally
+    likely to be drawn. Raises ValueError when there are no requests.
     """
-    if not pairs:
+    if not a:
         raise ValueError("nothing to compare: no request is in both runs")
-    blocks = _Blocks([(pair.workload, pair.at) for pair in pairs], durations, block, resamples)
-    met_a = np.array([pair.met_a for pair in pairs], dtype=np.float64)
-    met_b = np.array([pair.met_b for pair in pairs], dtype=np.float64)
-    tail = _tail(blocks.count)
-    result: dict[str, Difference] = {}
-    for tier, mask in _masks([pair.tier for pair in pairs]).items():
-        one = _side(blocks, mask, mask * met_a, 1.0)
-        result[tier] = _difference(one, _side(blocks, mask, mask * met_b, 1.0), tail)
-    return result
+    one = _side(a, durations, block, resamples)
+    other = replace(one, met=np.array(met_b, dtype=np.float64))
+    return {tier: _difference(one, other, tier) for tier in one.masks}
 
 
 def unpaired(
@@ -210,32 +194,12 @@ def unpaired(
     when a side is empty or the two share no tier."""
     if not a or not b:
         raise ValueError("nothing to compare: a run has no requests")
-    masks_a, masks_b = (_masks([fate.tier for fate in side]) for side in (a, b))
-    shared = [tier for tier in masks_a if tier in masks_b]
+    one = _side(a, durations_a, default_block(durations_a), resamples, seconds[0])
+    other = _side(b, durations_b, default_block(durations_b), resamples, seconds[1], seed=1)
+    shared = [tier for tier in one.masks if tier in other.masks]
     if shared == [ALL]:
-        raise ValueError(f"the runs share no tier: {', '.join(masks_a)} against {', '.join(masks_b)}")
-    sides = []
-    for number, (fates, durations) in enumerate(((a, durations_a), (b, durations_b))):
-        places = [(fate.workload, fate.at) for fate in fates]
-        blocks = _Blocks(places, durations, default_block(durations), resamples, seed=number)
-        sides.append((blocks, np.array([fate.met for fate in fates], dtype=np.float64), seconds[number]))
-    (blocks_a, met_a, seconds_a), (blocks_b, met_b, seconds_b) = sides
-    tail = _tail(min(blocks_a.count, blocks_b.count))
-    return {
-        tier: _difference(
-            _side(blocks_a, masks_a[tier], masks_a[tier] * met_a, seconds_a),
-            _side(blocks_b, masks_b[tier], masks_b[tier] * met_b, seconds_b),
-            tail,
-        )
-        for tier in shared
-    }
-
-
-def _masks(tiers: Sequence[str]) -> dict[str, np.ndarray]:
-    """Per tier, and for all, which requests belong to it, as 0 and 1."""
-    named = np.array(tiers)
-    masks = {tier: (named == tier).astype(np.float64) for tier in dict.fromkeys(tiers)}
-    return masks | {ALL: np.ones(len(tiers))}
+        raise ValueError(f"the runs share no tier: {', '.join(one.masks)} against {', '.join(other.masks)}")
+    return {tier: _difference(one, other, tier) for tier in shared}
 
 
 class _Blocks:
@@ -293,33 +257,48 @@ def _axis(
 
 @dataclass(frozen=True)
 class _Side:
-    """One policy: offered, met, and both in each resample; seconds of offered time."""
+    """One policy. masks: tier, or all -> which requests are of it, and met: which were met, as 0 and 1; seconds of
+    offered time."""
 
-    offered: int
-    met: int
-    held: np.ndarray
-    got: np.ndarray
+    blocks: _Blocks
+    masks: Mapping[str, np.ndarray]
+    met: np.ndarray
     seconds: float
 
+    def counts(self, tier: str) -> tuple[int, int, np.ndarray, np.ndarray]:
+        """Offered and met, in all and in each resample."""
+        mask, met = self.masks[tier], self.masks[tier] * self.met
+        return int(mask.sum()), int(met.sum()), self.blocks.resampled(mask), self.blocks.resampled(met)
 
-def _side(blocks: _Blocks, mask: np.ndarray, met: np.ndarray, seconds: float) -> _Side:
-    return _Side(int(mask.sum()), int(met.sum()), blocks.resampled(mask), blocks.resampled(met), seconds)
+
+def _side(
+    fates: Sequence[RequestOutcome], durations: Mapping[str, float], block: float, resamples: int, seconds: float = 1.0,
+    seed: int = 0,
+) -> _Side:  # fmt: skip
+    tiers = np.array([fate.tier for fate in fates])
+    masks = {tier: (tiers == tier).astype(np.float64) for tier in dict.fromkeys(fate.tier for fate in fates)}
+    blocks = _Blocks([(fate.workload, fate.at) for fate in fates], durations, block, resamples, seed)
+    met = np.array([fate.met for fate in fates], dtype=np.float64)
+    return _Side(blocks, masks | {ALL: np.ones(len(fates))}, met, seconds)
 
 
-def _difference(a: _Side, b: _Side, tail: float) -> Difference:
-    some = (a.held > 0) & (b.held > 0)  # a rare tier can be absent from a resample
-    differences = a.got[some] / a.held[some] - b.got[some] / b.held[some]
+def _difference(a: _Side, b: _Side, tier: str) -> Difference:
+    tail = _tail(min(a.blocks.count, b.blocks.count))
+    offered_a, met_a, held_a, got_a = a.counts(tier)
+    offered_b, met_b, held_b, got_b = b.counts(tier)
+    some = (held_a > 0) & (held_b > 0)  # a rare tier can be absent from a resample
+    differences = got_a[some] / held_a[some] - got_b[some] / held_b[some]
     low, high = np.quantile(differences, [tail, 1 - tail]) if some.any() else (-1.0, 1.0)
     ratio = ratio_low = ratio_high = None
-    if a.met or b.met:
+    if met_a or met_b:
         scale = b.seconds / a.seconds if a.seconds else 1.0
-        ratio = scale * a.met / b.met if b.met else inf
-        defined = (a.got > 0) | (b.got > 0)
+        ratio = scale * met_a / met_b if met_b else inf
+        defined = (got_a > 0) | (got_b > 0)
         with np.errstate(divide="ignore"):
-            ratios = scale * a.got[defined] / b.got[defined]
+            ratios = scale * got_a[defined] / got_b[defined]
         # "inverted_cdf": a quantile that is one of the values, as interpolation between infinities is not a number
         ratio_low, ratio_high = (float(q) for q in np.quantile(ratios, [tail, 1 - tail], method="inverted_cdf"))
-    difference = a.met / a.offered - b.met / b.offered
+    difference = met_a / offered_a - met_b / offered_b
     return Difference(
-        a.offered, b.offered, a.met, b.met, difference, float(low), float(high), ratio, ratio_low, ratio_high
+        offered_a, offered_b, met_a, met_b, difference, float(low), float(high), ratio, ratio_low, ratio_high
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
@@ -167,29 +167,25 @@ def summarise(runs: BenchResult | Sequence[BenchResult]) -> tuple[TierSummary, .
         raise ValueError("runs to pool must have the same goodput bounds")
     seconds = sum(run.workload.duration for run in pooled)
     durations: dict[str, float] = {}
-    kept: list[_Kept] = []
+    kept: list[tuple[str, Record]] = []  # each with its workload
     for run in pooled:
         key = fingerprint(run.workload)
         durations[key] = run.workload.duration
-        kept += [_Kept(r, key, run.good(r) if run.goodput else None) for r in run.records]
+        kept += [(key, record) for record in run.records]
     tiers = list(dict.fromkeys(tier for run in pooled for tier in run.workload.tiers))
-    rows = [_row(tier, [k for k in kept if k.record.tier == tier], seconds, durations) for tier in tiers]
-    return (*(row for row in rows if row.offered), _row(ALL, kept, seconds, durations))
+    by_tier = {tier: [(key, record) for key, record in kept if record.tier == tier] for tier in tiers}
+    offered = {tier: own for tier, own in by_tier.items() if own} | {ALL: kept}
+    good = pooled[0].good if pooled[0].goodput else None
+    return tuple(_row(tier, own, seconds, durations, good) for tier, own in offered.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    record: Record
-    workload: str
-    good: bool | None
-
-
-def _row(tier: str, kept: Sequence[_Kept], seconds: float, durations: Mapping[str, float]) -> TierSummary:
-    records = [k.record for k in kept]
+def _row(
+    tier: str, kept: Sequence[tuple[str, Record]], seconds: float, durations: Mapping[str, float],
+    good: Callable[[Record], bool] | None,
+) -> TierSummary:  # fmt: skip
+    records = [record for _, record in kept]
     met = sum(r.verdict.met for r in records)
-    low, high = proportion(
-        [RequestOutcome(k.workload, k.record.at, tier, k.record.verdict.met) for k in kept], durations
-    )
+    low, high = proportion([RequestOutcome(key, r.at, tier, r.verdict.met) for key, r in kept], durations)
     tokens = sum(r.output for r in records if r.verdict.met)
     ttft_p50, ttft_p99 = _quantiles((r.verdict.ttft for r in records), 0.5, 0.99)
     tpot_p50, tpot_p99 = _quantiles((r.verdict.tpot for r in records), 0.5, 0.99)
@@ -212,17 +208,14 @@ def _row(tier: str, kept: Sequence[_Kept], seconds: float, durations: Mapping[st
         e2e_p50=e2e_p50,
         attained_rps=met / seconds if seconds else None,
         goodput_tokens_per_s=tokens / seconds if seconds else None,
-        **_goodput(kept, seconds),
+        **(_goodput(sum(map(good, records)), len(records), seconds) if good and records else {}),
     )
 
 
-def _goodput(kept: Sequence[_Kept], seconds: float) -> dict[str, Any]:
-    if not kept or kept[0].good is None:
-        return {}
-    good = sum(bool(k.good) for k in kept)
+def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
     if not seconds:
         return {"good": good}
-    low, high = (share * len(kept) / seconds for share in wilson(good, len(kept)))
+    low, high = (share * offered / seconds for share in wilson(good, offered))
     return {"good": good, "goodput_rps": good / seconds, "goodput_rps_low": low, "goodput_rps_high": high}
 
 
