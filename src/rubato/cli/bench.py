@@ -12,17 +12,6 @@ from rubato.measure import goodput, http_client, load_generator
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
-    _target_options(parser)
-    workload_options.add(parser)
-    parser.add_argument("--label", default="run", help="what the table calls this run")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
-    parser.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
-    parser.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
-    parser.add_argument("--no-progress", action="store_true")
-    common_options.result_options(parser)
-
-
-def _target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model name (default: the first that the server lists)")
     parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
@@ -36,6 +25,13 @@ def _target_options(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos", action=argparse.BooleanOptionalAction,
         help="ask for exactly as many tokens as the workload says (default: where the server is known to take it)",
     )  # fmt: skip
+    workload_options.add(parser)
+    parser.add_argument("--label", default="run", help="what the table calls this run")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
+    parser.add_argument("--max-delay", type=float, help="seconds the load generator may be late at p99")
+    parser.add_argument("--allow-late", action="store_true", help="exit 0 also when the run is invalid")
+    parser.add_argument("--no-progress", action="store_true")
+    common_options.result_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,8 +15,17 @@ from rubato.workloads.prompts import with_texts
 from rubato.workloads.workload import Workload
 
 
-def _source(parser: argparse.ArgumentParser) -> None:
-    """What can be said besides kinds and their SLOs. Without a scenario or a trace the kinds say it all."""
+def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
+    """file: whether a workload file, several runs of it and a judging rule can be asked for."""
+    if file:
+        parser.add_argument("--workload", help="workload file (default: one is made)")
+        several = parser.add_mutually_exclusive_group()
+        several.add_argument(
+            "--seeds", type=common_options.seeds, metavar="0,1,2", help="seeds: one run each, pooled in the table"
+        )
+        several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
+    common_options.tiers(parser)
+    # without a scenario or a trace the kinds and their SLOs say it all
     parser.add_argument(
         "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
     )
@@ -57,6 +66,14 @@ def _source(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="time per token of a request alone, of which a trace's slo_ratio is a multiple",
     )
+    if file:
+        parser.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
+        parser.add_argument(
+            "--goodput",
+            nargs="+",
+            metavar="NAME:MS",
+            help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
+        )
 
 
 def _line(text: str) -> Prefill:
@@ -153,27 +170,6 @@ def _mix(args: argparse.Namespace, seed: int, process: Process | None) -> Worklo
         texts=args.texts is not False,
         max_model_len=args.max_model_len,
     )
-
-
-def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
-    """file: whether a workload file, several runs of it and a judging rule can be asked for."""
-    if file:
-        parser.add_argument("--workload", help="workload file (default: one is made)")
-        several = parser.add_mutually_exclusive_group()
-        several.add_argument(
-            "--seeds", type=common_options.seeds, metavar="0,1,2", help="seeds: one run each, pooled in the table"
-        )
-        several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
-    common_options.tiers(parser)
-    _source(parser)
-    if file:
-        parser.add_argument("--slo-rule", choices=SLO_RULES, help="judging rule (default deadline)")
-        parser.add_argument(
-            "--goodput",
-            nargs="+",
-            metavar="NAME:MS",
-            help="bounds on a good request, all of which it must keep, in vLLM's spelling: ttft:200 tpot:30 e2el:5000",
-        )
 
 
 def loads(args: argparse.Namespace) -> list[Workload]:

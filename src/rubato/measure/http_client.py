@@ -181,9 +181,6 @@ class ResponseStream:
             rest = (self.total - 1) / max(1, chunks - 1)
             self.tokens = [1 + round(i * rest) for i in range(chunks - 1)] + [self.total]
 
-    def refuse(self, reason: str) -> None:
-        self.outcome, self.reason = "refused", reason
-
     def fail(self, reason: str) -> None:
         self.outcome, self.reason = "failed", reason
 
@@ -228,7 +225,8 @@ def _refused_or_failed(response: aiohttp.ClientResponse, body: bytes, answer: Re
             message, code = str(error.get("message", "")), error.get("code")
     message = message or body[:200].decode("utf-8", "replace")
     if response.status == 429:
-        answer.refuse(response.headers.get("x-rubato-reject-reason") or (str(code) if code else message))
+        answer.outcome = "refused"
+        answer.reason = response.headers.get("x-rubato-reject-reason") or (str(code) if code else message)
     else:
         answer.fail(f"HTTP {response.status}: {message}")
 

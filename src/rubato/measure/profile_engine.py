@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 
 import numpy as np
@@ -100,20 +101,14 @@ async def _step(engine: Engine, batch: Batch, clock: Clock) -> float:
 
 
 def _batch(point: Point, limits: Limits) -> Batch:
-    blocks = iter(range(limits.kv_blocks))
+    free = iter(range(limits.kv_blocks))
     work = [(point.context, 1)] * point.decodes + ([(point.cached, point.chunk)] if point.chunk else [])
-    entries = [Entry(str(i), k, c, _held(blocks, k + c, limits.block_size), True) for i, (k, c) in enumerate(work)]
-    return Batch(tuple(entries))
-
-
-def _held(blocks: Iterator[int], tokens: int, block: int) -> tuple[int, ...]:
-    return tuple(next(blocks) for _ in range(-(-tokens // block)))
+    held = [tuple(islice(free, limits.blocks(k + c))) for k, c in work]
+    return Batch(tuple(Entry(str(i), k, c, held[i], True) for i, (k, c) in enumerate(work)))
 
 
 def _fits(point: Point, limits: Limits) -> bool:
-    need = point.decodes * -(-(point.context + 1) // limits.block_size) + -(
-        -(point.cached + point.chunk) // limits.block_size
-    )
+    need = point.decodes * limits.blocks(point.context + 1) + limits.blocks(point.cached + point.chunk)
     return (
         need <= limits.kv_blocks
         and point.decodes + (point.chunk > 0) <= limits.max_num_seqs

@@ -93,11 +93,8 @@ def unmet_slo(parts: Sequence[OfferedStage], hardware: Hardware, slo_rule: str) 
     length = sum(part.prompt + part.output for part in parts)
     if length > fits:
         lifts = [f"--set engine.max_model_len={length}"] if length > limits.max_model_len else []
-        lifts += (
-            [f"--kv-tokens {limits.blocks(length) * limits.block_size}"]
-            if length > limits.kv_blocks * limits.block_size
-            else []
-        )
+        if length > limits.kv_blocks * limits.block_size:
+            lifts.append(f"--kv-tokens {limits.blocks(length) * limits.block_size}")
         return f"is {length} tokens long and {fits} fit (lifted by {' and '.join(lifts)})"
     cached, start = 0, 0.0
     continues: float | None = None

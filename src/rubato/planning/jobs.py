@@ -144,20 +144,17 @@ class JobRunner:
         self._bar.desc, self._bar.total = f"{self.about}: ", len(self._asked)
         self._bar.n = len(self._asked) - len(missing)
         self._bar.refresh()
-        for result in self._finished(missing):
+        if self._start is None or len(missing) < 2:
+            finished: Iterator[Result] = map(_run, missing)
+        else:  # in the order of finishing
+            finished = (future.result() for future in as_completed(self._start(missing)))
+        for result in finished:
             self._results[result.key] = result
             if self._file is not None:
                 with open(self._file, "ab") as out:
                     out.write(_line(asdict(result)))
             self._bar.update()
         return [self._results[job.key].value for job in jobs]
-
-    def _finished(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Results in the order of finishing."""
-        if self._start is None or len(jobs) < 2:
-            yield from map(_run, jobs)
-        else:
-            yield from (future.result() for future in as_completed(self._start(jobs)))
 
     def done(self) -> JobResults:
         """The results of the jobs asked for, in the order of asking."""

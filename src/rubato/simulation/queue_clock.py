@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Coroutine, Generator
 from heapq import heappush
 from typing import Any, Protocol
@@ -62,14 +63,10 @@ class _Task:
         self._main = _nothing()
 
 
-class _Until:
+@types.coroutine
+def _until(when: float, rank: int) -> Generator[tuple[float, int], None, None]:
     """What a coroutine waits for."""
-
-    def __init__(self, when: float, rank: int) -> None:
-        self._at = (when, rank)
-
-    def __await__(self) -> Generator[tuple[float, int], None, None]:
-        yield self._at
+    yield when, rank
 
 
 async def _nothing() -> None: ...
@@ -95,7 +92,7 @@ class QueueClock(HandClock):
         return timer
 
     async def sleep_until(self, when: float, rank: int) -> None:
-        await _Until(when, rank)
+        await _until(when, rank)
 
     async def settle(self) -> None:
         await self.sleep_until(self.time, PLAN)
