@@ -40,7 +40,7 @@ from rubato.latency.fit import coefficients
 from rubato.latency.model_dims import Dims
 from rubato.measure.confidence import over_seeds
 from rubato.measure.records import BenchResult
-from rubato.measure.server_process import ServerProcess
+from rubato.measure.server_process import served
 from rubato.simulation.run_spec import packaged_hardware
 from rubato.workloads import Workload, scenarios
 from rubato.workloads.request_kinds import Kind
@@ -119,8 +119,8 @@ class Stage(demo.Stage):
         }
         if log is not None:
             config["event_log"] = str(log)
-        with ServerProcess(config, self.out / f"{choice.policy}.log") as server:
-            return self._bench(server.url, load, choice.policy, "slo", warmup=6)
+        with served(config, self.out / f"{choice.policy}.log") as (url, _):
+            return self._bench(url, load, choice.policy, "slo", warmup=6)
 
     def warm_up_model(self) -> tuple[operation_count.Model, SLO]:
         """The latency model, fitted to bursts on two replicas; and the SLO."""

@@ -22,7 +22,7 @@ from statistics import median
 
 import aiohttp
 
-from rubato.measure.server_process import ServerProcess
+from rubato.measure.server_process import served
 from rubato_torch import bundled_model
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -98,8 +98,8 @@ def main() -> int:
         "policy": args.policy,
         "prefix_cache": False,
     }
-    with tempfile.TemporaryDirectory() as folder, ServerProcess(config, Path(folder) / "server.log") as server:
-        rows = asyncio.run(measure(server.url, server.pid, args.seqs, args.tokens, args.windows))
+    with tempfile.TemporaryDirectory() as folder, served(config, Path(folder) / "server.log") as (url, pid):
+        rows = asyncio.run(measure(url, pid, args.seqs, args.tokens, args.windows))
     if not rows:
         sys.exit("the streams ended before a window was measured: raise --tokens")
     shares = sorted(row["control"] / row["step"] for row in rows)

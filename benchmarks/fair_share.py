@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rubato.measure.server_process import ServerProcess
+from rubato.measure.server_process import served
 from rubato_torch import bundled_model
 
 TIERS = {"chat": (900, 55), "code": (1000, 60), "summary": (1200, 65)}  # ms: TTFT, TPOT
@@ -52,12 +52,12 @@ def cell(
     policy: str, tenants: bool, rates: dict[str, float], seconds: float, threads: int | None, folder: Path
 ) -> dict[str, str]:
     """Per tenant, met of offered."""
-    with ServerProcess(config(policy, tenants, threads), folder / "server.log") as server:
-        warm = bench(server.url, "quiet", 1.0, 4.0, 99, folder / "warm.json")
+    with served(config(policy, tenants, threads), folder / "server.log") as (url, _):
+        warm = bench(url, "quiet", 1.0, 4.0, 99, folder / "warm.json")
         warm.wait()
         running = {}
         for seed, (name, rate) in enumerate(rates.items()):
-            running[name] = bench(server.url, name, rate, seconds, seed, folder / f"{name}.json")
+            running[name] = bench(url, name, rate, seconds, seed, folder / f"{name}.json")
         found = {}
         for name, process in running.items():
             process.wait()

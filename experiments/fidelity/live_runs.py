@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -27,7 +28,7 @@ from rubato.latency.fit import coefficients
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint
 from rubato.measure.records import BenchResult
-from rubato.measure.server_process import ServerProcess
+from rubato.measure.server_process import served
 from rubato.planning.capacity import narrowed
 from rubato.simulation.run_spec import Hardware, RunSpec
 from rubato.simulation.simulate import simulate
@@ -100,7 +101,7 @@ class LiveRig:
 
     def server(
         self, policy: str, settings: Mapping[str, object], name: str, model: affine.Model | None
-    ) -> ServerProcess:
+    ) -> AbstractContextManager[tuple[str, int]]:
         """model: what its scheduler believes, and a simulated engine does."""
         config: dict[str, object] = {
             "model": self.model,
@@ -114,7 +115,7 @@ class LiveRig:
         }
         if model is not None:
             config["latency"] = {"kind": "affine", **coefficients(model)}
-        return ServerProcess(config, self.out / f"{name}.log")
+        return served(config, self.out / f"{name}.log")
 
     def offer(self, url: str, load: Workload, label: str, warmup: int = 0) -> BenchResult:
         """Raises BenchError when a request fails."""
@@ -151,12 +152,12 @@ class LiveRig:
         first: list[Event] = []
         for budget in (256, 80, 40):  # a policy's chunks may be whole prompts or a few tokens
             name = f"fit-steps-{budget}"
-            with self.server("sarathi", {"budget": budget}, name, None) as server:
+            with self.server("sarathi", {"budget": budget}, name, None) as (url, _):
                 for requests in (36, 6, 12) if budget == 256 else (18, 5):  # many sequences at once, few, in between
                     mix = [*kinds(free), summary(SLO(), share=0.5, tier="summary")]
                     load = make("fit-burst", mix, 1.0, count=requests, seed=requests, count_tokens=self.count)
                     at_once = tuple(replace(a, at=0.0) for a in load.arrivals)
-                    self.offer(server.url, replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
+                    self.offer(url, replace(load, arrivals=at_once, duration=1.0), f"burst of {requests}")
             first += self.events(name)
         rough = affine.Model()
         rough.fit(lengthened(first)[0])
@@ -164,8 +165,8 @@ class LiveRig:
         tried = self.load("fit-load", slos, FIT_SEED, duration=scale.search)
         rate = 0.85 * self.held(tried, LearnedModel(rough, rough, noise=0.05))
         load = self.load("fit-load", slos, FIT_SEED, rate, count=max(20, round(rate * scale.poisson)))
-        with self.server("vllm", {}, "fit-load", rough) as server:
-            run = self.offer(server.url, load, f"{rate:.2f}/s")
+        with self.server("vllm", {}, "fit-load", rough) as (url, _):
+            run = self.offer(url, load, f"{rate:.2f}/s")
         what = learn(first, self.events("fit-load"), run)
         assert what.inside is not None
         say(
@@ -203,8 +204,8 @@ class LiveRig:
         logs: list[list[Event]] = []
         for numbers in ((1,), (2,)) if scale.fresh else ((1, 2),):
             log = f"{name}-{numbers[0]}"
-            with self.server(policy, {}, log, what.believed) as server:
-                live += [self.offer(server.url, load, f"{name}-{n}", warmup=scale.warmup) for n in numbers]
+            with self.server(policy, {}, log, what.believed) as (url, _):
+                live += [self.offer(url, load, f"{name}-{n}", warmup=scale.warmup) for n in numbers]
             logs += apart(self.events(log), scale.warmup + len(load.arrivals))
         for number, run in enumerate(live, start=1):
             results.write_records(self.out / f"{name}-{number}.records.jsonl", run)

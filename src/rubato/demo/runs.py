@@ -25,7 +25,7 @@ from rubato.latency.fit_error import Report, error_report
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint, TierField
 from rubato.measure.records import BenchResult
-from rubato.measure.server_process import ServerProcess
+from rubato.measure.server_process import served
 from rubato.planning.capacity import narrowed
 from rubato.planning.sweep import milliseconds
 from rubato.simulation.run_spec import Hardware, RunSpec
@@ -291,8 +291,8 @@ class Stage:
             "event_log": None if log is None else str(log),
             **options,
         }
-        with ServerProcess(config, self.out / f"{name}.log") as server, self.progress.watched(server.pid):
-            yield server.url
+        with served(config, self.out / f"{name}.log") as (url, pid), self.progress.watched(pid):
+            yield url
 
     def _bench(self, url: str, load: Workload, label: str, slo: TierField = "body", warmup: int = 0) -> BenchResult:
         target = Endpoint(url, "demo", tier_field=slo)
