@@ -178,17 +178,15 @@ PARTS: Mapping[str, type[StrictSettings]] = {
 
 
 class Config(StrictSettings):
-    """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound;
-    auto: `build.most_in_flight`).
-    max_connections: null = as many as file descriptors allow.
+    """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound; auto:
+    `build.most_in_flight`). max_connections: null = as many as file descriptors allow.
 
-    fleet: where the replicas run, `local` (in this process) or `ray` (an actor each).
-    prefix_cache: reuse the KV of prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running
-    requests go on. stall_seconds: a client that takes or sends nothing for that long while it should is cut off.
-    step_timeout_seconds: a step that takes longer than this, beyond what was predicted, is hung and its replica lost.
-    event_log: path of the log of all events, null for none; prompts and outputs are in it only with event_log_content.
-    step_log: path of a log
-    of the steps alone.
+    fleet: where the replicas run, `local` (in this process) or `ray` (an actor each). prefix_cache: reuse the KV of
+    prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running requests go on. stall_seconds:
+    a client that takes or sends nothing for that long while it should is cut off. step_timeout_seconds: a step that
+    takes longer than this, beyond what was predicted, is hung and its replica lost. event_log: path of the log of all
+    events, null for none; prompts and outputs are in it only with event_log_content. step_log: path of a log of the
+    steps alone.
     """
 
     model: str | None = None

@@ -55,9 +55,6 @@ class Endpoint:
     def url(self) -> str:
         return f"{v1(self.base_url)}/{PATHS[self.endpoint]}"
 
-    def http_headers(self) -> dict[str, str]:
-        return {"content-type": "application/json"} | authorised(self.api_key, self.headers)
-
     def described(self) -> dict[str, Any]:
         """For the results: never the key, nor what headers hold."""
         values = asdict(self) | {"headers": sorted(self.headers)}

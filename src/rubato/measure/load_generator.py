@@ -26,7 +26,7 @@ from rubato.core.clock import process_cpu_time
 from rubato.core.request import Request
 from rubato.core.slo import judge
 from rubato.measure.goodput import Bounds
-from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, list_models, stream_request, v1
+from rubato.measure.http_client import BenchError, Endpoint, ResponseStream, authorised, list_models, stream_request, v1
 from rubato.measure.records import BenchResult, ClientLoad, Record, stages, versions
 from rubato.workloads import Arrival, Workload, prompts
 
@@ -65,7 +65,7 @@ async def run(
     bodies = [target.body(a, workload.slo(a)) for a in workload.arrivals]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     never = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
-    headers = target.http_headers()
+    headers = {"content-type": "application/json"} | authorised(target.api_key, target.headers)
     async with aiohttp.ClientSession(connector=connector, timeout=never, headers=headers) as session:
         await _prepare(session, target, workload, warmup)
         loop = asyncio.get_running_loop()

@@ -17,17 +17,7 @@ from rubato.core.request import SLO
 from rubato.workloads.arrivals import AtOnce, Bursts, Gamma, Piecewise, Poisson, Process
 from rubato.workloads.generate import Prefill
 from rubato.workloads.generate import make as drawn
-from rubato.workloads.lengths import (
-    Lengths,
-    Normal,
-    Percentiles,
-    Uniform,
-    fixed,
-    log_normal,
-    log_normal_p90,
-    mean,
-    of,
-)
+from rubato.workloads.lengths import Lengths, Normal, Percentiles, Uniform, fixed, log_normal, log_normal_p90, mean, of
 from rubato.workloads.request_kinds import FollowUp, Kind, MixChange, within
 from rubato.workloads.workload import Workload, check_rate
 
