@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from rubato.config.schema import TierSettings
+from rubato.config.schema import StrictSettings, TierSettings
 from rubato.core.did_you_mean import nearest
 from rubato.workloads.lengths import Percentiles, log_normal, log_normal_p99
 from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
@@ -31,35 +31,28 @@ from rubato.workloads.request_kinds import Kind, Range, chat, code, summary
 USUAL = {"chat": chat, "code": code, "summary": summary}
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
+class _Shape(StrictSettings):
     mean: float | None = None
     std: float | None = None
     p99: float | None = None
     percentiles: Mapping[float, float] | None = None
 
 
-_Whole = Annotated[int, Field(strict=True)]  # else YAML's `yes` and `true` are taken for 1
-_Tokens = _Whole | tuple[_Whole, _Whole] | _Shape
+_Tokens = int | Annotated[tuple[int, int], Field(strict=False)] | _Shape  # YAML has lists, no tuples
 
 
-class _Kind(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+class _Kind(StrictSettings):
     app: str
     tier: str = ""
-    share: float = Field(default=1.0, gt=0, strict=True)
+    share: float = Field(default=1.0, gt=0)
     prompt: _Tokens | None = None
     output: _Tokens | None = None
-    ttft_slowdown: float | None = Field(default=None, gt=0, strict=True)
+    ttft_slowdown: float | None = Field(default=None, gt=0)
 
 
-class _Mix(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Mix(StrictSettings):
     tiers: Mapping[str, TierSettings] = Field(min_length=1)
-    kinds: tuple[_Kind, ...] = Field(min_length=1)
+    kinds: tuple[_Kind, ...] = Field(min_length=1, strict=False)
 
 
 def read(path: str | Path) -> list[Kind]:
