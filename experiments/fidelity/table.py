@@ -35,8 +35,8 @@ class Rule:
         return (
             f"A cell holds if attainment is within {100 * self.points:.0f} points, mean e2e within "
             f"{100 * self.e2e:.0f} %{ttft} of the mean of both live runs, or within {SLACK} times the difference "
-            "between the two. Requests: per live run. Pace: seconds that the steps of each live run took for each that "
-            "the fit run's model says."
+            "between the two. Requests: per live run. Pace: seconds of each live run's steps per second "
+            "predicted by the fit run's model."
         )
 
 

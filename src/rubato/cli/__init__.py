@@ -1,1 +1,1 @@
-"""The command `rubato`: words in, text out. A verb a module: `add` says what can be said, the rest does it."""
+"""The command `rubato`: words in, text out. A verb a module: `add` declares the options, the rest acts on them."""

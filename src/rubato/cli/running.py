@@ -38,7 +38,7 @@ def _end_on_sigterm() -> None:
 
 
 def check_results(args: argparse.Namespace) -> None:
-    """Before hours of work: can the files that results are asked for be written? Raises ValueError."""
+    """Before hours of work: raises ValueError if a result file cannot be written."""
     # for other commands than `profile`, these two are read, or made with their folder
     own = ("out", "steps") if getattr(args, "command", "") == "profile" else ()
     for name in ("json", "report", "plot", "records", *own):

@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser, file: bool = True) -> None:
         )
         several.add_argument("--rounds", type=int, help="number of runs: seeds from --seed on, or a file again")
     common_options.tiers(parser)
-    # without a scenario or a trace the kinds and their SLOs say it all
+    # without a scenario or a trace, the kinds and their SLOs define the workload
     parser.add_argument(
         "--scenario", metavar="NAME", help="a paper's workload (`rubato workload --list`); lengths only"
     )

@@ -40,7 +40,7 @@ SIMULATED = {
     "kv_blocks": 4096,
     "block_size": 16,
 }
-# With `max_in_flight: auto`: batches that run or wait, at a replica or in the router, and requests at least.
+# With `max_in_flight: auto`: batches that run or wait, at a replica or in the router; and the fewest requests.
 BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT = 4, 256
 # What drafts real tokens, by name: module and class. Imported when an engine is built, for PyTorch comes with them.
 DRAFTERS = {"suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter")}
@@ -49,8 +49,8 @@ DRAFTERS = {"suffix": ("rubato_torch.drafters.suffix", "SuffixDrafter")}
 def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
     """`engine.kind` is a module of `rubato.engines`, or any other, with a class `Engine`.
 
-    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings,
-    `drafter` as `drafter_of` or, for an engine that is not simulated, `token_drafter_of` makes it. Raises ConfigError.
+    Its constructor gets what it has parameters for: `model`, `clock`, `latency`, `limits` and `seed`, and the settings;
+    `drafter` is made by `drafter_of` or, for an engine that is not simulated, `token_drafter_of`. Raises ConfigError.
     """
     cls = _engine_class(config.engine.name)
     settings = dict(config.engine.settings)
@@ -124,7 +124,7 @@ def drafter_of(config: Config) -> Drafter | None:
 
 def token_drafter_of(config: Config) -> object | None:
     """`engine.drafter`, what drafts for an engine that runs a model: one of `DRAFTERS` or any module with a class
-    `Drafter` (`rubato_torch.drafters.Drafter`), or that with its settings beside it. Raises ConfigError."""
+    `Drafter` (`rubato_torch.drafters.Drafter`), alone or with settings. Raises ConfigError."""
     asked = config.engine.settings.get("drafter")
     if asked is None:
         return None
@@ -174,8 +174,8 @@ def link_of(config: Config) -> Link:
 
 
 def believed_of(config: Config) -> LatencyModel:
-    """What a scheduler believes of its engine's step times. Of one that runs a model, the drafts' time is in the steps
-    that it measures, and learns from: `suffix` takes some 40 us a tree."""
+    """What a scheduler believes of its engine's step times. For one that runs a model, its measured steps, from which
+    it learns, include drafting: `suffix` takes some 40 us a tree."""
     if not _is_simulated(config):
         return latency_of(config)
     model, drafter = latency_of(config), drafter_of(config)

@@ -51,7 +51,7 @@ class StrictSettings(BaseModel):
 
 
 class Named(StrictSettings):
-    """Something chosen by name, with settings of its own that what is chosen checks itself."""
+    """Something chosen by name, with settings that the chosen thing itself checks."""
 
     name: str = Field(min_length=1)
     settings: Mapping[str, Any] = {}

@@ -13,8 +13,8 @@ CAPABILITIES = frozenset({"chunked", "mixed", "preempt", "draft", "tree", "kv_tr
 
 
 def cure(missing: Set[str], drafter: str = "") -> str:
-    """What to do where `missing` is not supported: of a word that nothing knows, which was meant, and the known ones.
-    drafter: how one is given here, empty where it cannot be."""
+    """What to do if `missing` is not supported; for an unknown word, the one probably meant and the known ones.
+    drafter: how to give one here, empty if impossible."""
     unknown = sorted(missing - CAPABILITIES)
     if unknown:
         known = f"known are {', '.join(sorted(CAPABILITIES))}"

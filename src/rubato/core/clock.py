@@ -1,4 +1,4 @@
-"""Time: the only module that reads or makes it. One loop, two clocks.
+"""The only module that reads or makes time. One loop, two clocks.
 
 `WallClock` is real time. `run_virtual` runs a coroutine on an event loop whose time jumps to the next timer instead of
 waiting, so that worker, cluster and server code is the same in simulation. asyncio pops timers that are due at the same
@@ -42,7 +42,7 @@ class Clock(Protocol):
         ...
 
     def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
-        """Run `main` beside the calling task, from when that has nothing left to do."""
+        """Run `main` beside the calling task, starting when that next waits."""
         ...
 
     def current_task(self) -> Handle | None:
@@ -136,8 +136,8 @@ class _Jump(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """asyncio's loop with timers of its own: the next one fires, and time moves to it, once every task is waiting.
 
-    One timer at a time: what it sets going runs to where it waits again before the next simultaneous one fires.
-    Threads and sockets do not belong on this loop.
+    One timer at a time: tasks that it wakes run until they wait again before the next simultaneous one fires. Threads
+    and sockets do not belong on this loop.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def measured(work: Callable[[], T]) -> tuple[T, Cost]:
 
 
 def least_seconds(works: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """The least that each of these took on the wall, run in turn, so many times each and once before that counts."""
+    """The least wall time of each of these, run in turn, so many times each after one run that does not count."""
     least = [float("inf")] * len(works)
     for number in range(runs + 1):
         for i, work in enumerate(works):

@@ -53,8 +53,8 @@ def without_content(event: Event) -> Event:
 class EventLogWriter:
     """A listener that writes events to a file. Prompts and outputs are left out unless `content` is asked for.
 
-    A log that is there is gone on with. A new file is for its owner alone to read (mode 0600). Raises ValueError for a
-    file that is no event log, or that another process writes, and for a pipe, whose reader could stop the server, and
+    An existing log is continued. A new file is for its owner alone to read (mode 0600). Raises ValueError for a file
+    that is no event log, or that another process writes, and for a pipe, whose reader could stop the server, and
     OSError for one that cannot be opened.
     """
 
@@ -74,7 +74,7 @@ class EventLogWriter:
         self._file.write(encode(event if self._content else without_content(event)))
 
     def close(self) -> None:
-        """What cannot be written any more, as on a full disk, is said in the log: the process ends as it would."""
+        """A failed write, as on a full disk, is only logged: the process ends as it would."""
         try:
             self._file.close()
         except OSError as error:
@@ -125,7 +125,7 @@ BEGINNINGS = tuple(b'{"kind":"%s",' % kind.encode() for kind in _KINDS)
 
 
 def _may_begin_an_event(cut: bytes) -> bool:
-    """Whether a line that begins so, and ends wherever its writer was killed, may have been an event."""
+    """Whether a line with this beginning, cut where its writer was killed, may have been an event."""
     return cut.startswith(BEGINNINGS) or any(begin.startswith(cut) for begin in BEGINNINGS)
 
 

@@ -98,8 +98,8 @@ class ToolCallFinished(Event):
 
 @happened(frozen=True, slots=True)
 class HandedOff(Event):
-    """A replica gave up this request: `request.handoff` says which, why and with how much KV, `request.progress` what
-    it had received. It is held again until a router places it."""
+    """A replica gave up this request: `request.handoff` says which replica, why and with how much KV,
+    `request.progress` what output it had received. It is held again until a router places it."""
 
     request: Request
 

@@ -12,8 +12,8 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Around the imports of what the extra `name` installs. what: needs it, the subject of the message. Of two around
-    each other the outer one is named. Raises MissingExtra."""
+    """Wraps the imports of what the extra `name` installs. what: the subject of the message, which needs them. If two
+    are nested, the outer one is named. Raises MissingExtra."""
     try:
         yield
     except ImportError as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def check_finite(settings: Mapping[str, Any], takes: Callable[..., Any], where: str = "") -> None:
-    """Raises ValueError for a setting that is, or has in a list or a mapping, no finite number. takes: what is called
-    with them; an infinite number is allowed where that is its default. where: how the message begins."""
+    """Raises ValueError for a setting that is no finite number or contains one that is not. takes: what is called with
+    them; infinity is allowed where it is the default. where: how the message begins."""
     parameters = inspect.signature(takes).parameters
     for name, value in settings.items():
         usual = parameters[name].default if name in parameters else None

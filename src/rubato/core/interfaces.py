@@ -80,8 +80,8 @@ class View:
     as_of: when this was known; `now`, but for a replica elsewhere, whose view is a fold over what it has told.
     moving: hold KV here and cannot be planned: on their way to another replica, or from one.
     steps: how many steps have ended here so far (0 where that is not counted: inside vLLM).
-    in_flight: the batch that runs now, empty between steps. Its tokens (`SeqView.in_flight`) are pending until it
-    returns; only inside vLLM, which plans ahead of it and leaves this empty, do `cached` and `output` count them.
+    in_flight: the batch that runs now, empty between steps. The running step's tokens (`SeqView.in_flight`) are pending
+    until it ends; only vLLM, which plans ahead and leaves this empty, has them in `cached` and `output`.
     """
 
     id: str
@@ -105,7 +105,7 @@ class View:
         """Seconds since this was known."""
         return max(0.0, self.now - self.as_of)
 
-    # What follows is derived. A replica that keeps count of it can show it without looking at every sequence.
+    # What follows is derived. Replicas that count as they go show it without looking at every sequence.
 
     @property
     def known(self) -> Mapping[str, SeqView]:
@@ -182,8 +182,8 @@ class LatencyModel(Protocol):
         ...
 
     def line(self, seqs: int, kv: int) -> Line | None:
-        """The step time of `seqs` decodes that read `kv` tokens of KV together, and of as many that read more, as a
-        straight line, equal to `step_time` to the last bit. None, whatever is asked, of a model that has no lines."""
+        """The step time of `seqs` decodes as a straight line in the KV tokens they read together, from `kv` up, equal
+        to `step_time` to the last bit. Always None for a model without lines."""
         ...
 
     def knee(self, base: Shape) -> int:
@@ -258,14 +258,14 @@ class Dispatch(NamedTuple):
 class Router(Protocol):
     """Places held requests on replicas. `needs` is matched with every replica's `View.supports` at start.
 
-    held: in the order in which they came, each as a replica shows one that waits (`due`, `predicted`, `length`). One
-    that was handed off with KV has it as `cached`; it must not go back to the replica that holds it
-    (`request.handoff.source`), and is held on while the replica it is placed on lacks the KV memory.
+    held: in the order in which they came, each as a replica shows one that waits (`due`, `predicted`, `length`). A
+    request handed off with KV has it as `cached`; it must not go back to the replica that holds it
+    (`request.handoff.source`), and stays held while its new replica lacks KV memory.
 
     It is asked while something is held: when a request arrives, ends, is handed off or loses its replica, at `wake_at`,
-    and again as long as it places or rejects; with one among them that has KV somewhere, also when KV may have come
-    free. One that says `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then
-    just once at any instant, after all else that happens at it.
+    and again as long as it places or rejects; if a held one has KV, also when KV may have come free. One that says
+    `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then just once at any
+    instant, after all else that happens at it.
     """
 
     needs: ClassVar[frozenset[str]]
@@ -326,12 +326,12 @@ class Engine(Protocol):
 
     async def execute(self, batch: Batch) -> StepResult:
         """Run one batch, off the event loop. Every `sample` entry is in the result; its KV is written by then. After
-        verification that of the accepted path stands right behind that of the pending tokens, in order of position,
-        whatever order the nodes were in: the replica only cuts off what comes after (`Entry.verify`)."""
+        verification the accepted path's KV is right behind that of the pending tokens, in order of position, whatever
+        the nodes' order: the replica only cuts off what comes after (`Entry.verify`)."""
         ...
 
     def forget(self, seqs: Iterable[str]) -> None:
-        """These have ended; never while a batch that mentions them runs."""
+        """These have ended; not called while a batch that mentions them runs."""
         ...
 
     async def export_kv(self, blocks: Sequence[int], tokens: int) -> KV:
@@ -354,8 +354,8 @@ class Host(Protocol):
     request submitted ends in exactly one `Finished`, unless the host is lost: then it says so, once, through the
     other callback, with the requests that must go elsewhere and what they had received.
 
-    A request that it hands off (`HandedOff`) is its no longer, but for the KV, which it keeps until `release`. Of one
-    that comes with KV, `reserve` is called in place of `submit`."""
+    A request that it hands off (`HandedOff`) is no longer here, except for its KV, which stays until `release`. For one
+    that comes with KV, `reserve` replaces `submit`."""
 
     @property
     def id(self) -> str: ...
@@ -368,11 +368,12 @@ class Host(Protocol):
 
     def view(self) -> View: ...
     def assign(self, role: Role) -> None:
-        """What it is for, from the next view on."""
+        """Set its role, from the next view on."""
         ...
 
     def recall(self, kind: Recall) -> None:
-        """Hand off, without KV and before the next plan, which of the requests here now wait, or are best effort."""
+        """Hand off, without KV and before the next plan, the requests of this kind that are here: those that wait, or
+        best effort."""
         ...
 
     def reserve(self, request: Request) -> bool:

@@ -133,8 +133,9 @@ class Gaussian:
     """A draw from the normal distribution with the mean and variance of finished requests of the same class (`_Seen`),
     as SA predicts (§3): one for each request, between 1 and its max_tokens.
 
-    rng: draws, once, what all draws follow from. A request's own follows from that and its id, so that neither the
-    order nor the number of calls matters, and nothing is kept of a request that never ends; it moves with the fit.
+    rng: draws, once, the key that all draws follow from. A request's draw follows from the key and its id, so that
+    neither the order nor the number of calls matters, and nothing is kept of a request that never ends; it moves with
+    the fit.
     """
 
     def __init__(self, rng: np.random.Generator, least: int = 5) -> None:

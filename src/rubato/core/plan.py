@@ -135,8 +135,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself), and all
-    up to it is right with probability paths[i], which never rises along a path. A chain is a tree of one leaf."""
+    """Candidate tokens after a sequence's last: node i follows node parents[i] < i (-1: the last token itself);
+    paths[i]: probability that it and all before it are right, never rising on a path. A chain is a tree of one leaf."""
 
     parents: tuple[int, ...]
     paths: tuple[float, ...]
@@ -175,8 +175,8 @@ class Plan(NamedTuple):
 
     drop: seq -> reason, refuses a request for good: only one that asked for `on_decline="refuse"`, or, as SATURATED,
     one that has not begun.
-    handoff: seq -> why the router is to place it on another replica. What it holds of KV goes along and stays here
-    until it has left; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
+    handoff: seq -> why the router is to place it on another replica. A handed-off request's KV stays here until it has
+    been sent; "prefilled" is for a running one whose prompt is in KV. Needs "handoff", with KV "kv_transfer".
     without_kv: of those handed off, those that give up KV here and now: they are prefilled again where they go on.
     preempt: gives back a running sequence's KV; its tokens are kept, it waits, and resumes by one prefill of them all.
     demote / promote: to best effort and back. wake_at: ask again at this time even if nothing happens.
@@ -205,10 +205,9 @@ class Entry(NamedTuple):
     not to be changed, and the same while the batch runs).
 
     sample: the last pending token is among them, so a new token comes out. verify: nodes of the sequence's candidate
-    tree, the last of `count`; their KV follows that of the pending tokens, in this order, while the step runs. When it
-    has ended, the engine has moved the KV of the accepted path (`Emitted.accepted`) to the front, so that it follows
-    that of the pending tokens without gaps; what comes after is garbage, whose blocks are given back. draft: as in
-    `Work`.
+    tree, the last of `count`; their KV follows that of the pending tokens, in this order, while the step runs. After
+    the step the engine has moved the accepted path's KV (`Emitted.accepted`) to the front, without gaps behind that of
+    the pending tokens; what comes after is garbage, whose blocks are given back. draft: as in `Work`.
     """
 
     seq: str

@@ -119,7 +119,7 @@ def tool_seconds(stages: Sequence[StageTimes]) -> float:
 
 
 def _mean_tpot(request: Request, stages: Sequence[StageTimes]) -> float | None:
-    """Seconds a token after the first of each prompt: a stage without one goes on from that before it."""
+    """Seconds per token after the first of each prompt; a stage without a prompt continues the one before."""
     seconds, tokens, last = 0.0, 0, 0.0
     for stage, times in zip(request.stages, stages, strict=False):
         n = len(times.tokens)

@@ -97,7 +97,7 @@ def kinds(slos: Mapping[str, SLO], scale: float = 1.0, outputs: float = 1.0) -> 
 
 
 def checked_rate(attained_at: Callable[[float], float], rate: float) -> tuple[float, str]:
-    """The rate at which 90 % is attained, from the simulator's and two tries on the real server; and what to say where
+    """The rate at which 90 % is attained, from the simulated one and two tries on the real server; and a warning if
     these do not enclose it."""
     first = attained_at(rate)
     second = rate * (1.4 if first >= HOLDS else 0.75)
@@ -157,8 +157,8 @@ class Stage:
         self, rate: float, seconds: float, slos: Mapping[str, SLO], scale: float, name: str = "demo", texts: bool = True
     ) -> Workload:
         """Poisson arrivals given their number: in some thirty seconds a plain draw is off its rate by a tenth or more,
-        and 1.3 times a rate would mean anything between 1.1 and 1.5. Every class is there: of draws that lack one, or
-        have less than half of its share, the next is taken."""
+        and 1.3 times a rate would mean anything between 1.1 and 1.5. Every class is there: a draw that lacks one, or
+        has under half of its share, is replaced by the next."""
         mix, count = self.kinds(slos, scale), max(1, round(rate * seconds))
         least = {kind.tier: max(1.0, 0.5 * kind.share * count) for kind in mix} if count >= 10 else {}
         for seed in itertools.count(self.seed):

@@ -4,9 +4,9 @@ are 40–60 % off outside what they have seen):
     T = host + host_per_seq·seqs + max_2(k·tokens + b) + a·kv + d·chunk_context + e·chunk_sq
 
 The knee is where weights stop being free (memory-bound to compute-bound); kv is decode attention, chunk_context and
-chunk_sq prefill attention, a verified tree being a chunk. Draft steps are not in it: those of a model are
-`with_drafter`'s, and what drafting without one takes is learnt with b and host_per_seq. All coefficients >= 0, so T
-never falls as a batch grows.
+chunk_sq prefill attention, a verified tree being a chunk. Draft steps are not in it: those of a draft model are in
+`with_drafter`; the cost of drafts without one is learnt in b and host_per_seq. All coefficients >= 0, so T never falls
+as a batch grows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Model(FittedModel):
         return (high if high > low else low) + (s * seqs + a * kv + d * chunk_context + e * chunk_sq)
 
     def line(self, seqs: int, kv: int) -> Line:
-        """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more."""
+        """A step of `seqs` decodes as a straight line in the KV tokens that they read together, from `kv` up."""
         k, b, k_, b_, s, a, _, _ = self._flat
         return max(k * seqs + b, k_ * seqs + b_), s * seqs, a, 0.0, math.inf
 

@@ -87,7 +87,7 @@ class Model(FittedModel):
         return self.online.factor * time
 
     def features(self, shape: Shape) -> tuple[float, ...]:
-        """What the prefill's α, excess β, γ, and excess δ, then the decode's four are multiplied by."""
+        """What the coefficients are multiplied by: prefill's α, excess β, γ and excess δ, then decode's four."""
         s = shape
         c = s.tokens - (s.seqs - s.chunks) if s.chunks else 0
         rest = s.kv - c
@@ -99,7 +99,7 @@ class Model(FittedModel):
         paper's do. Raises ValueError when all samples are of one kind."""
         if not rows[:, 0].any() or not rows[:, 4].any():
             raise ValueError("a bilinear model needs steps with chunks of prefill and steps with decodes: measure both")
-        # A γ that little of β goes with is cut down by step_time: so each is tried and left out, and step_time judges.
+        # step_time cuts down a γ with little β beside it: fits without either γ are tried too, and step_time judges.
         tried = [_solved(rows, without) for without in ((), (2,), (6,), (2, 6))]
         best = min(tried, key=lambda m: float(np.mean([abs(m.step_time(s.shape) / s.seconds - 1.0) for s in samples])))
         self.p, self.d = best.p, best.d
@@ -114,7 +114,7 @@ def _rising(per_job: float, per_length: float, jobs: int, total: int) -> float:
 
 
 def _solved(rows: Array, without: tuple[int, ...]) -> Model:
-    """Non-negative least squares in relative error, without these of the features."""
+    """Non-negative least squares in relative error, leaving out these features."""
     x = rows[:, :-1] / rows[:, -1:]
     x[:, 4] += x[:, 0]  # α_p = α_d + γ_d + what C costs beyond
     if 6 not in without:

@@ -121,7 +121,7 @@ class Tables:
         return batches, np.array(columns).T * US
 
     def chunk_attention(self, factors: Factors) -> tuple[float, float, float, float]:
-        """F, g, e, d: by non-negative least squares, each point in shares of the step that is this chunk."""
+        """F, g, e, d: by non-negative least squares, errors relative to a step of this chunk alone."""
         at, step = self.gemm(factors)
         rows, times, weights = [], [], []
         for chunk, row in zip(self.prefill["chunk"], self.prefill["time"], strict=True):
@@ -225,7 +225,8 @@ class Model(ModelBase):
         return time
 
     def line(self, seqs: int, kv: int) -> Line:
-        """A step of `seqs` decodes that read `kv` tokens of KV, and of all that read more up to `until`."""
+        """A step of `seqs` decodes as a straight line in the KV tokens that they read together, from `kv` up to
+        `until`."""
         y, slope, x, until = self._decode.piece(seqs, kv)
         return self._fixed(seqs, seqs), y, slope, x, until
 

@@ -24,8 +24,8 @@ FOLD = 5  # of a table's, every fifth
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model fitted on all steps; what one fitted on all but the held-out ones gave on those, and on the held-out.
-    held: which they are. outside: on steps of another distribution, tag by tag, of none of which it has seen any."""
+    """A model fitted on all steps; errors of one fitted without the held-out, on its own steps and on the held-out.
+    held: which they are. outside: on steps of another distribution, by tag, none of which it has seen."""
 
     kind: str
     model: FittedModel

@@ -93,7 +93,7 @@ class FittedModel(ModelBase):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave. Raises ValueError, naming the keys, when it did not."""
+        """What `to_dict` gave. Raises ValueError, naming the keys, for anything else."""
         if set(data) != {"model", *cls.SETTINGS} or data["model"] != cls.KIND:
             raise ValueError(
                 f"not {cls.TITLE}: has {sorted(data)}, wants model = {cls.KIND} and {', '.join(cls.SETTINGS)}"
@@ -107,8 +107,8 @@ class FittedModel(ModelBase):
         raise NotImplementedError
 
     def _solve(self, rows: Array, samples: Sequence[Sample]) -> None:
-        """Set the coefficients from rows of features and seconds. Raises ValueError when they do not determine them,
-        and then has set none."""
+        """Set the coefficients from rows of features and seconds. Raises ValueError, and sets none, when the rows do
+        not determine them."""
         raise NotImplementedError
 
     def _refit(self) -> Coefficients | None:
@@ -119,7 +119,7 @@ class FittedModel(ModelBase):
         """Set these coefficients."""
 
     def _flatten(self) -> None:
-        """Make anew what is kept of the coefficients times the factor, if anything is."""
+        """Recompute any cached products of coefficients and factor."""
 
     def _row(self, sample: Sample) -> tuple[float, ...]:
         return (*self.features(sample.shape), sample.seconds)

@@ -1,4 +1,4 @@
-"""What a latency model says by default, all of it from its `step_time`; and a model of anyone's, completed by that."""
+"""A latency model's defaults, all worked out from its `step_time`; and any other model, completed by these."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def knee_of(model: ModelBase, base: Shape, most: int = MOST) -> int:
     one token a sequence, when its time is that of reading weights and KV.
 
     A memory-bound step does take a little longer with each token, and kernels have a round corner, so some share must
-    be chosen. With half as much again the packaged Llama-3.1-70B (four A100) has its knee at 133 tokens beyond a lone
-    decode; the line of its compute-bound steps reaches the time of that decode at 146.
+    be chosen. With a share half as large again the packaged Llama-3.1-70B (four A100) has its knee at 133 tokens beyond
+    a lone decode; the line of its compute-bound steps reaches the time of that decode at 146.
     """
     drafts = Shape(spec_steps=base.spec_steps, draft_tokens=base.draft_tokens)
     floor = model.step_time(drafts._replace(tokens=base.seqs, seqs=base.seqs, kv=base.kv))
@@ -64,8 +64,8 @@ MEMBERS = ("spread", "step_time", "seconds_of", "line", "knee", "largest_chunk",
 
 
 def completed(model: Any) -> LatencyModel:
-    """A model of anyone's as it is, or with defaults for what it lacks. Raises TypeError, naming what is missing, for
-    one without step_time, largest_chunk, fit or update."""
+    """Any model as it is, or with defaults for what it lacks. Raises TypeError, naming what is missing, for one without
+    step_time, largest_chunk, fit or update."""
     lacking = [name for name in MEMBERS if not hasattr(model, name)]
     if needed := [name for name in lacking if not hasattr(ModelBase, name) or name == "step_time"]:
         raise TypeError(

@@ -67,7 +67,7 @@ class Window:
 class Online:
     """What a model with `columns` plane features learns from. A row is (plane features, shared features, seconds).
 
-    factor: what the coefficients' predictions are multiplied by; its maker's to read, after each `seen` and `idle`."""
+    factor: what the coefficients' predictions are multiplied by; the model reads it after each `seen` and `idle`."""
 
     columns: int
     size: int = 512
@@ -91,8 +91,8 @@ class Online:
 
     @property
     def spread(self) -> float:
-        """How far steps are off what was predicted for them, relative, root mean square of the last EVERY, less what
-        idle time has made one forget; 0 while fewer than FIRST are known."""
+        """Relative error of step predictions, root mean square over the last EVERY, less what idle time forgets; 0
+        while fewer than FIRST are known."""
         if len(self._errors) < FIRST:
             return 0.0
         spread = self._belief * math.sqrt(math.fsum(self._errors) / len(self._errors))

@@ -8,7 +8,7 @@ multiply-add, M the elements read and written; weights are read once a batch. Un
 grouped-query heads and gated feed-forward blocks as the model has them. A chunk of c tokens on k cached ones attends to
 l = k + c: F = 4·s·n_q·l·c, M = dtype·(2·l·s·n_kv + 3·c·s·n_q·l/b), b the rows of a FlashAttention block; a decode:
 F = 4·s·n_q·l, M = dtype·(2·l·s·n_kv + 2·s·n_kv). Both are linear in a `Shape`'s sums, so nothing is approximated. One
-row a sequence goes through the output matrix. Heads and widths are divided by the GPUs, and so is everything.
+row a sequence goes through the output matrix. Heads and widths, hence all costs, are divided by the GPUs.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class _Problem:
         return Coefficients(planes, solution[2 * width :])
 
     def alternate(self, upper: NDArray[np.bool_], keep: NDArray[np.bool_]) -> Coefficients:
-        """From a first assignment (or the best one on the way: the alternation need not descend)."""
+        """From a first assignment; returns the best fit on the way, as the loss may rise again."""
         best, least = None, np.inf
         for _ in range(ALTERNATIONS):
             found = self.solve(upper, keep)
@@ -99,9 +99,8 @@ def fit_planes(
 ) -> Coefficients:
     """The coefficients that explain `seconds - offset` best in relative error.
 
-    x: (n, p) plane features, y: (n, q) shared features, seconds: (n,) > 0. With a `prior`, what the rows do not
-    determine stays at it, scaled by how much slower than it the rows are; without, it comes out as 0 or arbitrary:
-    check before.
+    x: (n, p) plane features, y: (n, q) shared features, seconds: (n,) > 0. With a `prior`, coefficients that the rows
+    leave open stay at it, scaled by how much slower the rows are; without, they are 0 or arbitrary: check before.
     """
     inverse = 1.0 / seconds
     target = (seconds - offset) * inverse

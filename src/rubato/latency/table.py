@@ -124,7 +124,7 @@ def _weights(values: Array, knots: Array) -> tuple[NDArray[np.intp], Array]:
 
 
 def _solve(at: Array, seconds: Array, axes: list[Array]) -> Array:
-    """Times at the knots whose interpolation is closest to the samples, smooth without any, falling nowhere."""
+    """Times at the knots whose interpolation fits the samples best, smooth where there are none, never falling."""
     (i, u), (j, v) = (_weights(column, knots) for column, knots in zip(at.T, axes, strict=True))
     n, m = len(axes[0]), len(axes[1])
     parts = [(i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v)]
@@ -156,7 +156,7 @@ def _isotonic(grid: Array, weights: Array) -> Array:
 
 
 def _bends(x: Array, y: Array) -> Array:
-    """How much the table bends at each inner knot of each row and column: what a straight line would have there."""
+    """How much the table bends at each inner knot of each row and column, against a straight line."""
     n, m = len(x), len(y)
     rows: list[Array] = []
     for knots, along, across in ((x, m, 1), (y, 1, m)):
@@ -171,7 +171,7 @@ def _bends(x: Array, y: Array) -> Array:
 
 def _rising(grid: Array) -> Array:
     """The closest simple table that never falls: between the running maximum from the start and the running minimum
-    from the end, which both never do."""
+    from the end; neither falls."""
     up = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1)
     back = grid[::-1, ::-1]
     down = np.minimum.accumulate(np.minimum.accumulate(back, axis=0), axis=1)[::-1, ::-1]

@@ -3,8 +3,8 @@
 The first draft step runs what the batch has brought, prompts included (SLOs-Serve, Algorithm 3: prefill on the
 drafter), each further one the last layer of every sequence's tree: a token of a chain, `width` of a beam search
 (AdaServe, section 4.3). A `Shape` says how many these are in all (`draft_tokens`), not whose: they are spread evenly
-over steps and sequences, at least one of each sequence in the batch. That is no less than it takes, but for prompts
-whose last part alone is in the batch; where all in it have trees of one depth and width, the steps are those of the
+over steps and sequences, at least one of each sequence in the batch. This is never too little, except for prompts with
+only their last part in the batch; where all in it have trees of one depth and width, the steps are those of the
 simulated engine.
 """
 
@@ -36,8 +36,8 @@ def later_step(seqs: int, tokens: int, kv: int) -> Shape:
 
 @dataclass(frozen=True)
 class Drafted(ModelWrapper):
-    """model: of the target alone; drafter: of one of its steps, which never learns. What is asked without draft steps
-    is the target's."""
+    """model: of the target alone; drafter: of one of its steps, which never learns. Without draft steps the target's
+    model answers."""
 
     drafter: LatencyModel
 

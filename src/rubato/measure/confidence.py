@@ -37,7 +37,7 @@ def wilson(met: int, offered: int) -> tuple[float, float]:
 
 
 def student_t(degrees: int) -> float:
-    """What a variable of Student's t with so many degrees of freedom is within, on both sides of 0, at `LEVEL`."""
+    """Student's t quantile: t lies within ± this with probability `LEVEL`, for so many degrees of freedom."""
     low, high = 0.0, pi / 2  # of atan(t / sqrt(degrees)), in which the distribution has a finite sum
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _student_within(middle, degrees) < LEVEL else (low, middle)

@@ -289,7 +289,7 @@ def _fold(answer: ResponseStream, chunk: dict[str, Any], now: float) -> bool:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What a chunk says: of a chat, its reasoning too (two spellings are in use); of a completion."""
+    """A chunk's text, of a chat (with its reasoning, in either spelling) or of a completion."""
     delta = choice.get("delta") or {}
     said = (delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning"), choice.get("text"))
     return "".join(part for part in said if isinstance(part, str))

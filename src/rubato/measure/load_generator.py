@@ -137,7 +137,7 @@ async def _offer(
 
 @contextlib.asynccontextmanager
 async def _lags() -> AsyncIterator[list[float]]:
-    """How late a timer fires, every BEAT seconds. A stalled loop is charged for each beat it slept through."""
+    """How late a timer fires, every BEAT seconds. A stalled loop counts a lag for each tick it missed."""
     loop = asyncio.get_running_loop()
     lags: list[float] = []
 

@@ -47,7 +47,7 @@ def plot(path: str | Path, runs: Sequence[BenchResult], title: str | None = None
 
     Runs of one label are rounds of one policy and pooled. In the distributions a refused or failed request counts as
     never: a curve's height at the SLO's line is the share of *offered* requests within it. Raises ValueError without
-    runs or with mixed judges, ImportError, with what to install, without matplotlib.
+    runs or with mixed judges; ImportError (says what to install) without matplotlib.
     """
     policies, tiers, slos = _grouped(runs)
     figure = _figure((max(7.5, 3.7 * len(tiers)), 9.6), LIGHT)

@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """How the load generator itself fared, in seconds: of the whole run, cpu of the process that holds the client."""
+    """Times of the load generator itself, in seconds; cpu: of the client's process over the whole run."""
 
     wall: float
     cpu: float
@@ -130,8 +130,8 @@ def rejudged(run: BenchResult, slo_rule: str) -> BenchResult:
 class TierSummary:
     """One tier (or "all") under one policy. Times in seconds, None where nothing was measured.
 
-    attainment_low, _high: `confidence.proportion`. good: requests that kept the goodput bounds, goodput_rps those per
-    second with an interval by Wilson's for their share; None without bounds.
+    attainment_low, _high: `confidence.proportion`. good: requests that kept the goodput bounds; goodput_rps: good per
+    second, with Wilson's interval for their share; None without bounds.
     """
 
     tier: str

@@ -25,8 +25,7 @@ INTERVAL = (
 
 
 def dumps(runs: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]] = ()) -> bytes:
-    """Everything but what each request was and its tokens' times. comparisons: as `ComparisonReport.to_json` has
-    them."""
+    """All but each request's description and token times. comparisons: as `ComparisonReport.to_json` has them."""
     by_label: dict[str, list[BenchResult]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
@@ -72,7 +71,7 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
 
 
 def _columns(run: BenchResult) -> dict[str, list[Any]]:
-    """Each request's fate, column by column, in order of arrival: what `rubato compare` needs."""
+    """Each request's outcome, by column, in order of arrival: what `rubato compare` needs."""
     measures = [(r.verdict.ttft, r.verdict.tpot, r.verdict.e2e) for r in run.records]
     columns: dict[str, list[Any]] = {
         "id": [r.id for r in run.records],

@@ -1,9 +1,9 @@
 """`rubato capacity`: the largest rate at which a fleet attains a share of its requests.
 
-Per seed one workload, offered at one rate after another: the same requests, all times scaled by one factor. The rate is
-doubled or halved until it brackets the target and the bracket bisected (geometrically) to a relative tolerance. A
-seed's capacity is where attainment crosses the target; the interval is over seeds, and policies are compared seed by
-seed. Attainment need not fall everywhere as the rate rises: of several crossings one is found.
+Per seed one workload, offered at one rate after another: the same requests, all times scaled by one factor. Doubling or
+halving the rate brackets the target; the bracket is then bisected (geometrically) to a relative tolerance. A seed's
+capacity is where attainment crosses the target; the interval is over seeds, and policies are compared seed by seed.
+Attainment need not fall everywhere as the rate rises: of several crossings one is found.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CapacityQuestion:
 
 
 def run(question: CapacityQuestion, **how: Any) -> CapacityResult:
-    """`how`: as `jobs.run` takes it. A policy that cannot run is left out. Raises ValueError when none can, and when an
-    idle replica cannot attain the targets."""
+    """`how`: as `jobs.run` takes it. A policy that cannot run is left out. Raises ValueError when no policy can run, or
+    an idle replica misses the targets."""
     specs, reasons = able(question.specs)
     head = {"capacity": question.describe()}
     ran = replace(question, specs=specs)
@@ -131,7 +131,7 @@ def crossing(
     """The rate at which `attained` (of a rate) falls below `target`: the middle of a bracket no wider than `tolerance`.
 
     factor: between rates tried until one holds and one does not; small where runs far beyond the capacity take
-    long. Raises ValueError when it stays on one side over `TRIES` of these, NoCapacity when that is below the target.
+    long. Raises ValueError when all `TRIES` rates attain the target, NoCapacity when none of them does.
     """
     low = high = start
     up = attained(start) >= target

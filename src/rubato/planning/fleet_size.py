@@ -1,7 +1,7 @@
 """`rubato plan`: the smallest fleet that attains a share of a workload's requests, and what binds it.
 
-The fleet is sized on the busiest stretch. Each seed redraws the tiers (where the source draws them) and bootstraps
-blocks of 60 s of that stretch. With n replicas the interval's lower end is at the target or above, with n - 1 the mean
+The fleet is sized on the busiest stretch. Each seed redraws tiers (where the source draws them) and bootstraps 60 s
+blocks of the busiest stretch. With n replicas the interval's lower end is at the target or above, with n - 1 the mean
 is below: seeds are added until both hold. Then the whole workload is run once with n. What binds is found by
 counterfactual: with n - 1 replicas and one constraint relaxed, is the target attained?
 
@@ -193,7 +193,7 @@ class _Search:
         return replicas + step
 
     def verify(self, replicas: int, seeds: int, stated: Sequence[str]) -> tuple[Any, dict[str, int]]:
-        """What the whole workload attains, and under how many seeds each constraint of one replica fewer was relaxed:
+        """What the whole workload attains, and with one replica fewer, how many seeds ran with each constraint relaxed:
         compute, KV, and the SLO times that some request states. None where one fewer attains the target."""
         fewer = replicas - 1
         lacking = self.question.target - self.attained(fewer, seeds).value

@@ -112,7 +112,7 @@ class Faster(ModelWrapper):
         return self.model.seconds_of(tokens, seqs, kv, chunk_context, chunk_sq, chunks, chunk_kv) / self.by
 
     def line(self, seqs: int, kv: int) -> Line | None:
-        """None: a quotient of sums is not the sum of quotients to the last bit."""
+        """None: the line would not equal `step_time` to the last bit."""
         return None
 
     def largest_chunk(self, seconds: float, base: Shape, cached: int, most: int) -> int:
@@ -137,8 +137,8 @@ def relax(load: Workload, spec: RunSpec, constraint: str, factor: float) -> tupl
 
 
 def effect(all_seeds: Estimate, same: Sequence[Mapping[str, Any]], relaxed: Sequence[Mapping[str, Any]]) -> float:
-    """Attainment with one constraint relaxed: of the misses without, over all seeds, as many are left as of those under
-    the seeds that were run both ways. So what changes nothing has no effect, and few seeds tell."""
+    """Attainment with one constraint relaxed: the share of misses that is left under the seeds run both ways is applied
+    to the misses of all seeds. So a change of nothing has no effect; few seeds suffice."""
     left, were = (sum(1.0 - v["met"] / v["offered"] for v in values) for values in (relaxed, same))
     return max(0.0, 1.0 - (1.0 - all_seeds.value) * left / were) if were else 1.0
 

@@ -172,7 +172,7 @@ def _pool(count: int) -> Iterator[Start | None]:
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     try:
         # A signal that ends the command raises in the main thread. A process whose start that interrupted would be
-        # unknown to the pool and outlive it. Another thread, there before any process, starts each whole.
+        # unknown to the pool and outlive it. A thread that is there before any process starts them uninterrupted.
         with ThreadPoolExecutor(1) as starter:
             starter.submit(int).result()
             yield lambda jobs: starter.submit(lambda: [pool.submit(_run, job) for job in jobs]).result()

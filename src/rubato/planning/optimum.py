@@ -1,10 +1,10 @@
 """PolyServe's optimum (§3.4, §3.5): what a request costs at the largest batch that its SLO and the KV memory allow.
 
 A yardstick, no schedule: each request is served in a batch of its own kind, as large as its TPOT permits, with no
-waiting and no gap. PolyServe's formulas, read as follows. GEMM is all of a step that goes by its tokens (collectives
-and the host's share, too); attention is what reading KV adds to that. The printed form of a co-located step has
+waiting and no gap. PolyServe's formulas, read as follows. GEMM is the part of a step that depends on its tokens
+(collectives and the host's share, too); attention is what KV reads add. The printed form of a co-located step has
 PF(d/(p+d)·B); the share of prompts is p/(p+d)·B. A TTFT does not bound the batch, since T_iter/B falls with B: a
-request whose prompt takes longer than its TTFT at the batch that its TPOT allows is counted at that batch, and apart.
+request whose prompt takes longer than its TTFT at the batch that its TPOT allows is counted at that batch, and as late.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PREFILL_BATCH = 2048  # tokens of a prefill replica's batch; from there on GEMM 
 
 
 class BatchLimit(NamedTuple):
-    """The largest batch for one kind of request. batch: tokens (of decodes alone, with PD, sequences). seconds: of its
-    step. reason: what bounds it: "tpot", "kv", "batch" (the engine's) or, of one token that is too slow, "none"."""
+    """The largest batch for one kind of request. batch: tokens (with PD, decodes only: sequences). seconds: of its
+    step. reason: its bound: "tpot", "kv", "batch" (the engine's) or, if one token is too slow, "none"."""
 
     batch: int
     seconds: float
@@ -44,8 +44,8 @@ class Cost(NamedTuple):
 @dataclass(frozen=True)
 class Optimum:
     """Of a workload. cost: mean replica-seconds of a request; rate: requests/s that one replica serves at most. late:
-    requests whose TTFT does not fit in the batch that was counted; slow: those whose TPOT not even one token alone
-    keeps, counted one by one."""
+    requests whose TTFT does not fit in the batch that was counted; slow: those whose TPOT even one token alone exceeds,
+    counted one by one."""
 
     mode: Mode
     requests: int
@@ -132,8 +132,8 @@ COSTS: dict[Mode, Callable[[StepParts, int, int, float, float], Cost]] = {"pd": 
 
 
 def optimum(load: Workload, model: LatencyModel, limits: Limits, mode: Mode) -> Optimum:
-    """Of all requests of a workload, in their own batches each. A request without TTFT or TPOT is bounded by the rest.
-    Raises ValueError for an empty workload, or stages, which the paper has not."""
+    """Of all requests of a workload, each in a batch of its own kind. A request without TTFT or TPOT is bounded by the
+    rest. Raises ValueError for an empty workload, or stages, which the paper has not."""
     parts = StepParts(model, limits)
     costs: list[Cost] = []
     for arrival in load.arrivals:

@@ -100,7 +100,7 @@ _filed = lru_cache(maxsize=8)(read)
 class TraceSource(RequestSource):
     """A recorded trace, `factor` times as much of it. A request's tier is the trace's, or drawn by the kinds' shares.
 
-    drawn: as of a file. A stretch is cut out before it is multiplied; it begins with a minute, whose copies stay in it.
+    drawn: as of a file. A stretch is cut out, then multiplied; it begins on a full minute, so copies stay inside it.
     """
 
     path: str

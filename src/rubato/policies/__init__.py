@@ -48,7 +48,8 @@ def router_for(
 ) -> Router:
     """`router`; for "auto" the policy's own, or `least_loaded` where it has none. Raises PolicyError.
 
-    own: the policy's settings. Its own Router goes by those that it has too, where `settings` says nothing else.
+    own: the policy's settings. Its own Router also takes those of these settings that it has and `settings` does not
+    name.
     """
     module = _module(policy)
     paired = getattr(module, "Router", None)
@@ -67,7 +68,7 @@ def router_for(
 
 
 def optional(scheduler: Scheduler) -> frozenset[str]:
-    """What it makes use of where it is there (`uses`, in the words of `View.supports`), beyond what it needs."""
+    """Features beyond its needs that it uses if available (`uses`, in the words of `View.supports`)."""
     found: frozenset[str] = getattr(scheduler, "uses", frozenset())
     return found
 
@@ -84,7 +85,7 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
 
 
 def _is_own(module: ModuleType, cls: type) -> bool:
-    """Whether a policy defines this class, not another policy whose it takes."""
+    """Whether a policy defines this class itself, and does not take it from another."""
     return f"{cls.__module__}.".startswith(f"{module.__name__}.")
 
 
@@ -102,7 +103,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(path: Path) -> ModuleType:
-    """The module in a file of anyone's: read once, whatever other name leads to it."""
+    """The module in any user's file: read once, under whatever name it is loaded."""
     key = f"rubato policy {path.resolve()}"
     if key not in sys.modules:
         spec = importlib.util.spec_from_file_location(key, path)

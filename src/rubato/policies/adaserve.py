@@ -1,18 +1,18 @@
 """AdaServe: each request's draft tree is cut to what its TPOT needs; the rest of the budget goes where it is likeliest.
 
 Reproduced (AdaServe, sections 3 to 5.2): a step verifies B tokens, of all decodes. Beam search drafts a tree for
-each, whose depth and width fall with the number of requests (equations 8 and 9). Of the trees a step takes the nodes
-that each request's TPOT needs by the step's end, and then the most probable of all (`policy_kit.draft_tree`, Algorithm
-2). Prompts run beside, first come, first served, in chunks.
+each, whose depth and width fall with the number of requests (equations 8 and 9). From the trees, a step takes the nodes
+that each request's TPOT needs by the step's end, then the most probable of all (`policy_kit.draft_tree`, Algorithm 2).
+Prompts run beside, first come, first served, in chunks.
 
 Ours, where the paper is silent. B ("determined based on hardware profiling"): as many nodes as bring the most tokens
 per second by the latency model: below its knee, where a node costs nothing, all that were drafted, and none where none
-pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees are as deep as brings the most
-tokens per second, if they are as good as those so far, or none. A request that needs more than its whole tree is likely
-to bring needs nothing: it would be the first to be served, and lose all the same. With `verify_tokens` all of this is
-the paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests beyond the
-cap come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is free. A request
-judged by its end-to-end time needs what brings it there at an even pace; best effort needs nothing.
+pays. Equation 8 knows neither what a draft step costs nor what a token is worth: trees get the depth with the most
+tokens per second, if they are as good as those so far, or are left out. A request that needs more than its whole tree
+will likely bring is counted as needing nothing: it would be served first and still be late. With `verify_tokens` all of
+this is the paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests
+beyond the cap come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is
+free. A request with an end-to-end SLO needs tokens at the even pace that meets it; best effort needs nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Scheduler:
 
     def _fastest(self, view: View, decodes: Sequence[SeqView], depth: int, width: int) -> Draft | None:
         """The depth, at most this one, whose drafts bring the most tokens per second if they are as good as those so
-        far; the deepest that costs no more than none."""
+        far; `depth` itself where drafting costs nothing; None where no drafts pay."""
         n, kv = max(1, len(decodes)), sum([s.cached for s in decodes])
         best, least = None, view.latency.step_time(with_nodes(Shape(), n, kv, 0)) / n
         if view.latency.step_time(with_nodes(drafting((depth, width), n), n, kv, 0)) <= least * n:

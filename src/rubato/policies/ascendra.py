@@ -142,8 +142,8 @@ class Scheduler:
     # ----------------------------------------------------------------- low priority
 
     def _low_priority(self, view: View, waiting: Sequence[SeqView]) -> BatchBuilder:
-        """Algorithm 1: whole prompts by falling value, strictly within what is left; it stops at the first that is
-        not."""
+        """Algorithm 1: whole prompts by falling value, strictly within what is left; it stops at the first that does
+        not fit."""
         builder = run_all(view)
         if builder.preempted:  # one that starts now would take the KV just freed
             return builder
@@ -169,7 +169,8 @@ class Scheduler:
         return builder
 
     def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
-        """Best effort last. Of equal values the later one first; those that nothing distinguishes wait their turn."""
+        """Best effort last. Of equal values the later one first; requests without a deadline, and all under `fcfs`, in
+        order of the queue."""
         in_turn = self._value is fcfs
         keyed: list[tuple[tuple[bool, Real, int], SeqView]] = []
         for at, seq in enumerate(waiting):
@@ -184,7 +185,7 @@ class Scheduler:
 
     def _offloaded(self, view: View, left: Sequence[SeqView], batch: Shape) -> dict[str, HandoffReason]:
         """Prompts not begun that would be late if they waited for this batch and then, at an HP, for the share theta of
-        one of the largest batches there. One that cannot be in time anywhere stays, and one offloaded before."""
+        one of the largest batches there. One that cannot be in time anywhere, or was offloaded before, stays."""
         if "handoff" not in view.supports:
             return {}
         latency, chunk = view.latency, min(self.hp_tokens, view.limits.max_num_batched_tokens)
@@ -261,7 +262,7 @@ def _startable(builder: BatchBuilder, seq: SeqView, places: int) -> bool:
 
 
 def _too_late(seq: SeqView, now: float) -> bool:
-    """Whether it waits beyond its TTFT and its client has had nothing of it."""
+    """Whether it waits beyond its TTFT and nothing of it has been sent."""
     return now > deadline(seq) and nothing_sent(seq) and not seq.best_effort
 
 
@@ -271,7 +272,7 @@ def _too_late(seq: SeqView, now: float) -> bool:
 @dataclass
 class Router:
     """groups: how many replicas of each kind work together, such as 2L1H, 1L1H or 1L2H; replicas form as many such
-    groups as they can, in their order. Of those left over two or more form a smaller group, one joins the last."""
+    groups as they can, in their order. Two or more left over form a smaller group; one joins the last."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     groups: str = "2L1H"

@@ -151,8 +151,8 @@ class Scheduler:
     def _classify(self, view: View, running: Sequence[SeqView]) -> _Candidates:
         """The requests tried now, and those not: best effort by wish, late already, or set aside for the others' sake.
 
-        A late one misses, and stays so: once demoted for it, as if it asked for no more, it is not looked at again,
-        however many such wait."""
+        A late one misses for good: once demoted for it, as if it had no SLO, it is not looked at again, however many of
+        them wait."""
         now, tiers, given_up = view.now, self._tiers, self._given_up
         decodes: list[PrefillJob] = []
         fresh: list[PrefillJob] = []
@@ -201,8 +201,8 @@ class Scheduler:
         return _Candidates(decodes, on_time, {seq.id for seq in map(seq_of, set_aside)}, declined, tightest)
 
     def _behind(self) -> set[str]:
-        """Tiers that losing one more would put further behind the average than they may be (never so a lone tier):
-        their requests are protected."""
+        """Tiers that one more loss would put further behind the average than allowed (never a lone tier): their
+        requests are protected."""
         offered, lost = self._offered, self._lost
         if len(offered) < 2:
             return set()
@@ -235,9 +235,9 @@ class Scheduler:
         return min(lends / safe, cap), min(lends_protected / safe, cap)
 
     def _lendable(self, tightest: Mapping[float, float], now: float, cushion: float) -> float:
-        """Seconds that a step with these decodes (TPOT -> due first) may take: what each is ahead of its deadline, less
-        a cushion of some tokens that absorbs a slow step; with less than that ahead, a pace at which the cushion grows
-        again."""
+        """Seconds that a step with these decodes (TPOT -> due first) may take: how far each is ahead of its deadline,
+        less a cushion of some tokens that absorbs a slow step; if it is less far ahead, a pace at which the cushion
+        grows again."""
         least = inf
         for tpot, due in tightest.items():
             ahead = due - now - self.deadline_reserve
@@ -362,8 +362,8 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Candidates:
-    """decodes, prefills: those tried, by deadline. set_aside: ids of those that are not, but for those long given up.
-    declined: of these, those newly so. tightest: TPOT -> when the first of the decodes that has it is due."""
+    """decodes, prefills: those tried, by deadline. set_aside: ids of the others, except those given up long ago.
+    declined: the newly set aside. tightest: TPOT -> when the first of the decodes that has it is due."""
 
     decodes: list[PrefillJob]
     prefills: list[PrefillJob]
@@ -386,8 +386,8 @@ class _BestEffort:
         return [s for s in seqs if s.id in given_up or s.id in set_aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
-        """These that run (or all), and those that wait with at most so many tokens pending and came no sooner; oldest
-        first."""
+        """These running ones (or all), and of those that wait the ones with at most so many tokens pending that arrived
+        at `since` or later; oldest first."""
         own = self.running if running is None else running
         if pending < 1:
             return list(own)
@@ -406,7 +406,7 @@ class _BestEffort:
 
 
 def _step_is_full(builder: BatchBuilder, step_limit: float) -> bool:
-    """Whether not one token more fits in so many seconds: of all entries one token on top of none takes least."""
+    """Whether not even one token more fits in so many seconds: an entry of one token without context takes least."""
     if builder.tokens_left == 0 or builder.seqs_left == 0:
         return True
     return step_limit < inf and builder.view.latency.step_time(builder.shape.plus(1, 0)) > step_limit

@@ -5,11 +5,11 @@ priority the first to arrive goes first. Each step is filled in that order under
 that finds no tokens or no place in the batch pauses with its KV. KV that a tighter one lacks is taken from the loosest
 (its tokens are kept, it resumes by one prefill of them all). None is refused or demoted.
 
-As in vLLM's `--scheduling-policy priority`: the order, the victims, and a running request that lacks KV and finds
-none looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting*
-request takes KV from running ones of looser priority too (vLLM's waits for free KV). Added: strict priority starves
-the loosest, so the oldest request of a priority behind the tightest, once it has been here for `max_wait`, goes first
-in one step of `turn_every` and keeps its KV.
+As in vLLM's `--scheduling-policy priority`: the order, the victims, and that a running request short of KV with none
+looser gives up its own. Not as there: priorities come from SLOs, not from a number in the request; a *waiting* request
+takes KV from running ones of looser priority too (vLLM's waits for free KV). Added: strict priority starves the
+loosest, so the oldest request of a priority behind the tightest, once it has been here for `max_wait`, goes first in
+one step of `turn_every` and keeps its KV.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scheduler:
             runs = seq.id in running
             if not runs and not admitting:
                 continue
-            # One that waits takes KV from a looser priority only: from its own it would be taken back, and so on.
+            # One that waits takes KV only from a looser priority: one of its own would take it back, endlessly.
             victims = (
                 v
                 for v in order[:at:-1]

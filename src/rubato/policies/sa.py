@@ -63,7 +63,7 @@ class Annealing:
 
     A solution that is worse by D is accepted with probability exp(-D / temperature), D = 1000 × the loss of G, as a
     share of the best G seen: at 500 a loss of 35 % is accepted half the time, at 20 one of 5 % in 8 of 100. Where no
-    solution seen has a request in SLO, D is 1000 × what the sum of latencies rises by, as a share of it.
+    solution seen has a request in SLO, D is 1000 × the relative rise of the sum of latencies.
     """
 
     temperature: float = 500.0
@@ -301,9 +301,9 @@ def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class Router:
-    """max_batch: of the engine, where it is not as many as hold KV at once. dispatch: when a batch is sent, "interval",
-    0.1 ms after the one before (§5.1), or "batch_end", when all of that has ended (§4.4). temperature, iterations,
-    early_exit: of `Annealing`."""
+    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: when a batch is
+    sent, "interval", 0.1 ms after the one before (§5.1), or "batch_end", when all of that has ended (§4.4).
+    temperature, iterations, early_exit: of `Annealing`."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
@@ -380,7 +380,7 @@ class Router:
         return [[seqs[i].id for i in batch] for batch in found.batches]
 
     def solved(self, predicted: Predicted) -> Solution:
-        """By annealing; for a router that searches in another way to replace."""
+        """By annealing; a router that searches otherwise overrides this."""
         return anneal(predicted, self._annealing, self._rng)
 
     def _due(self, replica: str, now: float) -> list[str]:
@@ -394,6 +394,6 @@ class Router:
 
 
 def _mapped_request(seq: SeqView, now: float) -> MappedRequest:
-    """A request as it waits; one that is resumed has all it has so far for a prompt."""
+    """A request as it waits; a resumed one's prompt is all its tokens so far."""
     slo, waited = seq.request.stages[seq.stage].slo, max(0.0, now - seq.stage_start)
     return MappedRequest(seq.id, max(1, seq.length), max(1, round(remaining_output(seq))), slo, waited)

@@ -1,7 +1,7 @@
 """vLLM today (V1): chunked prefill, running requests first, one large fixed token budget, first come first served.
 
 Reproduced: the step is filled with the running requests in order of start (a decode is one token, a prefill what is
-left of the budget), then with waiting ones in order of the queue; KV that lacks is taken from the request started last.
+left of the budget), then with waiting ones in order of the queue; Missing KV is taken from the request started last.
 Not reproduced: prefix caching, and the reservation of a whole prompt's KV before its first chunk.
 """
 
@@ -45,6 +45,6 @@ class Scheduler:
         return builder.plan(repeat_steps=builder.repeat_steps())
 
     def _prefills_last(self, view: View) -> bool:
-        """Whether order of start and decodes first come to the same: no decode started after a prefill."""
+        """Whether order of start equals decodes first: no decode started after a prefill."""
         begun = view.prefilling
         return not begun or (len(begun) == 1 and begun[0] is view.newest)

@@ -1,8 +1,8 @@
 """vLLM with speculative decoding: the `vllm` policy, and a chain of n drafted tokens for every request that decodes.
 
-Reproduced: each sequence that samples has n tokens drafted, whatever the load; its next step verifies as many of them
-as the budget leaves room for. They count in the budget and take KV, for which others are preempted, as pending tokens
-do. Not reproduced: what `vllm` does not.
+Reproduced: n tokens are drafted for each sequence that samples, at any load; its next step verifies as many of them as
+the budget leaves room for. They count in the budget and take KV, for which others are preempted, as pending tokens do.
+Not reproduced: what `vllm` does not.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Accepted:
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # right, tried
 
     def follow(self, seqs: Iterable[SeqView]) -> None:
-        """Whose tries are to be counted. What one has had already counts where its class has no other."""
+        """Whose tries are to be counted. Where its class has no tries yet, those that a sequence already has count."""
         for seq in seqs:
             if seq.id not in self._class:
                 self._class[seq.id] = class_of(seq.request)
@@ -79,7 +79,8 @@ class Offered:
             layers[i] = mean + (chance - mean) / (trees + 1.0), min(TREES, trees + 1.0)
 
     def chances(self, request: Request, depth: int) -> list[float]:
-        """By depth, 1 first, up to `depth`. Below the deepest seen they fall as they fell last; unseen, by `PRIOR`."""
+        """By depth, 1 first, up to `depth`. Past the deepest seen they fall by the last ratio; with none seen, by
+        `PRIOR`."""
         found = [1.0, *(mean for mean, _ in self._layers.get(class_of(request), ())[:depth])]
         fall = PRIOR
         if len(found) > 1:

@@ -71,10 +71,9 @@ class BatchBuilder:
         return True
 
     def repeat_steps(self) -> int:
-        """`Plan.repeat_steps` of a policy that gives decodes a token, prefills what is left of a fixed budget, and
+        """`Plan.repeat_steps` of a policy that gives each decode a token, spends a fixed budget's rest on prefill, and
         starts what fits, in order. For ever while none prefills (what does not fit now will not: KV only shrinks), and
-        when all prompts go through now, or the only one takes all that is left; else while one takes all that is
-        left."""
+        when all prompts finish now, or the only one uses all the rest; else while one uses all the rest."""
         if not self.decode or self.preempted:
             return 0
         if not self.work:
@@ -139,7 +138,7 @@ class BatchBuilder:
         if count > min(self.seqs_left, self.tokens_left) or any(s.id not in running for s in seqs):
             return False
         cached = [s.cached for s in seqs]
-        # only one that has filled its last block needs another
+        # a new block is needed only when the last is full
         blocks = sum([s.blocks * block <= c for c, s in zip(cached, seqs, strict=True) if c % block == 0])
         if blocks > self.kv_left:
             return False
@@ -211,8 +210,8 @@ class BatchBuilder:
 
 
 def make_room(builder: BatchBuilder, seq: SeqView, tokens: int, victims: Iterable[SeqView]) -> bool:
-    """Preempt `victims`, in their order, until `tokens` of `seq` have KV and it a slot; none if all would not do.
-    Whether it has them now."""
+    """Preempt `victims` in order until `seq` has a slot and KV for `tokens`; none if all are not enough. Whether it has
+    them now."""
     if not builder.lacks(seq, tokens):
         return True
     taken, lacking = [], builder.missing_blocks(seq, tokens)
@@ -264,7 +263,7 @@ def decodes_only(view: View) -> Plan:
 
 
 def decodes_or_prefills(view: View) -> BatchBuilder:
-    """Every decode and nothing else; where none decodes, the prefills that run, which lack KV (`run_in_order`)."""
+    """Every decode and nothing else; where none decodes, the running prefills, which lack KV (`run_in_order`)."""
     builder = BatchBuilder(view)
     if not builder.decode_all() or not builder.decode:
         run_in_order(builder, view.running)
@@ -300,7 +299,7 @@ def run_in_order(
 ) -> None:
     """vLLM's rule for the running: each gets its pending tokens, and of the drafted ones to `verify` (parents before
     their children) the first for which the budget leaves room, in order of start; one that lacks KV takes it from the
-    one started last (itself in the end). Those that sample have a tree of this (depth, width) drafted."""
+    one started last (itself in the end). For those that sample, a tree of this (depth, width) is drafted."""
     order = list(running)
     at = 0
     while at < len(order):
@@ -321,7 +320,7 @@ def run_in_order(
 
 def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tuple[int, int] | None = None) -> None:
     """First come, first served, by chunks; stop at the first that does not fit. A step that preempted admits none: it
-    would take the KV just freed. Those that sample have a tree of this (depth, width) drafted."""
+    would take the KV just freed. For those that sample, a tree of this (depth, width) is drafted."""
     if builder.preempted:
         return
     for seq in waiting:
@@ -332,14 +331,14 @@ def admit_in_order(builder: BatchBuilder, waiting: Iterable[SeqView], draft: tup
 
 
 def _add(builder: BatchBuilder, seq: SeqView, tokens: int, nodes: Sequence[int], draft: tuple[int, int] | None) -> None:
-    """So many tokens of a sequence, those that are not pending being the first of `nodes`; a draft if it samples."""
+    """So many tokens of a sequence: the pending, then the first of `nodes`; and a draft if it samples."""
     verified = max(0, tokens - seq.pending)
     builder.add(seq, tokens - verified, tuple(nodes[:verified]), draft if tokens >= seq.pending else None)
 
 
 def waiting_that_fit(view: View, reserve_kv: bool) -> Iterator[SeqView]:
-    """Those that wait, in order. reserve_kv: as long as the KV that each takes to its end is left beside what all
-    others take to theirs, so that with exact predictions none is ever preempted."""
+    """Those that wait, in order. reserve_kv: only while the KV that each needs until its end is free beside what the
+    others need until theirs, so with exact predictions none is preempted."""
     if not reserve_kv:
         yield from view.waiting
         return
@@ -360,8 +359,8 @@ def unreserved_blocks(view: View) -> int:
 
 
 def blocks_at_end(seq: SeqView, block: int, left: float | None = None) -> int:
-    """KV blocks that it takes at its end: all its prompts, and all its output. left: what is to come of it, if the
-    caller has asked."""
+    """KV blocks that it takes at its end: all its prompts, and all its output. left: output to come, if the caller
+    knows it."""
     stages, length = seq.request.stages, seq.length
     if len(stages) > 1:
         length += sum([stage.prompt for stage in stages[seq.stage + 1 :]])

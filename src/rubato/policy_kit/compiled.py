@@ -16,7 +16,7 @@ try:
 except ImportError:
     njit = None  # type: ignore[assignment]
 else:
-    # vLLM asks for `vars` of whatever any module holds; llvmlite's library has no `__dict__`, answers with a function
+    # vLLM calls `vars` on all that a module holds; llvmlite's library has no `__dict__` but returns a function
     if isinstance(table := getattr(ffi.lib, "_fntab", None), dict):
         table.setdefault("__dict__", {})
 
@@ -25,8 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(signature: str | None = None) -> Callable[[F], F]:
-    """For these arguments at once, where given, else for what it is called with. A function kept on disk is compiled
-    anew when its own file changes, not when one that it calls does: keep those that call each other in one file."""
+    """For these argument types now, if given; else for those of the call. A function kept on disk is compiled anew when
+    its own file changes, not when one that it calls does: keep those that call each other in one file."""
 
     def made(function: F) -> F:
         if njit is None:
@@ -41,7 +41,7 @@ def compiled(signature: str | None = None) -> Callable[[F], F]:
 
 @lru_cache
 def warn_if_plain(policy: str, slower: str) -> None:
-    """Once for each policy that is to run: is its search in plain Python? slower: how much that costs."""
+    """Warns once for each policy to run if its search is plain Python. slower: how much that costs."""
     if njit is None:
         log.warning(
             "%s plans in plain Python, %s, as Numba is not installed: pip install 'rubato-llm[fast]'", policy, slower

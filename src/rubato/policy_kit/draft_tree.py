@@ -4,8 +4,8 @@ Each of n requests has a tree of candidates after its last token, the root, whic
 right with probability f(v), the product along its path, so verifying a set of nodes with all their parents gives
 1 + Σ f tokens on average. A step verifies B nodes in all, roots included.
 
-Nodes are ranked by (f desc, depth asc, order of requests, node id). As f never rises along a path, no node comes
-before its parent: the first so many of a request in the ranking are always a tree, and only how many is to be chosen.
+Nodes are ranked by (f desc, depth asc, order of requests, node id). As f never rises along a path, no node comes before
+its parent: a request's first k nodes in the ranking always form a tree, and only k is to be chosen.
 
 The printed pseudocode has slips, corrected here: Algorithm 2 adds the path's product to what is expected, not the last
 factor (line 15); both stop when B is spent (`B >= 0` would overspend by one); Algorithm 1 pays for roots, too.
@@ -26,8 +26,8 @@ def select(
 ) -> list[tuple[int, ...]]:
     """Algorithm 2's selection: of each request, the ids of the nodes to verify, parents before their children.
 
-    trees: candidates, None of a request without. needed: A_cap, tokens that a request needs from this step, its root's
-    one among them: those with the largest come first, and take nodes until 1 + Σ f reaches it (SLO-customised
+    trees: candidates, None of a request without. needed: A_cap, tokens a request needs from this step, its root's
+    included: requests with the largest need come first, and take nodes until 1 + Σ f reaches it (SLO-customised
     selection). most_nodes: n_max, nodes that one may hold then, root included. What is left of the budget (B, in nodes,
     roots included) goes to the most probable nodes of all (throughput-optimised selection). With more requests than
     budget each keeps its root, and nothing is verified.

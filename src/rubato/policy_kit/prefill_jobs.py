@@ -27,8 +27,8 @@ seq_of: Callable[[PrefillJob], SeqView] = itemgetter(4)
 
 
 class PrefillRate:
-    """How fast prefill can go beside the decodes: at full speed while they have time to spare, then at what each TPOT
-    leaves after a token for each."""
+    """How fast prefill can go beside the decodes: at full speed while they have time to spare, then in the time that
+    each TPOT leaves after a token for each decode."""
 
     def __init__(self, view: View, decodes: Shape, spare: float, tpot: float, safety: float) -> None:
         latency = view.latency
@@ -98,8 +98,8 @@ def schedulable(
     """Go through the jobs by deadline, less `reserve` seconds; whenever one is late, set aside the longest so far, the
     first of equally long ones, that is not of a protected tier (Moore 1968; with a heap, in Hodgson's form).
 
-    A protected one may count on decodes that end meanwhile, and others are not started at its expense; not so if even
-    alone it would be late."""
+    A protected one may count on decodes that end meanwhile, and no other starts at its expense; unless it would be late
+    even alone."""
     longest: list[tuple[int, int]] = []  # a heap
     gone: set[int] = set()
     tokens, seconds = 0, rate.seconds
@@ -157,8 +157,8 @@ def fitting_together_with(
 
 
 class DecodesToBe:
-    """Those that hold KV, which decode together sooner or later: could one more, with all of them within the tightest
-    TPOT? (The first always may.)"""
+    """Those that hold KV and will decode together: whether one more could join within the tightest TPOT. (The first
+    always may.)"""
 
     def __init__(self, view: View, seqs: Sequence[SeqView], safety: float, share: float) -> None:
         self._latency, self._safety, self._share = view.latency, safety, share

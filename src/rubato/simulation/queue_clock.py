@@ -73,8 +73,8 @@ async def _nothing() -> None: ...
 
 
 class QueueClock(HandClock):
-    """When which host, callback or coroutine is to be called (`complete`, `plan`), by time, rank, when the step that
-    ends began (which is the order in which steps that end together end) and order of asking, with its version."""
+    """When each host, callback or coroutine is called (`complete`, `plan`), ordered by time, rank, start of the step
+    that ends (steps that end together end in this order), and order of asking; with its version."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A workload in virtual time: each request's record; or requests in, every event or what became of each out."""
+"""A workload in virtual time: the record of each request; or, from requests, every event, or what became of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def simulate(
     lines = simulate_requests(
         requests, workload.truth(), spec, seed, times=times, causes=causes, pauses=workload.pauses(), listen=listen
     )
-    # out of `lines`, which the cluster's cycles hold: else all of it would stay until the next search for such
+    # removed from `lines`, which the cluster's cycles hold: else it would stay until the next collection
     records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
     settings = {
         "simulated": True,
@@ -62,8 +62,8 @@ def simulate_events(
     """Run `requests` (arrivals in virtual seconds) to their ends on the virtual event loop; every event, in order.
 
     As live, a policy that raises fails the requests that are there, and after several times in a row the replica; what
-    comes after the last of `requests` is refused. Raises RuntimeError if some request never ends, and what ended the
-    cluster.
+    comes after the last of `requests` is refused. Raises RuntimeError if some request never ends, and whatever error
+    ended the cluster.
     """
 
     async def main() -> list[Event]:
@@ -116,10 +116,9 @@ def simulate_requests(
     requests: Iterable[Request], truth: Truth, spec: RunSpec, seed: int = 0, *, times: bool = True,
     causes: bool = True, pauses: Pauses = NOTHING, listen: Callable[[Event], None] | None = None,
 ) -> dict[str, Timeline]:  # fmt: skip
-    """What became of each request, by id, with the times of its tokens if wanted. The same as `simulate_events`, but
-    that the steps between two decisions are not walked, that a policy that raises ends the simulation, and that
-    requests may come after the last. requests: a sequence, if some are of one group, or wait for tools. Raises as
-    `driver.drive` does."""
+    """What became of each request, by id, with the times of its tokens if wanted. Like `simulate_events`, but steps
+    between two decisions are not run one by one, a policy that raises ends the simulation, and requests may come after
+    the last. requests: a sequence, if some are of one group, or wait for tools. Raises as `driver.drive` does."""
     lines: dict[str, Timeline] = {}
     came: dict[str, list[float]] = {}
     shared = isinstance(requests, Sequence) and any(r.group or r.uses_tools for r in requests)
@@ -159,8 +158,8 @@ def simulate_requests(
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's search for cycles, which looks at all that is kept again and again (a fifth of the time): those
-    made here are few. Also a decorator, `@gc_paused()`."""
+    """Without Python's cycle collector, which scans all kept objects repeatedly (a fifth of the time); few cycles are
+    made here. Also a decorator, `@gc_paused()`."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -3,7 +3,7 @@
 It calls the same replica as `local_host.LocalHost` does, in the same order. Unless every token is asked for, a plan
 is carried out as a run of one or more equal steps, which ends where the next plan may differ: at the first token or the
 end of a stage, at the end of a prefill, when KV runs short, and when something arrives. Other steps are run one by one
-by the simulated engine: those whose tokens are told, which a policy that drafts asks for, too.
+by the simulated engine: those whose tokens are reported, as policies that draft need.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LENGTH = Emitted(1, finish="length")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """counts: KV as counts. tokens: tell of every step and token (`Stepped`, `Tokens`); so they are where a policy
-    drafts. ran: given each run of a replica when it is over; ended: each end with the times of its tokens."""
+    """counts: KV as counts. tokens: report every step and token (`Stepped`, `Tokens`), as always where a policy drafts.
+    ran: called with each finished run of a replica; ended: with each end and its tokens' times."""
 
     counts: bool = True
     tokens: bool = False
@@ -81,7 +81,7 @@ class SimulatedHost:
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which a simulated engine lacks here (it "
                 f"supports {', '.join(sorted(supports))}): {cure(missing, DRAFTER)}"
             )
-        # Each step is the engine's then, and each token told: what a drafter has in KV goes with what the engine has,
+        # The engine then runs each step and each token is reported: a drafter's KV follows the engine's KV,
         # and policies learn from the events how much of it was right.
         drafts = "draft" in supports and "draft" in scheduler.needs | optional(scheduler)
         self._step_by_step = tokens = host_options.tokens or drafts
@@ -193,7 +193,7 @@ class SimulatedHost:
     # ----------------------------------------------------------------- time passes
 
     def complete(self, version: int) -> bool:
-        """The run's last step is over. False if it is not, since something came between."""
+        """The run's last step is over. False if something came between."""
         replica, run = self.replica, self.replica.run
         if run is None or version != self._version:
             return False
@@ -429,7 +429,7 @@ class SimulatedHost:
         self.scheduler.observe(events)
 
     def clear(self) -> None:
-        """It is in cycles: what it holds would stay until the next search for such."""
+        """It is in reference cycles: what it holds would wait for collection."""
         self.replica.log.clear()
 
 

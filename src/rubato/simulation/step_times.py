@@ -1,4 +1,4 @@
-"""How long simulated steps take: a run's ends, worked out for all of its steps at once."""
+"""How long simulated steps take: the end times of a run's steps, computed all at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seconds = Callable[[int, int, int, int, int, int, int], float]  # `LatencyModel.
 
 
 class StepTimes:
-    """The time steps take, in the order they are run: a model's, times factors as `engines.simulated` draws them."""
+    """How long steps take, in the order run: a model's step times multiplied by `engines.simulated`'s factors."""
 
     def __init__(self, truth: LatencyModel, noise: float, seed: int) -> None:
         check_noise(noise)
@@ -52,7 +52,7 @@ class StepTimes:
         run.ends = list(accumulate(took))
 
     def _with_chunks(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
-        """From one step to the next only three sums of a shape change, each by the same; the last may be smaller."""
+        """From step to step only three sums of a shape change, each by a constant; the last chunk may be smaller."""
         if len(run.chunks) == 1:
             return self._with_one(run, steps, seconds)
         first = run.shape(0)
@@ -70,7 +70,7 @@ class StepTimes:
         return took
 
     def _with_one(self, run: StepRun, steps: int, seconds: Seconds) -> list[float]:
-        """The same for the chunk that most runs with chunks have."""
+        """The same for one chunk, as most runs with chunks have."""
         n, (_, held, tokens, total) = run.seqs, run.chunks[0]
         kv, left, took = run.kv, total, []
         for _ in range(steps):

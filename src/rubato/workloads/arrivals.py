@@ -1,7 +1,7 @@
 """When requests arrive: Poisson, gamma, bursts, on/off, piecewise rates, a trace's times, all at once.
 
-A process gives the first n arrival times at a mean rate. More of them begin with the fewer, so a longer run begins with
-the shorter one. Times are in seconds; on/off and changes of rate keep their own seconds whatever the rate, and
+A process gives the first n arrival times at a mean rate. Fewer times are a prefix of more, so a longer run begins with
+the shorter. Times are in seconds; on/off and changes of rate keep their own seconds whatever the rate, and
 `Workload.rescaled` stretches them with everything else.
 """
 

@@ -46,11 +46,11 @@ def make(
 ) -> Workload:
     """Requests of a mix of kinds at `rate` requests/s, for `duration` seconds or `count` of them; Poisson by default.
 
-    changes: mixes that follow the first. prefill: prompt tokens -> zero-load prefill seconds; TTFTs that are slowdowns
-    become seconds by it, and TTFTs that it says an idle replica cannot meet are not promised (a request left with none
-    is best effort; `notes` count them). texts: make prompts of these lengths; prompt_tokens are then the text's, by
-    `count_tokens` (a tokenizer's) or estimated. max_model_len: outputs are cut so that prompt + output fit
-    (`notes` count them). Raises ValueError for impossible arguments.
+    changes: mixes that follow the first. prefill: prompt tokens -> zero-load prefill seconds; TTFTs given as slowdowns
+    become seconds by it, and TTFTs that an idle replica cannot meet by it are not promised (a request left with none is
+    best effort; `notes` count them). texts: make prompts of these lengths; prompt_tokens are then the text's, by
+    `count_tokens` (a tokenizer's) or estimated. max_model_len: outputs are cut so that prompt + output fit (`notes`
+    count them). Raises ValueError for impossible arguments.
     """
     check_rate(rate)
     process = arrivals or Poisson()

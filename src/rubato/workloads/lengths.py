@@ -159,7 +159,7 @@ def log_normal_p90(median: float, p90: float, most: float = math.inf) -> LogNorm
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Between reported percentiles linear; from 1 token at 0 up to the first, and the last for all beyond it (ours)."""
+    """Linear between reported percentiles and from 1 token at 0 up to the first; the last for all beyond it (ours)."""
 
     shares: tuple[float, ...]  # ascending, in (0, 1)
     tokens: tuple[float, ...]

@@ -27,9 +27,9 @@ def multiplied(
     """A trace with `factor` times the traffic and the same profile over time.
 
     Each minute holds that many copies of itself, each turned round within the minute by an offset of its own:
-    copies at the same instants would multiply every burst. Of a fraction, each request has a copy with that chance.
-    end: of the trace (None: its last request); a last minute cut short is turned round within what there is of it.
-    Factor 1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
+    copies at the same instants would multiply every burst. For a fraction, each request is copied with that chance.
+    end: of the trace (None: its last request); a last minute that is cut short is rotated within its own length. Factor
+    1 is the trace itself. Raises ValueError for a factor that is not positive and finite.
     """
     if not 0.0 < factor < inf:
         raise ValueError(f"scale is {factor}: give how many times the trace's traffic, a positive number")
@@ -53,7 +53,8 @@ def multiplied(
 
 
 def bootstrapped(load: Workload, seed: int) -> Workload:
-    """As long a workload made of blocks of its time, drawn with replacement from a ring (a moving-block bootstrap)."""
+    """A workload of the same length, made of blocks of its time drawn with replacement from a ring (a moving-block
+    bootstrap)."""
     if not load.duration > 0.0:
         raise ValueError(f"workload {load.name!r} offers all at once: there is no time to resample")
     block = min(BLOCK, load.duration)

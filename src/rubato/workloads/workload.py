@@ -123,7 +123,7 @@ class Workload:
         return replace(self, rate=rate, duration=self.duration * factor, arrivals=arrivals)
 
     def with_slos(self, tiers: Mapping[str, SLO]) -> Workload:
-        """The same requests with other SLOs for the tiers named, whatever SLOs of their own requests of them had.
+        """The same requests with other SLOs for the tiers named, even for requests that had SLOs of their own.
 
         Raises ValueError for a tier it does not have, or one whose requests have several stages.
         """

@@ -60,8 +60,8 @@ GPUS = {
 def tables(dims: Dims, gpu: str, gpus: int = 1) -> dict[str, Any]:
     """The component tables of `dims` split over `gpus` cards, microseconds for all layers, as a profile holds them.
 
-    Raises ImportError without the extra, ValueError for a GPU that is not known or a model that cannot be split so, or
-    that its weights fill.
+    Raises ImportError without the extra, ValueError for an unknown GPU, or a model that cannot be split so or whose
+    weights fill the cards.
     """
     if gpu not in GPUS:
         raise ValueError(f"no kernel tables for the GPU {gpu!r}{nearest(gpu, GPUS)}")

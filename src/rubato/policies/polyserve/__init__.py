@@ -3,8 +3,8 @@
 Each TPOT tier has replicas of its own, taken from a pool that serves best effort, and given back when empty. A request
 goes to the most loaded replica of its tier that can keep its SLO; if there is none, to one of a tighter tier, the
 nearest first (lazy promotion); then its tier gets a replica from the pool; else it is held. Never a looser tier's.
-A replica that only requests of looser tiers are left on admits none: their tier may claim it, else it goes back to the
-pool when empty. All queues are the router's.
+A replica with only requests of looser tiers left admits none: their tier may claim it, else it goes back to the pool
+when empty. All queues are the router's.
 
 Two modes. co: a replica runs its tier's prompts in chunks beside decodes, so that a step keeps within the TPOT. pd:
 prompts go to prefill replicas shared by all tiers, nearest deadline first, and their KV to a decode replica.

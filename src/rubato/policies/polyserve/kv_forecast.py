@@ -77,7 +77,7 @@ class KVForecast:
         return min((step - self._first) // WIDTH, STRETCHES - 1)
 
     def _at(self, step: int) -> int:
-        """The stretch of the present, after what lies behind has been let go, now and then."""
+        """The stretch that `step` lies in; now and then those behind it are dropped first."""
         at = (step - self._first) // WIDTH
         if at >= STRETCHES // 2:
             self._begin_at(step)
@@ -85,7 +85,7 @@ class KVForecast:
         return at
 
     def _begin_at(self, step: int) -> None:
-        """Count stretches from this step on. What ended later than they reached may be told apart now."""
+        """Count stretches from this step on. Ends beyond the last stretch may fall into different stretches now."""
         self._first = step
         self._sums[:] = 0
         self._used = 0

@@ -51,8 +51,8 @@ class Scheduler:
         return builder.plan(handoff=ready)
 
     def _mixed(self, view: View) -> Plan:
-        """Every decode, and a chunk that keeps the step within the TPOT until the prompt is through, as it is then
-        (continuous chunked-prefill prediction): so the chunk stays the same for all of it."""
+        """Every decode, and a chunk that keeps the step within the TPOT even at the prompt's end (continuous
+        chunked-prefill prediction): so the chunk stays the same for all of it."""
         tpot = float(view.role.tier) if view.role.tier else inf
         decodes = view.decodes
         first = next(iter(view.prefilling), None) or next(iter(view.waiting), None)

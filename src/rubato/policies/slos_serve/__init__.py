@@ -17,7 +17,7 @@ In the paper decode tokens count in a batch as soon as they are eligible, here w
 Models that see KV are asked with the most that decodes will read together if all go on (`demand.peak_kv_tokens`): where
 lengths differ much, or some decodes wait, admission is then no guarantee. Where a decode of a long context costs as
 much as many tokens of a prompt, the prompt's count less (`demand.prefill_token_weight`), and a prompt due before all
-decodes could be done once has a short batch before them if they are ahead (`grid_building.short`). Decodes that are
+decodes could each have a token gets a short batch first if they are ahead (`grid_building.short`). Decodes that are
 ahead take turns where batches do not hold all of them (`batch_order`). Admission is for a stage with a prompt and the
 decode-only stages after it, at their tightest TPOT; the next prompt (a tool's return) is decided anew, its KV kept
 while there is room.
@@ -28,12 +28,11 @@ request that was not admitted counts as admitted once it is some seconds behind 
 
 Where the engine drafts (`speculation`), decodes verify as deep as makes them fastest, wherever all can spare the time
 and half the memory is reserved: decodes that end sooner make room. Longer batches, with which decodes keep up only by
-drafting, are tried where plain ones decline a request and leave prefill less than two thirds of what these do, or
-cannot hold a TPOT at all. Such an admission counts on what drafts bring on average, and is certain only where all of
-them are right.
+drafting, are tried if plain ones decline a request and leave prefill less than two thirds as much, or cannot hold a
+TPOT at all. Such an admission counts on what drafts bring on average, and is certain only where all of them are right.
 
-Several replicas. `Router` lands requests in turn and hands one on while the replica could not admit it beside those
-admitted there: a scheduler like the replica's own is asked, with what the replica shows.
+Several replicas. `Router` offers a request to replicas in turn until one could admit it beside those admitted there: a
+scheduler like the replica's own is asked, with what the replica shows.
 """
 
 from rubato.policies.slos_serve.router import Router

@@ -46,8 +46,8 @@ class Admitted:
 def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimits) -> Admitted | None:
     """The best set of `new` to add to `forced`. None: not even the forced are in time on any of the grids.
 
-    Equal deadlines are decided in the order given. The grid is laid for those accepted alone wherever they all are in
-    time on it then too: declined requests have no say in how long batches are, which best effort lives on.
+    Equal deadlines are decided in the order given. The grid is made for the accepted alone where they all are in time
+    on that one, too: declined requests then do not shorten batches, whose rest best effort lives on.
     """
     served = rows(forced)
     found = _best(served, new, limits)
@@ -89,7 +89,7 @@ def admit_first(
 
 
 def ceiling(new: Sequence[Demand], memory: int, seats: int) -> float:
-    """No set is worth more, whatever the grid: as many as memory and places hold, those worth most a block first, the
+    """No set is worth more, whatever the grid: as many as memory and places hold, highest worth per block first, the
     last one in part where values differ."""
     order = sorted(new, key=lambda d: d.memory / d.value)
     value, memory = 0.0, max(memory, 0)

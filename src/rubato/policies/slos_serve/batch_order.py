@@ -1,5 +1,5 @@
-"""What all admitted requests can do without in the next batch, and what gets it: decodes that are behind by chance, for
-which it is cut short; decodes that were left out; drafts beyond those planned on; decodes that are ahead."""
+"""Tokens of the next batch that all admitted requests can spare, and what gets them: decodes behind by chance, for
+which it is cut short; decodes left out; drafts beyond those planned; decodes that are ahead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BatchOrder:
         self.order = sorted(self.seqs, key=lambda s: (self.entries[s.id].due, s.request.arrival))
 
     def spend(self, tokens: float) -> bool:
-        """Whether what counts so many tokens of the batch can be spared, and is taken."""
+        """Take so many tokens of the batch, if they can be spared; returns whether."""
         left = self._spare()
         if tokens > left:
             return False
@@ -80,12 +80,12 @@ class BatchOrder:
         return first.seconds, planned
 
     def in_order(self) -> tuple[list[SeqView], dict[str, int]]:
-        """In order of deadline, and of turn, but decodes that are ahead go on, before prefills due sooner, as far as
-        the tokens of a batch can be spared: none is then held up for as long as it was ahead. But all after those that
-        cannot wait for the next batch: where the first tokens of a prompt cost more than the others, as kernels do,
-        fewer fit than were counted. And how many drafted tokens to verify for each: what was planned on, or all there
-        are where they can be spared, counted as those of a prompt: they share the context that is read for the entry.
-        Plans count them as decodes, lest long batches are taken too often."""
+        """In order of deadline, and of turn, but decodes that are ahead come before prefills due sooner, as far as a
+        batch can spare the tokens: so none is held up for as long as it was ahead. But all come after those that cannot
+        wait for the next batch: where kernels make a prompt's first tokens cost more than the others, fewer fit than
+        were counted. And how many drafted tokens to verify for each: what was planned on, or all there are where they
+        can be spared, counted as those of a prompt: they share the context that is read for the entry. Plans count them
+        as decodes, lest long batches are taken too often."""
         urgent = self._urgent()
         order, drafted = [*self.order[:urgent], *self._in_turn(self.order[urgent:])], self.drafts.drafted
         first = next((i for i in range(urgent, len(order)) if order[i].pending > 1), len(order))
@@ -114,7 +114,7 @@ class BatchOrder:
         return bisect_left(self.order, soon, key=lambda s: self.entries[s.id].due)
 
     def _ahead(self, order: list[SeqView]) -> list[SeqView]:
-        """Its decodes first, as many as can be spared."""
+        """Of `order` decodes first, as many as can be spared."""
         decodes = [s for s in order if s.pending == 1]
         if not decodes or self.grid.leads:
             return order
@@ -125,8 +125,8 @@ class BatchOrder:
         return [*early, *(s for s in order if s.id not in ids)]
 
     def _in_turn(self, order: list[SeqView]) -> list[SeqView]:
-        """Its decodes that were left out come first, as far as their tokens can be spared: where a batch does not
-        hold all ahead they take turns, instead of those furthest ahead waiting for all others to get as far."""
+        """Decodes that were left out come first, as far as their tokens can be spared: where a batch does not hold all
+        ahead they take turns, so those furthest ahead do not wait for all others."""
         if not self.skipped or self.grid.leads:
             return order
         able = {s.id: s for s in order if s.pending == 1}

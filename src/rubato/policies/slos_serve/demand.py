@@ -125,8 +125,9 @@ def demand_after_current_batch(
     """What those running demand once the batch in flight has ended, where the grid begins. What each has in it is
     a guess, not read from the view.
 
-    A decode's token due before its TPOT is over is in it, for no batch is longer. Beside the decodes it holds at least
-    what the time it still takes is long enough for, of the prompts due first, and all of one due before it ends.
+    A decode's token due before its TPOT is over is in that batch, for no batch is longer. Beside the decodes that batch
+    holds at least as much of the prompts due first as its remaining time allows, and all of a prompt due before it
+    ends.
     """
     base = view.decodes
     longest = max((s.length for s in seqs), default=0)
@@ -150,7 +151,7 @@ def demand_after_current_batch(
 
 def seconds_at_full_speed(view: View, seq: SeqView) -> Iterator[float]:
     """Seconds that its pending tokens take while nothing else runs, in ever more batches until that is no faster: the
-    last is the least. Step times being convex, even ones are; a batch's overhead is paid once each, a chunk beyond a
+    last is the least. Step times are convex, so equal batches are best; each batch adds its overhead, a chunk past a
     knee costs more a token."""
     batches, least = -(-seq.pending // view.limits.max_num_batched_tokens), inf
     while batches <= seq.pending:
@@ -169,8 +170,8 @@ class BatchCapacity:
     the batch, drafted tokens too, is one chunk on top of the longest context of a prompt, or of any that may draft.
     Where not all of them fit, batches hold some in turn: their share of the KV, and the longest once more, for a batch
     is left when the next one does not fit; in one batch alone (`beside`) they are the longest. prefill_weight: what a
-    token of a chunk counts. The smaller counts of a batch of all decodes and a chunk, and one of a chunk alone: step
-    times being convex, whatever lies between fits too. steps: draft steps run at its end.
+    token of a chunk counts. The smaller of two counts: of a batch of all decodes and a chunk, and of a chunk alone;
+    step times being convex, whatever lies between fits too. steps: draft steps run at its end.
     """
 
     def __init__(

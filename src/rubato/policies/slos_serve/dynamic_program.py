@@ -1,6 +1,6 @@
 """What admission computes, in numbers alone, compiled (Numba): what grids leave, and the dynamic programme on them.
 
-`token_budget` and `admission` are its surface, and say what it means; `grid_building` makes the grids. A compiled
+`token_budget` and `admission` are its interface, and say what it means; `grid_building` makes the grids. A compiled
 function is kept on disk until its own file changes, whatever it calls: so neither file calls the other. Compiled when
 first imported, some seconds, then loaded.
 
@@ -187,7 +187,7 @@ def accept(
     asked: Floats, between: Ints, room: Floats, ends: Floats, slope: float, memory: int, seats: int
 ) -> list[int]:
     """The programme: for each state number those that no other beats in both budget and memory, in order of (KEY, OWED,
-    USED). Which of those asked are in the best one at the end."""
+    USED). Which of those asking are in the best final state."""
     states, many = np.zeros((1, 7)), 1
     states[0, LAST] = -1.0
     accepted = [(-1, -1)][:0]  # (which of those asked, the one before)
@@ -213,7 +213,7 @@ def accept(
             else:
                 merged[kept] = states[s]
                 s += 1
-            # of the same counts, those before owe no more: it is kept where it takes less memory than the last of them
+            # earlier states of equal counts owe no more: a state is kept if it takes less memory than the last one
             if kept and merged[kept - 1, KEY] == merged[kept, KEY] and merged[kept - 1, USED] <= merged[kept, USED]:
                 continue
             in_time = True
@@ -282,7 +282,7 @@ def best_set(
     """Which grid (-1: not even the forced are in time on any), what the best set is worth there, and which are in it.
 
     The grids that could hold most, each request taken alone, come first, and none is tried that cannot better what is
-    found: most is what no set is worth more than. Of equal sets it is that of the first grid.
+    found. most: no set is worth more. Of equal sets it is that of the first grid.
     """
     bounds = np.zeros(len(sizes))
     for g in range(len(sizes)):

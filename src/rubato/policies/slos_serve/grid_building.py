@@ -1,7 +1,7 @@
 """The grids that admission tries, as arrays, compiled (Numba); `admission.grids_to_try` says which, and in what order.
 
-Rows and columns are those of `dynamic_program`. A compiled function has their numbers in it: touch this file, too, when
-they change there, or the copy kept on disk stays as it was.
+Rows and columns are those of `dynamic_program`. Compiled functions contain that module's constants: touch this file,
+too, when they change there, or the copy kept on disk stays old.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ALIGNED = 2  # deadlines that the first batches are fitted to, the earliest ones
 
 @compiled()
 def fitted(rows: Floats) -> Floats:
-    """Deadlines that a batch can end at without a rest: of prefills, or of decodes due before their TPOT is over."""
+    """Deadlines that batches reach with no remainder: of prefills, or of decodes due before their TPOT ends."""
     due = rows[:, DUE]
     return due[(due > 0.0) & ((rows[:, PENDING] > 1.0) | (due < rows[:, TPOT]))]
 
 
 @compiled(f"{COLUMN}({TABLE}, {TABLE}, float64)")
 def fits(forced: Floats, new: Floats, longest: float) -> Floats:
-    """Seconds of batches that reach the first of these deadlines without a rest."""
+    """Seconds of batches that reach the first of these without remainder."""
     dues = np.unique(np.concatenate((fitted(forced), fitted(new))))[:ALIGNED]
     return dues / np.maximum(1.0, np.ceil(dues / longest - CLOSE))
 
@@ -82,8 +82,8 @@ def insert(decodes: Floats, count: int, due: float, tpot: float, tokens: float) 
 
 @compiled()
 def build_grid(grid: Floats, size: int, longest: float, tokens: float, decodes: Floats) -> int:
-    """Batches of at most `longest` seconds and so many tokens, and of each TPOT from the last batch on that has ended
-    when its request is due: decodes, rows (due, tpot, tokens). Onto the `size` rows that are there; how many then."""
+    """Batches of at most `longest` seconds and so many tokens, then of each TPOT, from the last batch that ends before
+    its request is due. decodes: rows (due, tpot, tokens). Adds to the `size` rows; returns the new size."""
     begin = 0.0
     for p in range(size):
         begin += grid[p, COUNT] * grid[p, SECONDS]
@@ -149,9 +149,9 @@ def is_known(made: Floats, sizes: Ints, at: int) -> bool:
 def build_grids(forced: Floats, new: Floats, starts: Floats, spans: Floats) -> tuple[Floats, Ints]:
     """The grids to try, each once, and how many rows each has.
 
-    starts: rows (seconds, tokens, seconds and tokens of a short first batch, or 0). For each, every choice of the first
-    of the new of each TPOT that would shorten batches; where those are more than `GRIDS`, its first or none; and where
-    these are too, all TPOTs from one on. spans: rows (TPOT, tokens), of all TPOTs.
+    starts: rows (seconds, tokens, seconds and tokens of a short first batch, or 0). For each start, every choice of the
+    first new request of each TPOT that would shorten batches; where those are more than `GRIDS`, the first of each or
+    none; where these are too many, too, all TPOTs from one on. spans: rows (TPOT, tokens), of all TPOTs.
     """
     decodes = first_decodes(forced, spans)
     known = len(decodes)

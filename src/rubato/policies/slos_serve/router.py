@@ -1,4 +1,4 @@
-"""Where a request goes (SLOs-Serve, §4.2): it lands in turn, and goes on to the next while admission declines it.
+"""Where a request goes (SLOs-Serve, §4.2): to replicas in turn, until admission at one of them accepts it.
 
 The controller has a virtual scheduler for each replica: the same admission as there, on what the replica shows. A
 request that it admits is placed; after `max_hops` replicas more the backup decides. Alone, a replica decides itself.

@@ -159,7 +159,8 @@ class Scheduler:
         return plan
 
     def _fall_back_to_deadlines(self, state: PlanState) -> list[Demand]:
-        """Go by deadlines alone, as promised: there is no time to be even in, since prompts done early decode early."""
+        """Go by deadlines alone, as promised: there is no time to pace decodes evenly, since prompts done early decode
+        early."""
         state.reader = replace(state.reader, since={})
         demands = self._tighten_late_decodes(state.view, [state.reader.demand(s) for s in state.admitted])
         state.demands.update((d.id, d) for d in demands)
@@ -372,7 +373,7 @@ class Scheduler:
         self._promised.update((s.id, prompt_stage(s)) for s in asked if s.id in accepted)
 
     def _give_up(self, state: PlanState) -> None:
-        """Demote whose prompt cannot be done by its deadline any more, even alone, or refuse it as its client asked."""
+        """Demote, or refuse as its client asked, each whose prompt cannot be done in time any more, even alone."""
         prefills = [s for s in state.admitted if state.demands[s.id].tokens > 1]
         now, view = state.now, state.view
         for seq in [s for s in prefills if all(s.due + TOLERANCE < now + t for t in seconds_at_full_speed(view, s))]:

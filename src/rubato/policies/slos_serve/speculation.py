@@ -110,7 +110,7 @@ def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
 # A `SpeculationPlan` has the seconds of a batch that every decode keeps up with, by the smallest length of its own:
 # an entry of `verified` tokens, `expected` of which come out, is wanted every TPOT · expected instead of a token every
 # TPOT. Nothing else changes for `token_budget` and `admission`. As the tokens of an entry come together, the first of
-# them is early by as much as the last is just in time: a prompt is wanted so much sooner.
+# them is early when the last is just in time: so a prompt is due that much sooner.
 #
 # What comes out is random. Plans are made on what drafts bring on average, as in the paper. An unlucky decode has the
 # next batch cut short for it where others can spare that. And where they can and memory fills, drafts are as deep as
@@ -183,8 +183,8 @@ class Drafts:
         return (self.in_force if plan is None else plan).entries(demands, self.drafted)
 
     def chance(self, seq: SeqView) -> float:
-        """What is planned on for it: the mean; nothing where deadlines run from the first token, for no decode is
-        ahead of such."""
+        """What plans assume for it: the mean; 0 where deadlines run from the first token, as no decode is then
+        ahead."""
         if not self.able:
             return 0.0
         slo = seq.request.stages[prompt_stage(seq)].slo
@@ -212,9 +212,9 @@ class Drafts:
         self, view: View, seqs: Sequence[SeqView], most: int, tokens: float, bound: float, prefill_weight: float = 1.0
     ) -> tuple[dict[str, tuple[int, int]], float]:
         """(Depth, width) of what to draft for each whose entry may end in a batch of so many tokens, where those of
-        prefill count `prefill_weight`, and seconds: `most` deep, but none beyond its end, and of those that the drafter
-        lags behind with no more than a part of the batch is enough for. And the seconds of that, which a batch's shape
-        does not say."""
+        prefill count `prefill_weight`, and seconds: `most` deep, but not beyond its end; of those whose tokens the
+        drafter has not all seen, no more than a part of the batch's time is enough for. And the seconds of that, which
+        a batch's shape does not say."""
         found: dict[str, tuple[int, int]] = {}
         lag, late = 0, 0.0
         for seq in seqs if most else ():

@@ -6,12 +6,12 @@ on into the next interval. A request demands its pending tokens by its next due 
 no difference), then one a TPOT.
 
 Served earliest deadline first, one token a batch for each decode and prefill in any chunks, all are in time if and only
-if for each k what is due within k batches is no more than these k hold. Only if is plain. If: take the first k that
-fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each decode that
-still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in all of
-b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It holds
-again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The bound
-is kept by `dynamic_program.demand_line` with decodes as straight lines, never below their stairs, so that counts
+if for each k what is due within k batches is no more than these k hold. Only if is plain. The other way: take the first
+k that fails and the last batch b < k not full of tokens due by k. All prefill due by k was done with it, and each
+decode that still owed a token due by k got one in it; so fewer decodes than a batch holds are left, each has a place in
+all of b+1..k, and no more tokens due in there than that, since two of its tokens are never due by the same batch. It
+holds again on the grid that starts when the first batch has ended, early or not: no deadline loses a batch by that. The
+bound is kept by `dynamic_program.demand_line` with decodes as straight lines, never below their stairs, so that counts
 suffice to add them up.
 """
 
@@ -32,8 +32,8 @@ from rubato.policies.slos_serve.dynamic_program import Floats
 class Demand(NamedTuple):
     """What one request demands: `tokens` by `due` (seconds from where the grid begins), from then on an entry of
     `verified` every `tpot` seconds (inf: none), and `memory` KV blocks. value: of attaining it. accepts: probability
-    that a token drafted for it is right. left: tokens of output to come. Tokens are those of decodes, drafted or not:
-    of a prefill, the last counts as one, the others as what they cost beside it (`demand.prefill_token_weight`)."""
+    that a token drafted for it is right. left: tokens of output to come. Tokens count as a decode's, drafted or not: a
+    prefill's last counts as one, the others as what they cost compared to it (`demand.prefill_token_weight`)."""
 
     id: str
     due: float
@@ -92,7 +92,7 @@ COLUMNS = itemgetter(*map(Demand._fields.index, ("due", "tokens", "tpot", "verif
 
 def rows(demands: Sequence[Demand], in_order_given: bool = False) -> Floats:
     """What those with a deadline demand, (due, tokens, tpot, verified, memory, value), in order of deadline if not as
-    given: told once, held against many grids."""
+    given: made once, used for many grids."""
     each = [row for row in map(COLUMNS, demands) if row[0] < inf]
     if not in_order_given:
         each.sort()
