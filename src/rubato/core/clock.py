@@ -82,7 +82,7 @@ def process_cpu_time() -> float:
     return time.process_time()
 
 
-class VirtualClock:
+class VirtualClock(WallClock):
     """The time of the running `VirtualLoop`; starts at 0."""
 
     def now(self) -> float:
@@ -104,12 +104,6 @@ class VirtualClock:
 
     async def settle(self) -> None:
         await self.sleep_until(self.now(), PLAN)
-
-    def spawn(self, main: Coroutine[Any, Any, None], name: str) -> Handle:
-        return asyncio.create_task(main, name=name)
-
-    def current_task(self) -> Handle | None:
-        return asyncio.current_task()
 
 
 class HandClock:
