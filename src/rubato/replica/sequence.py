@@ -222,7 +222,8 @@ class Seq:
     @property
     def missed(self) -> bool:
         """Looks at the tokens that came since it was last asked. Of those that came together the first can be late."""
-        output = self.output
+        # not `output`, which inside vLLM counts tokens that have not come
+        output = self._output + self.steps.tick if self.decoding else self._output
         if self._checked < output and not self._missed:
             due, steps = self.deadlines, self.steps
             if self._checked == output - 1 and self.decoding and self._logged < steps.tick:

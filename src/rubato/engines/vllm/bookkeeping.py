@@ -140,16 +140,17 @@ class PolicyDriver:
         seq = self.seqs.pop(id, None)
         if seq is None:
             return
-        verdict = judge(seq.request, [StageTimes(seq.request.arrival, seq.times)], outcome, self._slo_rule)
+        times = seq.times_of_stage()
+        verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
         if outcome == "completed" and self._lengths is not None:
-            self._lengths.learn(seq.request, len(seq.times))
-        self._events.append(Finished(self.clock(), id, outcome, reason, verdict, len(seq.times), seq.best_effort))
+            self._lengths.learn(seq.request, len(times))
+        self._events.append(Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def aborted(self, id: str) -> None:
         """vLLM's front end took a request back: because the client left, or because it saw a stop string in the text.
         It does not say which, so one that may end by a stop string and has begun is taken to have ended by it."""
         seq = self.seqs.get(id)
-        if seq is not None and seq.times and seq.request.sampling.stop:
+        if seq is not None and seq.first_token_at is not None and seq.request.sampling.stop:
             self.end(id, "completed", "stop")
         else:
             self.end(id, "cancelled", "aborted")
@@ -222,10 +223,10 @@ class PolicyDriver:
         """Book a plan's demotions and promotions."""
         now = self.clock()
         for id in plan.demote:
-            self.seqs[id].state.demoted = True
+            self.seqs[id].demoted = True
             self._events.append(Demoted(now, id))
         for id in plan.promote:
-            self.seqs[id].state.demoted = False
+            self.seqs[id].demoted = False
             self._events.append(Promoted(now, id))
 
     def scheduled(self, view: View, plan: Plan, output: Any) -> None:
@@ -273,7 +274,7 @@ class PolicyDriver:
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if out.new_token_ids:
-            seq.state.got([now] * len(out.new_token_ids))
+            seq.got([now] * len(out.new_token_ids))
             self._events.append(Tokens(now, seq.id, len(out.new_token_ids), token_ids=tuple(out.new_token_ids)))
         if out.finish_reason is not None:
             self.end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rubato.core.interfaces import LengthPredictor
@@ -88,41 +88,20 @@ class Hit:
     found: Any
 
 
-@dataclass(slots=True, eq=False)
-class VllmSeq:
-    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `state` what it does not know."""
+class VllmSeq(Seq):
+    """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `Seq` what it does not know.
 
-    request: Request
-    own: Any  # vLLM's Request
-    kv: Any  # vLLM's KVCacheManager
-    order: int  # of arrival here
-    lengths: LengthPredictor | None = None
-    waiting: bool = True
-    started: bool = False
-    hit: Hit | None = None  # looked up once for each view, when it is asked for
-    state: Seq = field(init=False)
+    own: vLLM's Request; manager: its KVCacheManager; order: of arrival here.
+    """
 
-    def __post_init__(self) -> None:
-        arrival = self.request.arrival
-        self.state = Seq(self.request, self.order, arrival)
+    __slots__ = ("hit", "manager", "own", "waiting")
 
-    # ----------------------------------------------------------------- SeqView
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def stage(self) -> int:
-        return 0
-
-    @property
-    def stage_start(self) -> float:
-        return self.request.arrival
-
-    @property
-    def first_token_at(self) -> float | None:
-        return self.state.first_token_at
+    def __init__(self, request: Request, own: Any, manager: Any, order: int, lengths: LengthPredictor | None) -> None:
+        super().__init__(request, order, request.arrival, lengths=lengths)
+        self.own = own
+        self.manager = manager
+        self.waiting = True
+        self.hit: Hit | None = None  # looked up once for each view, when it is asked for
 
     @property
     def output(self) -> int:
@@ -135,7 +114,7 @@ class VllmSeq:
         return int(own.num_tokens + own.num_output_placeholders)
 
     @property
-    def cached(self) -> int:
+    def cached(self) -> int:  # type: ignore[override]  # vLLM sets it
         return self.look_up().tokens if self.waiting else int(self.own.num_computed_tokens)
 
     @property
@@ -153,60 +132,18 @@ class VllmSeq:
         return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
 
     @property
-    def tool_seconds(self) -> float:
-        return 0.0
-
-    @property
-    def in_flight(self) -> int:
+    def in_flight(self) -> int:  # type: ignore[override]  # vLLM sets it
         return int(self.own.num_in_flight_tokens)
-
-    @property
-    def best_effort(self) -> bool:
-        return self.state.best_effort
-
-    @property
-    def demoted(self) -> bool:
-        return self.state.demoted
-
-    @property
-    def missed(self) -> bool:
-        return self.state.missed
-
-    @property
-    def due(self) -> float:
-        return self.state.due
-
-    @property
-    def predicted(self) -> float | None:
-        return self.lengths.remaining(self.request, self.output) if self.lengths else None
-
-    @property
-    def draft(self) -> None:
-        return None
-
-    @property
-    def tried(self) -> int:
-        return 0
-
-    @property
-    def acceptance(self) -> None:
-        return None
-
-    # ----------------------------------------------------------------- for the plug-in
-
-    @property
-    def times(self) -> Sequence[float]:
-        """When each token came out."""
-        return self.state.times[-1]
 
     def look_up(self) -> Hit:
         """What the prefix cache would save a waiting request, as of this step's view."""
         if self.hit is None:
-            found = self.kv.get_computed_blocks(self.own)
+            found = self.manager.get_computed_blocks(self.own)
             self.hit = Hit(found[1], found[0].blocks[0], found)
         return self.hit
 
     def _held(self) -> Sequence[Any]:
         # vLLM's own list; its get_blocks() would wrap it thrice, and policies ask some five times a step.
-        held: Sequence[Any] = self.kv.coordinator.single_type_managers[0].req_to_blocks.get(self.own.request_id, ())
+        coordinator = self.manager.coordinator
+        held: Sequence[Any] = coordinator.single_type_managers[0].req_to_blocks.get(self.own.request_id, ())
         return held
