@@ -29,6 +29,7 @@ class Fails(FairShare):
         def fails(*_: object) -> None:
             raise OverflowError("cannot convert float infinity to integer")
 
+        fails.__qualname__ = f"FairShare.{method}"  # what its errors are reported as
         setattr(self, method, fails)
 
 

@@ -14,7 +14,7 @@ from rubato.core.events import Demoted, Finished, Offered, Started, Tokens
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
-from rubato.fleet.retry_after import RetryAfter
+from rubato.fleet.cluster import retry_after
 from rubato.serving.request_slo import Tier, Tiers
 from tests.serving.conftest import STEP, Edge
 
@@ -270,10 +270,7 @@ def test_retry_after_is_when_half_of_what_is_in_flight_will_have_finished() -> N
     """A request a second ended lately, 20 are in flight; at a faster rate, or with fewer, a second is the least."""
     cases = (([3.0, 4.0, 5.0], 20, 10.0), ([3.0, 3.1], 20, 1.0), ([3.0, 7.0], 6, 12.0), ([3.0], 20, 1.0))
     for ends, in_flight, seconds in cases:
-        said = RetryAfter()
-        for end in ends:
-            said.completed(end)
-        assert said.seconds(in_flight) == pytest.approx(seconds)
+        assert retry_after(ends, in_flight) == pytest.approx(seconds)
 
 
 def test_a_draining_server_refuses_and_finishes_what_runs(edge: Runs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -27,11 +28,9 @@ from rubato.core.plan import Role
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener
-from rubato.fleet.fair_gate import FairGate
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES
 from rubato.fleet.request_table import RequestTable
-from rubato.fleet.retry_after import RetryAfter
 from rubato.fleet.router_calls import RouterCalls, RouterError, RoutingTimer
 from rubato.fleet.scaling import FleetScaling
 from rubato.fleet.transfers import KVTransfers
@@ -41,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
+RECENT = 64  # completions that `retry_after` looks back on
 LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
 
 HostLost = Callable[[str, BaseException, Sequence[Request]], None]  # which, why, and what must go elsewhere
@@ -53,9 +53,10 @@ class Cluster:
     The hosts r0, r1, ... are built by `makers`, which are given where to send events and where to report the loss of a
     host: its requests go to the others. `dead` is set when none is left, or the router fails time after time.
     max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
-    first come, first served. lengths: what the router sees as `predicted`; hosts in this process have the same one, and
-    teach it. autoscaler, extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a router
-    that wants what there is not.
+    first come, first served; where they fail, all that is held passes in order, and what is beyond `max_in_flight` is
+    refused, whatever its tenant. lengths: what the router sees as `predicted`; hosts in this process have the same one,
+    and teach it. autoscaler, extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a
+    router that wants what there is not.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class Cluster:
         self._routing = False  # now, or never again
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
-        self._fair = None if fair is None else FairGate(fair, self._listeners)
+        self._fair = fair
         self._own: dict[str, Listener] = {}
-        self._retry_after = RetryAfter()
+        self._completed: deque[float] = deque(maxlen=RECENT)  # when each ended
         self._draining = False
         self._gone: list[Host] = []
         self._empty = asyncio.Event()
@@ -150,17 +151,18 @@ class Cluster:
         """Take a request; `listener` gets its events. Raises ValueError for an id that is in flight already."""
         if request.id in self._requests:
             raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
+        now = self.clock.now()
         full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight
         if full and self._fair is not None and self._max_in_flight is not None:
             # a tenant with less than its share of the places gets one: another's flood must not take them all
-            full = self._fair.beyond_share(request, self._max_in_flight, self.clock.now())
+            full = self._listeners.guarded(now, True, self._fair.beyond_share, request, self._max_in_flight, now)
         self.offered += 1
         seq = self._requests.hold(request)
         if self._fair is not None:
-            self._fair.enter(request, self.clock.now())
+            self._listeners.guarded(now, None, self._fair.enter, request, now)
         if listener is not None:
             self._own[request.id] = listener
-        self._emit(Offered(self.clock.now(), request.id, request))
+        self._emit(Offered(now, request.id, request))
         if self._draining:
             self._end(seq, "refused", "rejected-shutting-down")
         elif full:
@@ -196,7 +198,7 @@ class Cluster:
 
     def retry_after(self) -> float:
         """Seconds until about half of what is in flight will have finished, at the rate of recent completions."""
-        return self._retry_after.seconds(self.in_flight)
+        return retry_after(self._completed, self.in_flight)
 
     async def drain(self) -> None:
         """Refuse what comes from now on; return when nothing is in flight."""
@@ -275,13 +277,14 @@ class Cluster:
             return not self.dead.is_set()
         return self._carry_out(dispatch, now) or joined
 
-    def _within_shares(self, fair: FairGate, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
+    def _within_shares(self, fair: FairShare, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
         """Those that the tenants' shares let pass. What was handed off has passed already, and goes first."""
         new = {s.id: s for s in unplaced if s.request.handoff is None}
         moved = [s for s in unplaced if s.id not in new]
-        passing = fair.open([s.request for s in new.values()], views, now)
-        self._timer.shares_say(fair.wake_at)
-        return moved + [new[request.id] for request in passing]
+        held = [s.request for s in new.values()]
+        passing = self._listeners.guarded(now, None, fair.open, held, views, now)
+        self._timer.shares_say(None if passing is None else fair.wake_at)
+        return moved + [new[request.id] for request in (held if passing is None else passing)]
 
     def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
         """Place those whose group is at a replica there; whether there were any."""
@@ -345,7 +348,7 @@ class Cluster:
             return False
         self._requests.place(request, replica)
         if self._fair is not None and request.handoff is None:
-            self._fair.placed(request.id, now)
+            self._listeners.guarded(now, None, self._fair.placed, request.id)
         self._emit(Placed(now, request.id, replica, why))
         if request.id not in self._requests.placed:  # a listener to `Placed` cancelled it
             return True
@@ -413,10 +416,12 @@ class Cluster:
         if request is not None:
             self._transfers.end(request)
         if self._fair is not None:
-            self._fair.finished(event.id, event.outcome, event.output, event.at)
+            self._listeners.guarded(
+                event.at, None, self._fair.finished, event.id, event.outcome, event.output, event.at
+            )
         self.finished += 1
         if event.outcome == "completed":
-            self._retry_after.completed(event.at)
+            self._completed.append(event.at)
 
     # ----------------------------------------------------------------- losses
 
@@ -432,7 +437,7 @@ class Cluster:
                 self._requests.take_from_replica(request.id)
                 self._requests.hold(self._transfers.without_lost_kv(request))
                 if self._fair is not None and request.handoff is None:
-                    self._fair.returned(request.id, now)
+                    self._listeners.guarded(now, None, self._fair.returned, request.id)
                 self._emit(Lost(now, request.id, id))
         for seq in list(self._requests.unplaced.values()):
             if (request := self._transfers.without_lost_kv(seq.request)) is not seq.request:
@@ -456,3 +461,11 @@ class Cluster:
         self.dead.set()
         self._end_unplaced()
         self._routing = routing
+
+
+def retry_after(completed: Sequence[float], in_flight: int) -> float:
+    """Seconds until about half of what is in flight will have finished, if it goes on as it `completed` of late."""
+    if len(completed) < 2 or completed[-1] <= completed[0]:
+        return 1.0
+    rate = (len(completed) - 1) / (completed[-1] - completed[0])
+    return max(1.0, in_flight / 2 / rate)

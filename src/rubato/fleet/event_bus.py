@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
+from typing import ParamSpec, TypeVar
 
 from rubato.core.events import Event
 
 QUIET = 60.0  # seconds in which a listener that fails again is not reported again
 
 Listener = Callable[[Event], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class EventBus:
@@ -40,10 +43,19 @@ class EventBus:
                 listener(event)
             except Exception as error:
                 name = getattr(listener, "__qualname__", type(listener).__qualname__)
-                self.report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)
+                self._report(name, event.at, f"listener {name} failed on {type(event).__name__} of {event.id!r}", error)
 
-    def report(self, name: str, at: float, message: str, error: Exception) -> None:
-        """One more error of `name`, at time `at`: counted, and reported as a listener's."""
+    def guarded(self, at: float, otherwise: T, ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `ask` says at time `at`; `otherwise` where it raises, which is reported as an error of a listener."""
+        try:
+            return ask(*args, **kwargs)
+        except Exception as error:  # whatever it is: no client is to pay for it
+            name = ask.__qualname__
+            self._report(name, at, f"{name} failed, and requests go on without it", error)
+            return otherwise
+
+    def _report(self, name: str, at: float, message: str, error: Exception) -> None:
+        """One more error of `name`, at time `at`."""
         count, last = self._failed.get(name, (0, -inf))
         due = at >= last + QUIET
         self._failed[name] = (count + 1, at if due else last)

@@ -113,7 +113,7 @@ class VllmSeq(Seq):
         own = self.own
         return int(own.num_tokens + own.num_output_placeholders)
 
-    @property
+    @property  # type: ignore[misc]  # vLLM sets it
     def cached(self) -> int:  # type: ignore[override]  # vLLM sets it
         return self.look_up().tokens if self.waiting else int(self.own.num_computed_tokens)
 
@@ -131,7 +131,7 @@ class VllmSeq(Seq):
     def own_blocks(self) -> int:
         return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
 
-    @property
+    @property  # type: ignore[misc]  # vLLM sets it
     def in_flight(self) -> int:  # type: ignore[override]  # vLLM sets it
         return int(self.own.num_in_flight_tokens)
 
