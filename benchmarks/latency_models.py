@@ -24,8 +24,7 @@ from typing import Any
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import profiles, step_samples
-from rubato.latency.fit import blank, fit_groups
-from rubato.latency.fit_error import Report, error_report
+from rubato.latency.fit import Report, blank, error_report, fit_groups
 from rubato.latency.model_kinds import MODELS
 
 Groups = Mapping[str, Sequence[Sample]]

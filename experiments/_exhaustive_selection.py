@@ -1,4 +1,5 @@
-"""Every set of drafted nodes that is a tree, of every request: what AdaServe's selection is held against."""
+"""What AdaServe's selection is held against: Algorithm 1, and every set of drafted nodes that is a tree, of every
+request."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations, product
 
 from rubato.core.plan import Tree
+from rubato.policy_kit.draft_tree import check, enough, ranked, with_most_probable
 
 UNBOUND = 1 << 30  # n_max that never binds
 NOTHING = -1.0  # expected tokens where there is no such set
@@ -54,3 +56,24 @@ def brute_force(trees: Sequence[Tree], needed: Sequence[float], budget: int) -> 
         if enough == len(trees):
             best = max(best, sum(got))
     return best, any_, most
+
+
+def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) -> list[tuple[int, ...]] | None:
+    """Algorithm 1, which knows f: the nodes with which the most tokens are expected of all sets that give each request
+    what it needs. None (INVALID) where no set does. Parameters, order and errors are those of `select`.
+
+    `select` gives the same where this is not None and `most_nodes` does not bind.
+    """
+    check(trees, needed)
+    ranking, own = ranked(trees)
+    left = budget - len(trees)
+    if left < 0:
+        return None
+    chosen: list[int] = []
+    for nodes, tokens in zip(own, needed, strict=True):
+        count = enough(nodes, tokens)
+        if count > min(left, len(nodes)):
+            return None
+        chosen.append(count)
+        left -= count
+    return with_most_probable(ranking, own, chosen, left)

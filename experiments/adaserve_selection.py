@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, met, total
+from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, met, optimal, total
 from rubato.core.plan import Tree
 from rubato.engines.simulated.acceptance import Process
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
-from rubato.policy_kit.draft_tree import optimal, select
+from rubato.policy_kit.draft_tree import select
 
 SOURCE = "AdaServe, §4.2, Algorithms 1 and 2"
 SECONDS = 5.1

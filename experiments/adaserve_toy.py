@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import Found
+from experiments._exhaustive_selection import optimal
 from rubato.core.plan import Tree
 from rubato.measure.confidence import Estimate
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
-from rubato.policy_kit.draft_tree import optimal, select
+from rubato.policy_kit.draft_tree import select
 
 SOURCE = "AdaServe, Fig. 5"
 SECONDS = 0.1

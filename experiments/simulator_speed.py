@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
+from experiments._timelines import timelines
 from rubato.core.clock import measured
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.core.timeline import Timeline, timelines
+from rubato.core.timeline import Timeline
 from rubato.engines.simulated import FREE, Drafter, Link, drafter
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds

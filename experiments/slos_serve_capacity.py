@@ -10,7 +10,7 @@ KV moves at no cost. With drafts: OPT-125M beside OPT-13B; the paper does not pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -269,8 +269,16 @@ def load(scenario: str, seed: int, scale: Scale) -> Workload:
     ).make(seed)
     if scale.shorter == 1:
         return made
-    shorter = tuple(a.with_outputs(lambda output: max(2, output // scale.shorter)) for a in made.arrivals)
-    return replace(made, arrivals=shorter)
+    return with_outputs(made, lambda output: max(2, output // scale.shorter))
+
+
+def with_outputs(load: Workload, change: Callable[[int], int]) -> Workload:
+    """The same requests with other output tokens of each stage."""
+    arrivals = []
+    for a in load.arrivals:
+        parts = tuple(replace(part, output=change(part.output)) for part in a.parts)
+        arrivals.append(replace(a, parts=parts, output_tokens=sum(map(change, a.outputs))))
+    return replace(load, arrivals=tuple(arrivals))
 
 
 # --------------------------------------------------------------------------- what was found

@@ -13,12 +13,13 @@ adds a few per cent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
+from experiments.slos_serve_capacity import with_outputs
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning import capacity
@@ -96,9 +97,7 @@ class Able:
     output: int
 
     def make(self, seed: int, stretch: Stretch | None = None) -> Workload:
-        made = self.scenario.make(seed, stretch)
-        shorter = tuple(a.with_outputs(lambda output: min(output, self.output)) for a in made.arrivals)
-        made = replace(made, arrivals=shorter)
+        made = with_outputs(self.scenario.make(seed, stretch), lambda output: min(output, self.output))
         return feasible_only(made, self.scenario.hardware)
 
     def busiest(self, seed: int, seconds: float) -> Stretch:

@@ -17,10 +17,10 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.policies import load
-from rubato.replica.replica import Replica
 from rubato.replica.sequence import Seq
 from rubato.simulation.simulate import simulate_events
 from rubato.simulation.simulated_host import HostOptions
+from tests import integrity
 from tests.core import test_speculation
 from tests.doubles import Linear, request, run_spec
 from tests.fleet import test_cluster, test_handoff
@@ -42,15 +42,15 @@ def breaks(*args: object) -> None:
 
 
 HARNESSES: dict[str, tuple[object, str, Callable[[], object]]] = {
-    "properties, replica": (Replica, "check_integrity", lambda: test_properties.run(LOAD, "edf")),
-    "properties, several replicas": (Replica, "check_integrity", lambda: test_properties.run(LOAD, "distserve")),
-    "speculation, replica": (Replica, "check_integrity", lambda: test_speculation.run("vllm_spec", LOAD.requests, {})),
+    "properties, replica": (integrity, "check", lambda: test_properties.run(LOAD, "edf")),
+    "properties, several replicas": (integrity, "check", lambda: test_properties.run(LOAD, "distserve")),
+    "speculation, replica": (integrity, "check", lambda: test_speculation.run("vllm_spec", LOAD.requests, {})),
     "hand-off, replica": (
-        Replica, "check_integrity",
+        integrity, "check",
         lambda: test_handoff.scenario([(0.0, test_handoff.offer(request("a", 20)))], (1, 1)),
     ),
     "simulated host, replica": (
-        Replica, "check_integrity", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST),
+        integrity, "check", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST),
     ),
     "worker, books": (
         test_cluster, "check_books", lambda: test_cluster.scenario([(0.0, test_cluster.offer(request("a")))]),

@@ -10,13 +10,13 @@ from statistics import mean, median
 
 import numpy as np
 
+from experiments._timelines import timelines
 from rubato.core.events import Event, Finished, Offered, Stepped
 from rubato.core.plan import Sample, Shape
 from rubato.core.request import SLO
-from rubato.core.timeline import Timeline, steps, timelines
+from rubato.core.timeline import Timeline, steps
 from rubato.latency import affine
-from rubato.latency.fit import fit
-from rubato.latency.fit_error import Report
+from rubato.latency.fit import Report, fit
 from rubato.measure.records import BenchResult, Record, rejudged
 
 DISTURBED = 1.1  # seconds in steps for each that the median step would say: beyond, the machine had other work

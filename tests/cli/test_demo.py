@@ -28,7 +28,7 @@ from rubato.demo.runs import (
     sustained_rate,
 )
 from rubato.latency import affine
-from rubato.latency.fit_error import Report
+from rubato.latency.fit import Report
 from rubato.measure.compare import compare, saved
 from rubato.measure.http_client import BenchError
 from rubato.measure.records import BenchResult, Record

@@ -13,7 +13,7 @@ from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.engines.simulated import Engine, Link
 from rubato.latency import affine, profiles, step_samples
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report
 from rubato.measure.profile_engine import points, profile_of
 from tools import packaged_profiles
 

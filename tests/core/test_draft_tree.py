@@ -8,9 +8,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, total
+from experiments._exhaustive_selection import NOTHING, UNBOUND, brute_force, is_tree, met, optimal, total
 from rubato.core.plan import Tree
-from rubato.policy_kit.draft_tree import adaptive, optimal, select
+from rubato.policy_kit.draft_tree import adaptive, select
 
 
 @st.composite

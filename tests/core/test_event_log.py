@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments._timelines import timelines
 from rubato.core.event_log import EventLogWriter, encode, read, without_content
 from rubato.core.events import Event, Stepped, Tokens
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
-from rubato.core.timeline import steps, timelines
+from rubato.core.timeline import steps
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, request, run_spec
 

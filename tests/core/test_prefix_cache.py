@@ -14,6 +14,7 @@ from rubato.policies import describe, load
 from rubato.replica.kv_blocks import KVBlocks, first_key, next_key
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
+from tests import integrity
 from tests.doubles import Linear, run_spec
 
 SCHEDULERS = sorted({name for name, kind, *_ in describe() if kind == "scheduler"})
@@ -38,7 +39,7 @@ def step(r: Replica, work: dict[str, int], now: float = 0.0, token: int = 7, **o
     batch, events = r.apply(Plan(tuple(Work(id, n) for id, n in work.items())), now, "test")
     emitted = {e.seq: out.get(e.seq, Emitted(1, "x", (token,))) for e in batch.entries if e.sample}
     result = [*events, *r.commit(batch, StepResult(emitted, 0.1), now + 0.1)]
-    r.check_integrity()
+    integrity.check(r)
     return result
 
 
@@ -107,7 +108,7 @@ def test_blocks_shared_by_the_running_are_not_freed_by_preempting_one() -> None:
     batch, _ = r.apply(Plan((Work("b", 1),), preempt=("a",)), 1.0, "test")
     assert r.kv.free == free + 2 - len(b.block_ids) + 3
     r.commit(batch, StepResult({"b": Emitted(1, "x", (1,))}, 0.1), 1.1)
-    r.check_integrity()
+    integrity.check(r)
 
 
 def test_a_preempted_one_resumes_from_its_own_blocks() -> None:
@@ -155,7 +156,7 @@ def test_when_the_first_of_a_group_goes_the_next_leads() -> None:
         r.submit(asks(f"c{i}", tuple(range(20)), group="c"), 0.0)
     r.cancel("c1", 0.0, "gone")
     r.cancel("c0", 0.0, "gone")
-    r.check_integrity()
+    integrity.check(r)
     assert pendings(r) == {"c2": 20}
     step(r, {"c2": 20}, c2=end())
     assert r.empty
@@ -237,8 +238,8 @@ def test_no_block_is_lost_whatever_is_done(keep: bool, seed: int) -> None:
                 kv.grow(held, 2 * len(held) + 2)
                 kv.name(held[-1], keys[len(held)])
             users.append(held)
-        kv.check_integrity(users)
+        integrity.check_blocks(kv, users)
     for held in users:
         kv.release(held)
-    kv.check_integrity([])
+    integrity.check_blocks(kv, [])
     assert kv.free == 20

@@ -8,6 +8,7 @@ from rubato.core.plan import Emitted, Limits, Plan, StepResult, Work
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.replica.replica import Replica
+from tests import integrity
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100, kv_blocks=8, block_size=8)
@@ -23,7 +24,7 @@ def step(r: Replica, work: dict[str, int], start: float, end: float, **out: Emit
     batch, events = r.apply(plan, start, "test")
     emitted = {e.seq: out.get(e.seq, Emitted(1, "x", (1,))) for e in batch.entries if e.sample}
     result = [*events, *r.commit(batch, StepResult(emitted, end - start), end)]
-    r.check_integrity()
+    integrity.check(r)
     return result
 
 
@@ -111,7 +112,7 @@ def test_cancel_in_flight_ends_now_and_frees_kv_at_commit() -> None:
     assert r.commit(batch, StepResult({"a": Emitted(1)}, 0.1), 0.1) == []
     assert r.kv.free == 8
     assert r.empty
-    r.check_integrity()
+    integrity.check(r)
 
 
 def test_fail_ends_everything_once() -> None:

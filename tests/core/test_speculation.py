@@ -25,6 +25,7 @@ from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads.generate import make
 from rubato.workloads.request_kinds import Kind
+from tests import integrity
 from tests.doubles import Linear, changed, request, run_spec
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200, kv_blocks=8, block_size=4)
@@ -68,7 +69,7 @@ def test_verified_nodes_take_kv_and_the_rejected_give_it_back() -> None:
     assert out == Tokens(0.2, "a", 2, "yz", (8, 9), tried=2, accepted=(1,))
     assert (seq.length, seq.cached, seq.pending, seq.draft, r.kv.free) == (9, 8, 1, None, 6)
     assert (seq.tried, seq.acceptance, seq.output) == (2, 0.5, 3)
-    r.check_integrity()
+    integrity.check(r)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def run(
     def watch(cluster: object, event: Event) -> None:
         if isinstance(event, Stepped):
             for host in cluster.hosts.values():  # type: ignore[attr-defined]
-                host.replica.check_integrity()
+                integrity.check(host.replica)
 
     with pytest.MonkeyPatch.context() as patch:
         if not isinstance(policy, str):

@@ -8,6 +8,7 @@ from rubato.core.events import Demoted, Finished, Started, Tokens, ToolCallFinis
 from rubato.core.plan import Emitted, Limits, Plan
 from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.simulation.simulate import simulate_events
+from tests import integrity
 from tests.core.test_replica import replica, step
 from tests.doubles import Linear, run_spec
 
@@ -90,7 +91,7 @@ def test_cancelled_while_its_tool_runs() -> None:
     assert isinstance(end, Finished)
     assert (end.outcome, end.output, r.empty, r.gone()) == ("cancelled", 2, True, ["a"])
     assert r.resume("a", 4.0) == []
-    r.check_integrity()
+    integrity.check(r)
 
 
 def test_an_engine_that_breaks_fails_it_too() -> None:
@@ -98,7 +99,7 @@ def test_an_engine_that_breaks_fails_it_too() -> None:
     (end,) = r.fail(3.0, "boom")
     assert isinstance(end, Finished)
     assert (end.outcome, r.empty) == ("failed", True)
-    r.check_integrity()
+    integrity.check(r)
 
 
 def test_who_waits_for_no_tool_is_not_resumed() -> None:

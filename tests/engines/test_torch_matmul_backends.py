@@ -61,7 +61,7 @@ def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("one of the two does not run here")
     weight = torch.zeros(64, 64).bfloat16()
     for seconds, form in (([0.002, 0.001], FBGEMM), ([0.001, 0.002], OneDNN)):
-        monkeypatch.setattr(matmul_backends, "least_seconds", lambda works, runs, seconds=seconds: seconds)
+        monkeypatch.setattr(matmul_backends, "least_seconds", lambda linears, x, seconds=seconds: seconds)
         assert choose(weight).form is form
         assert "1.00 ms for 64 rows" in choose(weight).why
     monkeypatch.setattr(matmul_backends, "onednn_takes_bfloat16", lambda: False)
@@ -79,9 +79,9 @@ def test_choosing_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) 
     torch.set_num_threads(2)
     seen: list[int] = []
 
-    def timed(works: Any, runs: int) -> list[float]:
+    def timed(linears: Any, x: Any) -> list[float]:
         seen.append(torch.get_num_threads())
-        return [1.0] * len(works)
+        return [1.0] * len(linears)
 
     monkeypatch.setattr(matmul_backends, "least_seconds", timed)
     monkeypatch.setattr(matmul_backends, "has_fbgemm", lambda: True)

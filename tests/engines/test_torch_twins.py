@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests import integrity
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -62,7 +64,7 @@ class Harness:
             step += 1
             assert step < 2000
             self._step(float(step), preempt)
-        self.replica.check_integrity()
+        integrity.check(self.replica)
         assert self.replica.kv.free == self.replica.kv.total
 
     def _step(self, now: float, preempt: float) -> None:

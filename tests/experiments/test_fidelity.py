@@ -7,13 +7,13 @@ from math import inf
 
 import pytest
 
+from experiments._timelines import timelines
 from experiments.fidelity.fit_run import LearnedModel, delivered, learn, lengthened, outside
 from experiments.fidelity.live_runs import apart, at_least
 from experiments.fidelity.table import Cell, Deviation, Figures, Rule, figures, table
 from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Stage
-from rubato.core.timeline import timelines
 from rubato.latency import affine
 from rubato.simulation.simulate import simulate, simulate_events
 from rubato.workloads import Workload

@@ -21,6 +21,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
+from tests import integrity
 from tests.doubles import Linear
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
@@ -113,7 +114,7 @@ def check(cluster: Cluster) -> None:
     for host in cluster.hosts.values():
         assert isinstance(host, LocalHost)
         if host.replica is not None:
-            host.replica.check_integrity()
+            integrity.check(host.replica)
 
 
 def out(id: str, tokens: int) -> Callable[[Event], bool]:

@@ -28,6 +28,7 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.fair_share import FairShare
+from tests import integrity
 from tests.conftest import few
 from tests.doubles import Linear, request
 from tests.fleet import test_handoff as handoff
@@ -140,7 +141,7 @@ def served(case: Case, at: Sequence[At] = (), nth: Sequence[Nth] = (), fair: boo
 def check(cluster: Cluster) -> None:
     assert cluster.offered == cluster.finished + cluster.in_flight
     for host in cluster.hosts.values():
-        host.replica.check_integrity()  # type: ignore[attr-defined]
+        integrity.check(host.replica)  # type: ignore[attr-defined]
 
 
 def assert_nothing_left(cluster: Cluster) -> None:

@@ -25,6 +25,7 @@ from rubato.replica import handoff
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
+from tests import integrity
 from tests.doubles import Linear, request, run_spec
 from tests.policies.test_properties import Load, loads, run
 
@@ -46,7 +47,7 @@ def step(r: Replica, plan: Plan, at: float, until: float) -> list[Event]:
         return events
     emitted = {e.seq: Emitted(1, "x", (7,)) for e in batch.entries if e.sample}
     events += r.commit(batch, StepResult(emitted, until - at), until)
-    r.check_integrity()
+    integrity.check(r)
     return events
 
 
@@ -70,7 +71,7 @@ def test_kv_stays_until_it_has_left() -> None:
     assert handoff.release(r, "a")
     assert not handoff.release(r, "a")
     assert (r.kv.free, r.empty, r.gone()) == (25, True, ["a"])
-    r.check_integrity()
+    integrity.check(r)
 
 
 def test_kv_is_held_before_it_comes() -> None:
@@ -81,7 +82,7 @@ def test_kv_is_held_before_it_comes() -> None:
     here = r.view(0.2)
     assert (len(here.waiting), len(here.running), len(here.moving), here.kv_free) == (0, 0, 1, 1)
     assert handoff.reserve(r, replace(moved, id="b"), 0.2) is None  # the memory lacks
-    r.check_integrity()
+    integrity.check(r)
     assert handoff.arrive(r, "a", 2000, 0.6) == [Transferred(0.6, "a", "r0", "r9", 20, 2000)]
     (seq,) = r.view(0.6).running
     assert (seq.pending, seq.cached, seq.length, seq.output, seq.first_token_at) == (1, 20, 21, 1, 0.1)
@@ -198,7 +199,7 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
     r.commit(batch, StepResult({"runs": Emitted(1)}, 0.1), 0.3)
     events = handoff.hand_back(r, 0.3)
     assert [e.id for e in events] == ["waits", "back", "first", "second"]
-    r.check_integrity()
+    integrity.check(r)
     assert ([s.id for s in r.waiting], [*r.running]) == (["later"], ["runs"])
     assert handoff.recall(r, "best_effort")
     assert [e.id for e in handoff.hand_back(r, 0.3)] == ["runs", "later"]
@@ -255,7 +256,7 @@ def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Seque
     def check(cluster: Cluster) -> None:
         assert cluster.offered == cluster.finished + cluster.in_flight
         for host in cluster.hosts.values():
-            host.replica.check_integrity()  # type: ignore[attr-defined]
+            integrity.check(host.replica)  # type: ignore[attr-defined]
 
     run_virtual(main())
     assert set(Counter(e.id for e in events if isinstance(e, Finished)).values()) == {1}

@@ -18,6 +18,7 @@ from rubato.engines.simulated import Engine, Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from tests import integrity
 from tests.doubles import Linear, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
@@ -67,7 +68,7 @@ def served(
         await cluster.drain()
         for host in cluster.hosts.values():
             await host.drain()
-            host.replica.check_integrity()  # type: ignore[attr-defined]
+            integrity.check(host.replica)  # type: ignore[attr-defined]
             assert host.view().kv_free == LIMITS.kv_blocks
         await cluster.close()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rubato.core.interfaces import LatencyModel
 from rubato.core.plan import Sample, Shape
 from rubato.latency import components
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report
 from rubato.latency.model_kinds import MODELS
 from tests.latency.every import COMPONENTS, DEFAULTS, Entries, batch, entries, fitted, models
 from tests.latency.steps import mixed, run

@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report
 from tests.latency.steps import decodes, drafted, mixed, run, with_chunk
 
 PLANTED = affine.Model(k=(1e-5, 1e-4), b=(0.011, 0.004), a=1e-7, d=2e-8, e=3e-8, host_per_seq=1e-4)

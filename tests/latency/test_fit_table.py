@@ -11,8 +11,7 @@ import pytest
 from rubato.cli.main import main
 from rubato.core.plan import Sample
 from rubato.latency import affine, profiles, step_samples
-from rubato.latency.fit import fit_file, fit_groups
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report, fit_file, fit_groups
 from rubato.latency.model_kinds import MODELS
 from tests.latency.steps import mixed, run
 

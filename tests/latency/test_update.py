@@ -9,7 +9,7 @@ import pytest
 
 from rubato.core.plan import Sample, Shape
 from rubato.latency import affine, roofline
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report
 from rubato.latency.fitted_model import FittedModel
 from rubato.latency.model_kinds import MODELS
 from tests.latency.steps import decodes, mixed, run, with_chunk

@@ -26,6 +26,7 @@ from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
+from tests import integrity
 from tests.conftest import few
 from tests.doubles import Linear, changed, run_spec
 
@@ -134,7 +135,7 @@ def run(load: Load, policy: str, seed: int = 0, **changes: object) -> list[Event
         assert cluster.offered == cluster.finished + cluster.in_flight
         if isinstance(event, Stepped):
             for host in cluster.hosts.values():
-                host.replica.check_integrity()  # type: ignore[attr-defined]
+                integrity.check(host.replica)  # type: ignore[attr-defined]
 
     spec = changed(spec_for(policy, load.limits, load.prefix_cache), **changes)
     events = simulate_events(load.requests, load.truth, spec, seed, watch=watch, pauses=load.pauses)

@@ -9,7 +9,7 @@ from typing import IO
 
 import pytest
 
-from rubato.serving.log_writer import LogWriter
+from rubato.serving.logs import LogWriter
 
 SECONDS = 20.0  # after which a test is not merely slow
 LINES = 5000

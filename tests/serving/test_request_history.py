@@ -138,7 +138,7 @@ def test_only_the_last_are_kept_and_long_histories_are_cut(monkeypatch: pytest.M
     assert len(record.steps) == MOST_STEPS
     assert len(record.waits) <= MOST_STEPS
     assert record.left_out == 2 + 1500 - MOST_STEPS
-    assert (record.preemptions, record.output, record.steps[0].what) == (500, 500, "offered")
+    assert (record.preemptions, record.output, record.steps[0]["event"]) == (500, 500, "offered")
 
 
 def test_no_text_of_a_client_is_kept(edge: Runs, caplog: pytest.LogCaptureFixture) -> None:

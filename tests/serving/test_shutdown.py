@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rubato.serving.log_writer import LogWriter
+from rubato.serving.logs import LogWriter
 from rubato.serving.shutdown import CLOSE_SECONDS, Shutdown
 
 DRAIN = 1000.0

@@ -29,6 +29,7 @@ from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import run_tools, simulate_events
 from rubato.simulation.simulated_host import HostOptions, SimulatedHost
+from tests import integrity
 from tests.conftest import few
 from tests.doubles import Linear, request, run_spec
 from tests.policies.test_properties import Load, divides, loads, spec_for
@@ -141,7 +142,7 @@ def run_fast(
         if not isinstance(event, Stepped | Tokens):
             story.events[event.id].append(event)
             for replica in replicas:
-                replica.check_integrity()
+                integrity.check(replica)
 
     def ready(cluster: Cluster) -> None:
         replicas.extend(host.replica for host in cluster.hosts.values())  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from experiments._timelines import timelines
 from rubato.core.request import SLO, Request
-from rubato.core.timeline import Timeline, timelines
+from rubato.core.timeline import Timeline
 from rubato.engines.simulated import Drafter
 from rubato.measure.records import BenchResult
 from rubato.simulation.run_spec import RunSpec, Truth

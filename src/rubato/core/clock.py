@@ -13,7 +13,7 @@ import heapq
 import itertools
 import selectors
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -182,18 +182,6 @@ def measured(work: Callable[[], T]) -> tuple[T, Cost]:
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return result, Cost(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def least_seconds(works: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """The least wall time of each of these, run in turn, so many times each after one run that does not count."""
-    least = [float("inf")] * len(works)
-    for number in range(runs + 1):
-        for i, work in enumerate(works):
-            began = time.perf_counter()
-            work()
-            if number:
-                least[i] = min(least[i], time.perf_counter() - began)
-    return least
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

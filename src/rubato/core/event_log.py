@@ -62,7 +62,7 @@ class EventLogWriter:
         self._path = path
         if Path(path).is_fifo() or Path(path).is_socket():
             raise ValueError(f"event log {path}: it is a pipe, and its reader could stop the server; name a file")
-        self._file = open(path, "ab", opener=_for_owner)  # noqa: SIM115 - the writer is the context manager
+        self._file = open(path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115 - the writer is the context manager
         try:
             _check_ours(path, self._file)
         except ValueError:
@@ -87,10 +87,6 @@ class EventLogWriter:
         self.close()
 
 
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _check_ours(path: str | Path, file: IO[bytes]) -> None:
     """Take the file for this process, and leave out a last line that a killed server cut short. Raises ValueError for a
     file that holds something else."""
@@ -105,7 +101,11 @@ def _check_ours(path: str | Path, file: IO[bytes]) -> None:
         whole = _end_of_lines(there)
         there.seek(whole)
         cut = there.read(LONGEST_KIND)
-        ours = _is_event(first) and _may_begin_an_event(cut) if whole else not cut or cut.startswith(BEGINNINGS)
+        begins = cut.startswith(BEGINNINGS)
+        if whole:  # a last line may be cut short anywhere, where its writer was killed
+            ours = _is_event(first) and (begins or any(begin.startswith(cut) for begin in BEGINNINGS))
+        else:
+            ours = begins or not cut
         if not ours:
             raise ValueError(f"event log {path}: the file is there and is no event log; name another, or move it away")
     if whole < os.fstat(file.fileno()).st_size:
@@ -122,11 +122,6 @@ def _is_event(line: bytes) -> bool:
 
 
 BEGINNINGS = tuple(b'{"kind":"%s",' % kind.encode() for kind in _KINDS)
-
-
-def _may_begin_an_event(cut: bytes) -> bool:
-    """Whether a line with this beginning, cut where its writer was killed, may have been an event."""
-    return cut.startswith(BEGINNINGS) or any(begin.startswith(cut) for begin in BEGINNINGS)
 
 
 def _end_of_lines(file: IO[bytes]) -> int:

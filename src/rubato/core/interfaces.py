@@ -100,11 +100,6 @@ class View:
     in_flight: Shape = NO_BATCH
     steps: int = 0
 
-    @property
-    def age(self) -> float:
-        """Seconds since this was known."""
-        return max(0.0, self.now - self.as_of)
-
     # What follows is derived. Replicas that count as they go show it without looking at every sequence.
 
     @property

@@ -20,8 +20,7 @@ from rubato.core.timeline import steps
 from rubato.demo.progress import BURST_SECONDS, CHECK_SECONDS, SECONDS, Progress, say
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import affine
-from rubato.latency.fit import coefficients
-from rubato.latency.fit_error import Report, error_report
+from rubato.latency.fit import Report, coefficients, error_report
 from rubato.measure import load_generator, results
 from rubato.measure.http_client import BenchError, Endpoint, TierField
 from rubato.measure.records import BenchResult

@@ -35,8 +35,8 @@ def local_cluster(
     engines: Sequence[Engine], latencies: Sequence[LatencyModel], clock: Clock, options: ClusterOptions, *,
     extra: Callable[[], tuple[Engine, LatencyModel]] | None = None, step_timeout: float | None = None,
 ) -> Cluster:  # fmt: skip
-    """A cluster of hosts in this process, one an engine, each with a Scheduler and a latency model of its own. extra:
-    makes both for a host that the autoscaler adds. step_timeout: as `LocalHost`.
+    """A cluster of hosts in this process, one per engine, each with its own Scheduler and latency model. extra: makes
+    both for a host that the autoscaler adds. step_timeout: as `LocalHost`.
 
     Raises as `cluster_of`; also ValueError for an engine that lacks what the policy needs.
     """

@@ -50,13 +50,13 @@ HostMaker = Callable[[str, Listener, HostLost], Host]  # of that id; told where 
 class Cluster:
     """Hosts behind a router, in this process or elsewhere.
 
-    The hosts r0, r1, ... are built by `makers`, which are given where to send events and where to report the loss of a
-    host: its requests go to the others. `dead` is set when none is left, or the router fails time after time.
-    max_in_flight: requests beyond it are refused as saturated (None: no bound). fair: the tenants' shares, None for
-    first come, first served; where they fail, all that is held passes in order, and what is beyond `max_in_flight` is
-    refused, whatever its tenant. lengths: what the router sees as `predicted`; hosts in this process have the same one,
-    and teach it. autoscaler, extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a
-    router that wants what there is not.
+    `makers` build the hosts r0, r1, ...; each is given a callback for events and one for a lost host, whose requests go
+    to the others. `dead` is set when none is left, or the router fails time after time. max_in_flight: requests beyond
+    it are refused as saturated (None: no bound). fair: the tenants' shares, None for first come, first served; where
+    they fail, all that is held passes in order, and what is beyond `max_in_flight` is refused, whatever its tenant.
+    lengths: what the router sees as `predicted`; hosts in this process have the same one, and teach it. autoscaler,
+    extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a router whose `wants` names
+    something unknown.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Cluster:
 
     @property
     def listener_errors(self) -> Mapping[str, int]:
-        """By its name, how many events a listener failed on; also how often the tenants' fair shares failed."""
+        """How many events each listener failed on, by name; also how often fair shares failed."""
         return self._listeners.errors
 
     async def start(self) -> None:
@@ -171,7 +171,7 @@ class Cluster:
             self._request_routing()
 
     def refuse(self, request: Request, reason: str, listener: Listener | None = None) -> Finished:
-        """Offered, and ended at once by a limit that is not the cluster's: only listeners hear of it. Its end."""
+        """Count a request as offered and refused by a limit outside the cluster, for listeners only. Its end."""
         now = self.clock.now()
         end = Finished(now, request.id, "refused", reason, judge(request, [], "refused", self._slo_rule))
         self.offered += 1
@@ -192,7 +192,7 @@ class Cluster:
 
     def resume(self, id: str) -> None:
         """The tool that a request waits for (`Stage.tool`) has returned: that stage begins, and waits its turn where
-        the request is. Ignored for one that waits for none: it may have ended meanwhile."""
+        the request is. Ignored if the request waits for no tool: it may have ended."""
         if id in self._requests.placed:
             self.hosts[self._requests.placed[id][0]].resume(id)
 
@@ -213,7 +213,7 @@ class Cluster:
         self._timer.stop()
         self._gone += self._scaling.close()
         self._transfers.take_back_all()
-        # All at once: each may take its time limit, and a server has promised when it ends.
+        # Close all at once: each may take its time limit, and the server must end in time.
         hosts = [*self.hosts.values(), *self._gone]
         closed = await asyncio.gather(*(host.close() for host in hosts), return_exceptions=True)
         for host, error in zip(hosts, closed, strict=True):
@@ -228,21 +228,20 @@ class Cluster:
     # ----------------------------------------------------------------- routing
 
     def _request_routing(self) -> None:
-        """Something has happened that the router is asked at: now, or, one that is told of steps, when all has that
-        happens at this instant."""
+        """Ask the router after an event: now, or, if it wants steps, after all else that happens at this instant."""
         if not self._router.wants_steps or self._why_dead:
             self._route_until_settled()
         elif self._routing_scheduled is None and not self._routing:
             self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
 
     def _route_if_kv_freed(self) -> None:
-        """A step has ended, or KV memory may have come free: all that a request with KV of its own may be waiting for.
-        With nothing placed, what ended was cancelled, and no other event will come."""
+        """A step has ended or KV may be free: a held request with KV waits for nothing else. If nothing is placed, a
+        cancelled request has ended, and no other event will come."""
         if self.wants_steps or not self._requests.placed:
             self._request_routing()
 
     def _route_until_settled(self) -> None:
-        """Ask the router until it places no more. Placing may end requests, which asks again: not in the middle."""
+        """Ask the router until it places no more. Placing may end requests; the router is asked again after it."""
         if self._routing_scheduled is not None:
             self._routing_scheduled.cancel()
             self._routing_scheduled = None
@@ -278,7 +277,7 @@ class Cluster:
         return self._carry_out(dispatch, now) or joined
 
     def _within_shares(self, fair: FairShare, unplaced: list[Seq], views: Sequence[View], now: float) -> list[Seq]:
-        """Those that the tenants' shares let pass. What was handed off has passed already, and goes first."""
+        """Those that the tenants' shares let pass. Handed-off requests passed before, and go first."""
         new = {s.id: s for s in unplaced if s.request.handoff is None}
         moved = [s for s in unplaced if s.id not in new]
         held = [s.request for s in new.values()]
@@ -287,7 +286,7 @@ class Cluster:
         return moved + [new[request.id] for request in (held if passing is None else passing)]
 
     def _join_groups(self, unplaced: Sequence[Seq], now: float) -> bool:
-        """Place those whose group is at a replica there; whether there were any."""
+        """Place requests whose group has a replica; returns whether any."""
         groups = self._requests.groups
         joining = [s for s in unplaced if s.request.group in groups]
         for seq in joining:
@@ -296,8 +295,8 @@ class Cluster:
         return bool(joining)
 
     def _call_router(self, unplaced: Sequence[Seq], fleet: Sequence[View], now: float) -> Dispatch | None:
-        """What the router decides. None where it fails: then all that it was asked about ends with the error, as a
-        replica's requests do for a plan, and after so many failures in a row it is given up."""
+        """What the router decides. None if it fails: the requests it was asked about end with the error, as after a
+        failed plan; after several failures in a row the router is given up."""
         try:
             dispatch = self._router.place(unplaced, fleet, now, placed=len(self._requests.placed), replicas=self.hosts)
         except RouterError as error:
@@ -317,7 +316,7 @@ class Cluster:
             self._give_role(replica, role)
         for replica, kind in dispatch.recall.items():
             self.hosts[replica].recall(kind)
-        # From here on each one may end another, or find a host gone.
+        # From here on each may end another request, or find a host gone.
         unplaced = self._requests.unplaced
         for id in dispatch.demote:
             if id in unplaced:
@@ -341,7 +340,8 @@ class Cluster:
         self._emit(Demoted(now, seq.id))
 
     def _submit(self, seq: Seq, replica: str, now: float, why: str = "") -> bool:
-        """Give an unplaced request to a replica; False when that has no KV memory for what the request brings along."""
+        """Give an unplaced request to a replica; False when the replica has no KV memory for what the request brings
+        along."""
         request = seq.request
         source = request.handoff.source if request.handoff is not None and request.handoff.cached else None
         if source is not None and not self.hosts[replica].reserve(request):
@@ -394,7 +394,7 @@ class Cluster:
             self._requests.hold(event.request)
         elif isinstance(event, Transferred):
             self._transfers.arrived(event.id)
-        # The router first: a listener may cancel, and what that leads to is not to be observed before what led to it.
+        # The router first: a listener may cancel, and effects must not be observed before their cause.
         own = self._own.pop(event.id, None) if last else self._own.get(event.id)
         self._listeners.tell(event, self._router.observe, *(() if own is None else (own,)))
         if last or isinstance(event, Offered):
@@ -452,7 +452,7 @@ class Cluster:
             self._give_up(f"no replica is left: {error}", error)
 
     def _give_up(self, why: str, error: BaseException) -> None:
-        """Nothing can be placed any more: whatever is unplaced ends, also what comes later."""
+        """Nothing can be placed any more: unplaced requests end, later ones too."""
         self.error = error
         self._why_dead = why
         self._scaling.stop_asking()

@@ -19,9 +19,9 @@ T = TypeVar("T")
 class EventBus:
     """Tells listeners of every event, in order, on the event loop.
 
-    One that raises costs no request its end (a full disk under the event log) and is told of the next event all the
-    same. Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's own logs them, that of
-    `clock.run_virtual` ends the run with the first. Where no loop runs they are raised.
+    A listener that raises (disk full under the event log) stops no request's end, and gets the next event all the same.
+    Its errors go to the loop's exception handler, once in QUIET seconds: asyncio's logs them, `clock.run_virtual`'s
+    ends the run with the first. Where no loop runs they are raised.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class EventBus:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Of each that failed, by name: on how many events."""
+        """On how many events each listener failed."""
         return {name: count for name, (count, _) in self._failed.items()}
 
     def tell(self, event: Event, *first: Listener) -> None:

@@ -2,22 +2,23 @@
 
 A gate before the router. Each request is a load: one over the number of its like that would fill the replicas, which is
 what keeps the tightest TPOT promised lately in a steady state where each step decodes a token of every request and
-prefills as much as replaces those that end. While what is placed leaves the replicas some air (`HEADROOM`), everything
-passes. Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the
-rest waits here, where it delays no other tenant, and goes on in the order of start-time fair queueing (Goyal, Vin and
-Cheng 1996): served tokens, divided by weight, are kept equal between tenants that have something waiting.
+prefills as much as replaces those that end. While placed requests leave the replicas some room (`HEADROOM`), all pass.
+Beyond that a tenant passes while its own load stays within its share among the tenants that are active; the rest waits
+here, where it delays no other tenant, and goes on in the order of start-time fair queueing (Goyal, Vin and Cheng 1996):
+served tokens, divided by weight, are kept equal between tenants that have something waiting.
 
-A request that alone is more than its tenant's share passes at times: what it keeps the replicas busy for is paid back
-first, at the rate of the share. So does one whose prompt stalls a step for more than the share of the tightest TTFT.
+A request that alone is more than its tenant's share passes at times: the replica time that it takes is paid back, at
+the rate of the share, before the tenant's next one passes. So does one whose prompt stalls a step for more than the
+share of the tightest TTFT.
 
 Promises are what clients state, and some lie. So the tightest TTFT and TPOT count as no less than `LEAST_STEPS` of the
 shortest step, where the replicas still do 0.6 of all they can do, feasible or not; and a prompt that stalls costs its
 tenant the seconds that it adds to a step, not its place: a tenant has its share of the replicas' time for prefill
-whatever the others promise. What a liar still gains: the others are held to their shares sooner, as beside a tenant
-that means it. Where they fit beside it that costs them little. On a replica that one tenant fills, with prompts of 400
-or 1000 tokens, it has half of what it has beside a neighbour with looser promises, which is still about what it would
-have on a machine of its share of the speed; where one request is more than a share, half of that (`PAUSE`). A promise
-tighter than `LEAST_STEPS` is protected as that, no further.
+whatever the others promise. What a false SLO still gains its tenant: the others are held to their shares sooner, as
+beside one that states true SLOs. Where the others' load fits beside it, that costs them little. On a replica that one
+tenant fills, with prompts of 400 or 1000 tokens, it has half of what it has beside a neighbour with looser promises,
+which is still about what it would have on a machine of its share of the speed; where one request is more than a share,
+half of that (`PAUSE`). A promise tighter than `LEAST_STEPS` counts as `LEAST_STEPS`.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class FairShare:
         return (late, self._entries[request.id].tag, request.arrival)
 
     def _pay_back(self, account: _Account, share: float, now: float) -> float:
-        """When its debt will be paid back at this share; a time gone by if it is."""
+        """When its debt will be paid back at this share; a past time if none."""
         account.debt = max(0.0, account.debt - share * (now - account.since))
         account.since = now
         return now + account.debt / share
@@ -239,8 +240,8 @@ class FairShare:
         return min((promised[which] for promised in self._recent), default=inf)
 
     def _kept(self, entry: _Entry, tpot: float, step: float) -> float:
-        """Seconds that it keeps the replicas busy: its part of them while it decodes, or its prefill. Where no step is
-        as short as the tightest TPOT the load says nothing: no longer than it takes alone."""
+        """Seconds it keeps the replicas busy: its part of its decode time, or its prefill. If no step is as short as
+        the tightest TPOT the load says nothing: then at most its time alone."""
         decode = entry.load * entry.expected * min(tpot, 1.0)
         return min(max(decode, entry.stall), entry.stall + entry.expected * step)
 
@@ -273,11 +274,11 @@ class FairShare:
 
 
 def _step(fleet: Sequence[View]) -> float:
-    """Seconds of the shortest step, where it is fastest."""
+    """Seconds of the shortest step, on the fastest replica."""
     return min(view.latency.step_time(Shape(1, 1, 1)) for view in fleet)
 
 
 def _alone(fleet: Sequence[View], prompt: int) -> float:
-    """Seconds of the batch that is a prompt of so many tokens, where that is fastest."""
+    """Seconds of a batch of one prompt of so many tokens, on the fastest replica."""
     shape = Shape().plus(prompt, 0)
     return min(view.latency.step_time(shape) for view in fleet)

@@ -201,7 +201,7 @@ class LocalHost:
         await asyncio.sleep(0)  # the engine starts before clients are written to
         self._flush()
         result = await self._in_time(running, f"a step of {batch.shape.tokens} tokens", predicted)
-        # The outbox of after the wait, not of before. What a step takes is what a client waits for: planning, the way
+        # The outbox after the wait, not before it. What a step takes is what a client waits for: planning, the way
         # to the engine's thread and back included, not only the engine's own time.
         self._commit(replica, batch, replace(result, seconds=self.clock.now() - began))
         if self._unobserved is None:
@@ -297,14 +297,14 @@ class LocalHost:
             self.engine.forget(ids)
 
     def _tell(self, events: Sequence[Event]) -> None:
-        """Publish what a call from outside caused, after what was still to be told, and wake the loop."""
+        """Publish the events of a call from outside, after those still unpublished, and wake the loop."""
         self._outbox += events
         if events:
             self._flush()
         self._wake.set()
 
     def _flush(self) -> None:
-        """Publish; the loop's next step fails with what the scheduler raises."""
+        """Publish; what the scheduler raises on an event, the loop's next step fails with."""
         events, self._outbox = self._outbox, []
         for event in events:
             self._emit(event)

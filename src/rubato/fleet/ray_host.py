@@ -1,8 +1,8 @@
 """Replicas in Ray actors: each a whole `LocalHost` with its engine, in a process of its own, on any node of a cluster.
 
-Commands go to an actor in numbered batches, reports come back by long polling. An actor that dies is noticed by the
-poll that was waiting for it, one that is frozen by its silence, and then killed; what it served goes to the others with
-the tokens that had arrived.
+Commands go to an actor in numbered batches, reports come back by long polling. A dead actor is noticed by the poll that
+waits for it; a frozen one by its silence, and it is killed; its requests go to the others with the tokens that had
+arrived.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Actor:
 class RayHost:
     """One replica in a Ray actor (`interfaces.Host`).
 
-    make: called in the actor with its clock; the engine and latency model to run there. resources: Ray's actor options,
+    make: called in the actor with its clock, returns the engine and latency model. resources: Ray's actor options,
     e.g. {"num_gpus": 1}. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`. options: the actor
     has a length predictor of its own, a copy that learns from the requests there; the one given here learns from those
     of all. Raises ValueError for a policy that hands requests off.
@@ -239,11 +239,11 @@ class RayHost:
     # ----------------------------------------------------------------- parts
 
     async def _measured_ahead(self) -> float:
-        """Seconds that the actor's clock shows more than this one.
+        """Seconds by which the actor's clock is ahead of this one.
 
-        Its answer was given between the question and its arrival: that bounds it. Within these bounds Unix time, which
-        one machine shares and nodes keep in common (NTP), says it exactly; beyond them the machines do not agree in it,
-        or it was set meanwhile.
+        The answer was given between sending and receipt, which bounds the offset. Within these bounds Unix time (one on
+        a machine, kept by NTP between nodes) gives the offset exactly; outside them the machines' Unix times differ or
+        one was set meanwhile.
         """
         asked = self.clock.now()
         theirs, their_unix = await self.actor.clocks.remote()
@@ -268,8 +268,8 @@ class RayHost:
                 self._die(HostLostError(f"{type(error).__name__}: {error}"))
 
     async def _watch(self) -> None:
-        """Notice silence. It is counted in turns of this loop, not read from a clock: a process that was itself
-        stopped, or busy, has not listened meanwhile, and would take all its replicas for lost."""
+        """Notice silence. Silence is counted in turns of this loop, not by a clock: a process that was itself stopped,
+        or busy, heard nothing meanwhile, and would take all its replicas for lost."""
         while not self._gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
             self._silent += HEARTBEAT
@@ -291,11 +291,11 @@ class RayHost:
         self._gone = True
         self._idle.set()
         self._lost(self.id, error, self._started().left())
-        # It must not go on with them. This only tells Ray, which has a stopped process killed, too, after 5 s.
+        # It must not go on with them. This only informs Ray, which also kills a stopped process after 5 s.
         ray.kill(self.actor)
 
     def _send(self, name: str, *arguments: Any) -> None:
-        """With whatever else is said in this turn of the loop, as one message."""
+        """Send it in one message with all else of this turn of the loop."""
         if self._gone:
             return
         if not self._outbox:

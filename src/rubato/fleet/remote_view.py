@@ -49,8 +49,8 @@ class Report:
 
 class Mirror:
     """The controller's side of one replica: submissions and reports in, views out. Tokens of its sequences are counted
-    one by one, their KV blocks are told by number. lengths: the controller's own predictor, which learns here from what
-    has completed there."""
+    one by one, their KV blocks reported as counts. lengths: the controller's own predictor, which learns here from what
+    has completed."""
 
     def __init__(
         self,
@@ -119,8 +119,7 @@ class Mirror:
     def view(self, now: float) -> View:
         if self._busy_until <= now:
             self.latency.idle(now - self._stepped)
-        waiting = list(self._waiting.values())
-        waiting.sort(key=lambda s: s.order)
+        waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
         limits = self.limits
         if moving and limits.max_running is not None:

@@ -69,8 +69,8 @@ class RouterCalls:
 
 
 class RoutingTimer:
-    """Calls `wake` at the earlier of two times: when the router said to be asked again, and when the tenants' shares
-    let something pass though nothing happens until then."""
+    """Calls `wake` at the earlier of two times: when the router asked for it, and when the tenants' shares let a
+    request pass without an event."""
 
     def __init__(self, clock: Clock, wake: Callable[[], None]) -> None:
         self._clock = clock

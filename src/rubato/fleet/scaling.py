@@ -51,8 +51,8 @@ class FleetScaling:
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]
 
     def drain(self, id: str) -> None:
-        """It takes nothing more, and leaves when nothing is there; what waits there comes back where hosts can hand it
-        back. Raises ValueError for a replica that is not there, or is the last that serves."""
+        """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.
+        Raises ValueError for a replica that is not there, or is the last that serves."""
         if id not in self._hosts:
             raise ValueError(f"no replica {id!r}: there are {', '.join(self._hosts)}")
         if id in self.draining:
@@ -94,19 +94,19 @@ class FleetScaling:
             host = self._hosts.get(id)
             if host is None:
                 self.draining.discard(id)
-            elif id not in placed and _is_empty(host.view()):
+            elif id not in placed and not ((view := host.view()).running or view.waiting or view.moving):
                 self.draining.discard(id)
                 del self._hosts[id]
                 self._clock.spawn(host.close(), f"end of replica {id}")
                 self._emit(Left(self._clock.now(), id))
 
     def ask_soon(self) -> None:
-        """Ask the autoscaler once, when all has that happens at this instant."""
+        """Ask the autoscaler once, after all else that happens at this instant."""
         if self._autoscaler is not None and self._soon is None:
             self._soon = self._clock.call_at(self._clock.now(), SCALE, self._ask)
 
     def _ask(self) -> None:
-        """Do what the autoscaler wants; one that fails is told in the log, and the fleet stays as it is."""
+        """Do what the autoscaler wants; if it fails, that is logged, and the fleet stays as it is."""
         self._soon = None
         if self._autoscaler is None or self._make is None:
             return
@@ -134,13 +134,9 @@ class FleetScaling:
                 timer.cancel()
 
     def close(self) -> list[Host]:
-        """Nothing comes or goes any more; the hosts that were starting, or did not start, to be closed."""
+        """Stop scaling; returns the hosts that were starting, or failed to start, to be closed."""
         self.stop_asking()
         for host, start in list(self._joining.values()):
             start.cancel()
             self.failed.append(host)
         return self.failed
-
-
-def _is_empty(view: View) -> bool:
-    return not (view.running or view.waiting or view.moving)

@@ -58,11 +58,11 @@ class KVTransfers:
             self._kv_freed()
 
     def arrived(self, id: str) -> None:
-        """The KV is the target's: from now on a cancel is for that to carry out."""
+        """The target has the KV: from now on it carries out a cancel."""
         self._under_way.pop(id, None)
 
     def take_back(self, id: str) -> Seq:
-        """Stop a transfer; the request is unplaced again, with its KV where that still is."""
+        """Stop a transfer; the request is unplaced again, with its KV if that is still there."""
         self._stop(id)
         replica, request = self._requests.placed[id]
         self._requests.take_from_replica(id)
@@ -84,13 +84,13 @@ class KVTransfers:
         return moving
 
     def end(self, request: Request) -> None:
-        """The request has ended: so does its transfer, and its KV where it was handed off is free."""
+        """The request has ended: so has its transfer, and its KV at the replica that handed it off is freed."""
         self._stop(request.id)
         if request.handoff is not None and request.handoff.source in self._hosts:
             self._hosts[request.handoff.source].release(request.id)
 
     def without_lost_kv(self, request: Request) -> Request:
-        """The request, its hand-off without KV if the replica that held it holds it no more."""
+        """The request; its hand-off is without KV if the source no longer holds it."""
         handoff = request.handoff
         if handoff is None or not handoff.cached:
             return request

@@ -136,7 +136,10 @@ class Online:
         with np.errstate(divide="ignore"):
             new = np.log(seconds / (offset + found.predict(x, y)))
             old = np.log(seconds / (offset + current.predict(x, y)))
-        if not np.isfinite(new).all() or not _clearly_less(_left(new), _left(old)):
+        if not np.isfinite(new).all():
+            return None
+        gain = _left(old) - _left(new)  # paired, so that what neither predicts (noise, odd steps) cancels
+        if not float(gain.mean()) > CLEARLY * float(gain.std()) / math.sqrt(len(gain)):  # also where it is no number
             return None
         self._ratios.extend(np.exp(new[-RATIOS:]).tolist())
         self.factor = self._believed()
@@ -163,9 +166,3 @@ def _left(logs: Array) -> Array:
     left = [np.abs(block - np.clip(np.median(block), -limit, limit)) for block in blocks]
     capped: Array = np.minimum(np.concatenate(left), ERROR_CAP)
     return capped
-
-
-def _clearly_less(new: Array, old: Array) -> bool:
-    """Paired, so that what neither predicts (noise, odd steps) cancels."""
-    gain = old - new
-    return float(gain.mean()) > CLEARLY * float(gain.std()) / math.sqrt(len(gain))

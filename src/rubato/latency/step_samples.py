@@ -8,7 +8,7 @@ c2 = Σ chunk², pmax = the longest context among them, time_ms.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from math import inf, nan
 from pathlib import Path
 
@@ -28,7 +28,9 @@ def read(path: str | Path) -> dict[str, list[Sample]]:
     of = _layout(path, set(rows.fieldnames or ()))
     for row in rows:
         try:
-            _no_more(row, rows.fieldnames or ())
+            if more := row.get(None):  # where a DictReader puts what has no name
+                names = len(rows.fieldnames or ())
+                raise ValueError(f"{names + len(more)} fields, but the header names {names}")
             sample = of(row)
         except ValueError as error:
             raise ValueError(f"{path}, line {kept[rows.line_num - 1][0]}: {error}") from error
@@ -66,12 +68,6 @@ def _iteration(row: Row) -> Sample:
     chunk_kv = c + pmax if npre else 0  # only the one that began earlier has a context
     shape = Shape(b + c, b + npre, kv + chunk_kv, cp, c2, 0, npre, chunk_kv)
     return Sample(shape, _time(row, "time_ms") / 1e3)
-
-
-def _no_more(row: Row, header: Sequence[str]) -> None:
-    more = row.get(None)  # type: ignore[call-overload]  # where a DictReader puts what has no name
-    if more:
-        raise ValueError(f"{len(header) + len(more)} fields, but the header names {len(header)}")
 
 
 def _whole(row: Row, name: str) -> int:

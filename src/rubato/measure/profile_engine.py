@@ -14,7 +14,7 @@ from rubato.core.interfaces import Engine
 from rubato.core.plan import Batch, Entry, Limits, Sample
 from rubato.core.request import Request, Sampling, Stage
 from rubato.latency import affine
-from rubato.latency.fit_error import error_report
+from rubato.latency.fit import error_report
 from rubato.latency.profiles.profile import Profile
 
 ORDER = 41  # random stream: the order in which points are measured

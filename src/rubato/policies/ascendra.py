@@ -238,11 +238,6 @@ def _alone(seq: SeqView, view: View) -> float:
     return prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens)
 
 
-def _short_of_kv(hp: View) -> bool:
-    """Whether an elastic HP starts no prompt before some that run have ended (§6.2)."""
-    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total
-
-
 def _until_due(view: View, batch: Shape) -> float:
     """Algorithm 1's compute budget C: seconds that the batch may still take longer. A decode that is late already is
     not waited for: with a TPOT shorter than any step none would start."""
@@ -348,7 +343,9 @@ class Router:
     def _ticket(self, hp: View) -> bool:
         """Whether no prompt waits there, nor is one on its way: so there is at most one ticket. A full HP issues none:
         what comes by ticket is to wait for one batch at most (§6.1)."""
-        if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling) or _short_of_kv(hp):
+        if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
+            return False
+        if hp.running and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total:  # where an elastic HP starts none (§6.2)
             return False
         coming = [id for id, replica in self._coming.items() if replica == hp.id]
         if coming:

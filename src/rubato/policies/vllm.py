@@ -36,15 +36,11 @@ class Scheduler:
         pass
 
     def plan(self, view: View) -> Plan:
-        if self._prefills_last(view):
+        begun = view.prefilling
+        if not begun or (len(begun) == 1 and begun[0] is view.newest):  # order of start equals decodes first
             builder = decode_first(view, self.budget, self.reserve_kv)
         else:
             builder = BatchBuilder(view, self.budget)
             run_in_order(builder, view.running)
             admit_in_order(builder, waiting_that_fit(view, self.reserve_kv))
         return builder.plan(repeat_steps=builder.repeat_steps())
-
-    def _prefills_last(self, view: View) -> bool:
-        """Whether order of start equals decodes first: no decode started after a prefill."""
-        begun = view.prefilling
-        return not begun or (len(begun) == 1 and begun[0] is view.newest)

@@ -8,7 +8,8 @@ Nodes are ranked by (f desc, depth asc, order of requests, node id). As f never 
 its parent: a request's first k nodes in the ranking always form a tree, and only k is to be chosen.
 
 The printed pseudocode has slips, corrected here: Algorithm 2 adds the path's product to what is expected, not the last
-factor (line 15); both stop when B is spent (`B >= 0` would overspend by one); Algorithm 1 pays for roots, too.
+factor (line 15); both stop when B is spent (`B >= 0` would overspend by one). Algorithm 1, which knows f, is among the
+experiments.
 """
 
 from __future__ import annotations
@@ -35,39 +36,18 @@ def select(
     f may be wrong, then so are the expected tokens; but if it rises along a path, a node is chosen without its parent.
     Raises ValueError unless there are as many `needed` as trees, and for a `most_nodes` below 1.
     """
-    _check(trees, needed)
+    check(trees, needed)
     if most_nodes < 1:
         raise ValueError(f"most_nodes {most_nodes}: a request holds its root at least, give 1 or more")
-    ranking, own = _ranked(trees)
+    ranking, own = ranked(trees)
     left = budget - len(trees)
     chosen = [0] * len(trees)
     for at in sorted(range(len(trees)), key=needed.__getitem__, reverse=True):
         if left <= 0:
             break
-        chosen[at] = count = min(left, most_nodes - 1, len(own[at]), _enough(own[at], needed[at]))
+        chosen[at] = count = min(left, most_nodes - 1, len(own[at]), enough(own[at], needed[at]))
         left -= count
-    return _with_most_probable(ranking, own, chosen, left)
-
-
-def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) -> list[tuple[int, ...]] | None:
-    """Algorithm 1, which knows f: the nodes with which the most tokens are expected of all sets that give each request
-    what it needs. None (INVALID) where no set does. Parameters, order and errors are those of `select`.
-
-    `select` gives the same where this is not None and `most_nodes` does not bind.
-    """
-    _check(trees, needed)
-    ranking, own = _ranked(trees)
-    left = budget - len(trees)
-    if left < 0:
-        return None
-    chosen: list[int] = []
-    for nodes, tokens in zip(own, needed, strict=True):
-        count = _enough(nodes, tokens)
-        if count > min(left, len(nodes)):
-            return None
-        chosen.append(count)
-        left -= count
-    return _with_most_probable(ranking, own, chosen, left)
+    return with_most_probable(ranking, own, chosen, left)
 
 
 def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int, w_max: int) -> tuple[int, int]:
@@ -85,12 +65,12 @@ def adaptive(n: int, b1: int, b2: int, c1: int, c2: int, d_min: int, d_max: int,
     return max(d_min, min(d_max, depth)), max(1, min(w_max, width))
 
 
-def _check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
+def check(trees: Sequence[Tree | None], needed: Sequence[float]) -> None:
     if len(trees) != len(needed):
         raise ValueError(f"{len(trees)} trees and {len(needed)} requests' needs: give one of each per request")
 
 
-def _ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
+def ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]:
     """All nodes, the most probable first, and those of each request in the same order."""
     layers: list[list[Node]] = []
     for at, tree in enumerate(trees):
@@ -108,7 +88,7 @@ def _ranked(trees: Sequence[Tree | None]) -> tuple[list[Node], list[list[Node]]]
     return ranking, own
 
 
-def _enough(nodes: Sequence[Node], tokens: float) -> int:
+def enough(nodes: Sequence[Node], tokens: float) -> int:
     """How many of its nodes a request takes until so many tokens are expected; one more than it has where all give
     less."""
     expected = 1.0
@@ -119,7 +99,7 @@ def _enough(nodes: Sequence[Node], tokens: float) -> int:
     return len(nodes) if expected >= tokens else len(nodes) + 1
 
 
-def _with_most_probable(
+def with_most_probable(
     ranking: Sequence[Node], own: Sequence[Sequence[Node]], chosen: list[int], left: int
 ) -> list[tuple[int, ...]]:
     """The chosen first ones of each request, and the `left` most probable of the others."""

@@ -19,7 +19,7 @@ class Groups:
         return len(self._groups)
 
     def enter(self, seq: Seq) -> None:
-        """A new sequence: the first of its group is queued, and one of no group."""
+        """A new sequence: queued if it is the first of its group, or of no group."""
         if seq.request.group:
             group = self._groups.setdefault(seq.request.group, [])
             group.append(seq)

@@ -129,15 +129,3 @@ class KVBlocks:
             del self._named[key]
             self.version += 1
         self._free.append(b)
-
-    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless every block is held as often as is booked, or free, once."""
-        users = [0] * self.total
-        for blocks in held:
-            for b in blocks:
-                users[b] += 1
-        assert users == self._users, "KV blocks are not held as booked"
-        free = [*self._free, *self._idle]
-        assert sorted(free) == [b for b, n in enumerate(users) if not n], "a KV block is lost or free while held"
-        assert {b: k for k, b in self._named.items()} == self._key, "names and blocks disagree"
-        assert all(b in self._key for b in self._idle), "an idle block has no name"

@@ -6,7 +6,6 @@ sequence that is not in the run may give back what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from rubato.core.plan import Limits, blocks_for
@@ -87,10 +86,6 @@ class KVCounts:
         self._free += self.blocks_of(seq)
         seq.cached = 0
 
-    def check_integrity(self, holding: Sequence[Seq]) -> None:
-        held = sum(self.blocks_of(s) for s in holding)
-        assert self._run is not None or self._free == self.total - held, "KV blocks are not held as booked"
-
 
 class KVByBlock:
     """Blocks with ids. Those that are full of tokens whose ids are known can be found by sequences that begin alike: of
@@ -142,7 +137,7 @@ class KVByBlock:
 
     def accepted(self, seq: Seq, tokens: int, *, ended: bool) -> None:
         """So many verified tokens were right, and are counted in the sequence; the blocks of the others are free.
-        ended: so is all else, soon."""
+        ended: all its blocks soon will be, too."""
         if not ended:
             self.name(seq, seq.cached - tokens)
             self._blocks.shrink(seq.block_ids, seq.cached)
@@ -188,8 +183,3 @@ class KVByBlock:
         """The blocks that it has filled since `before` of its tokens were in KV can be found."""
         for i in range(before // self.block_size, min(seq.cached // self.block_size, len(seq.keys) - 1)):
             self._blocks.name(seq.block_ids[i], seq.keys[i + 1])
-
-    def check_integrity(self, holding: Sequence[Seq]) -> None:
-        self._blocks.check_integrity([s.block_ids for s in holding])
-        for seq in holding:
-            assert blocks_for(seq.cached, self.block_size) <= len(seq.block_ids), "KV cached beyond its blocks"

@@ -28,21 +28,9 @@ def of_decode(latency: LatencyModel, predicted: float, decodes: Shape) -> Shares
     return predicted - together, together - latency.step_time(alone)
 
 
-def of_chunk(latency: LatencyModel, predicted: float, decodes: Shape, tokens: int, start: int) -> tuple[Shares, float]:
-    """The same for a chunk of prefill; and the seconds it takes alone."""
-    beside = latency.step_time(decodes.plus(tokens, start))
-    alone = latency.step_time(Shape().plus(tokens, start))
-    return (predicted - beside, beside - alone), alone
-
-
-def of_idle(whole: Shape, decodes: Shape) -> Cause:
-    """What delays a running sequence in a step that it has no part in."""
-    return "prefill interference" if whole.tokens > 2 * decodes.tokens else "decode interference"
-
-
 class MissCauses:
-    """Attributes the steps of one replica, for each sequence that ran in them, to what they would not have taken for it
-    alone. Shares come from the latency model: whole batch, the batch's decodes, the sequence by itself."""
+    """Attributes, for each sequence, the time that its replica's steps took beyond what it alone would have taken.
+    Shares come from the latency model: whole batch, the batch's decodes, the sequence by itself."""
 
     def __init__(self, steps: StepEnds, log: StepLog, latency: LatencyModel) -> None:
         self._steps = steps
@@ -109,7 +97,8 @@ class MissCauses:
         single = run.shape(i, decodes=True)
         mine = [chunk for chunk in run.chunks if chunk.seq is seq]
         if not mine and not decodes:
-            return ((of_idle(whole, single), seconds),)
+            mostly: Cause = "prefill interference" if whole.tokens > 2 * single.tokens else "decode interference"
+            return ((mostly, seconds),)
         model = self._latency
         predicted = model.step_time(whole)
         scale = seconds / predicted if predicted > 0.0 else 0.0
@@ -120,8 +109,12 @@ class MissCauses:
             by_prefill, by_decode = of_decode(model, predicted, single)
             again = 0.0
         else:
-            (by_prefill, by_decode), alone = of_chunk(model, predicted, single, tokens, start)
-            again = alone if _recomputes(seq, at) else 0.0
+            beside = model.step_time(single.plus(tokens, start))
+            alone = model.step_time(Shape().plus(tokens, start))
+            by_prefill, by_decode = predicted - beside, beside - alone
+            wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
+            came = any(wait.until <= first < at for first, _ in seq.token_spans_now())
+            again = alone if wait.recompute and not came else 0.0  # preempted, and no token came out since
         return (
             ("preemption", again * scale),
             ("prefill interference", by_prefill * scale),
@@ -145,8 +138,8 @@ def _book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
 
 
 def _pieces(begin: int, stop: int, decoded: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    """The steps [begin, stop) in parts, and whether each brought tokens in every step. A part of one that did may also
-    have been the end of a prefill; one of more was not."""
+    """The steps [begin, stop) in parts, and whether each brought tokens in every step. A part with tokens in every step
+    may, if it is one step, also be the end of a prefill; a longer one is not."""
     at = begin
     for a, b in decoded:
         first, after = max(a, at), min(b, stop)
@@ -165,9 +158,3 @@ def _book_each(delays: dict[Cause, float], shares: NDArray[np.float64]) -> None:
     for _, cause, row in sorted(rows, key=lambda item: item[0]):
         if row.any():
             delays[cause] = float(np.add.accumulate(np.concatenate([[delays.get(cause, 0.0)], row]))[-1])
-
-
-def _recomputes(seq: Seq, at: int) -> bool:
-    """Whether it was preempted, and no token came out between then and this step."""
-    wait = next(wait for wait in reversed(seq.waits) if wait.until <= at)
-    return wait.recompute and not any(wait.until <= first < at for first, _ in seq.token_spans_now())

@@ -1,5 +1,5 @@
-"""Checks that a plan, or a router's dispatch, can be carried out, and that what an engine returns can have come of one;
-called wherever these are taken up."""
+"""Checks that a plan, or a router's dispatch, can be carried out, and that an engine's results can come from a plan;
+called wherever these arrive."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def spelled_out(plan: Plan, view: View) -> Plan:
 
 
 def _no_plan(plan: object) -> Iterable[str]:
-    """What is of another kind than a `Plan` says. What can be read only once would be empty when it is carried out, and
-    a reason goes to the client."""
+    """What is of another kind than a `Plan` says. An iterator would be exhausted when carried out, and a reason must be
+    text for the client."""
     if not isinstance(plan, Plan):
         yield f"plan returned {type(plan).__name__}: return a Plan"
         return

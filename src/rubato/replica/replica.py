@@ -121,8 +121,8 @@ class Replica(ReplicaState):
         return self.shown
 
     def begin(self, plan: Plan, now: float, policy: str) -> tuple[StepRun | None, list[Event]]:
-        """Carry out a plan up to the engine's part: the run of one step that it is, unless it is empty. A simulator
-        gives it more steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
+        """Carry out a plan up to the engine's part: as a run of one step, unless it is empty. A simulator gives it more
+        steps and their ends. Raises PlanError, with nothing changed, for an impossible plan."""
         if self.run is not None:
             raise RuntimeError(f"replica {self.id!r}: a batch is in flight; commit it before the next plan")
         check(plan, self.shown, policy)
@@ -153,7 +153,7 @@ class Replica(ReplicaState):
         return run, self.told()
 
     def go_on(self, now: float) -> StepRun:
-        """`begin`, of the plan that gives all that decode a token, and for which there is KV."""
+        """`begin`, for a plan of one token for each decode, for which there is KV."""
         return self._begun(now, (), (), True, NOTHING)
 
     def _begun(
@@ -235,7 +235,7 @@ class Replica(ReplicaState):
     # ----------------------------------------------------------------- a plan is carried out
 
     def _look_up(self, now: float) -> None:
-        """It is now: what those that wait need not compute is looked up."""
+        """Set the time to `now`, and look up the KV that those that wait need not compute."""
         self.clock.time = now
         if not self.kv.by_block or self.looked_up == self.kv.version:
             return

@@ -287,7 +287,7 @@ class Seq:
         self._output += len(times)
 
     def decode(self) -> None:
-        """From the next step on each brings it a token."""
+        """Each step from the next on brings it a token."""
         tick = self.steps.tick
         self.decoding = True
         self._output -= tick
@@ -307,14 +307,14 @@ class Seq:
             self.token_spans.append((first, tick))
 
     def settle(self) -> None:
-        """Write down when its tokens came, of one that decodes."""
+        """Write down when the tokens of a decode came."""
         tick = self.steps.tick
         if self._logged < tick:
             self.times[-1].extend(self.steps.between(self._logged, tick))
             self._logged = tick
 
     def got_beside(self, times: Sequence[float]) -> None:
-        """More tokens than one came in the last step, of one that decodes; their KV is there."""
+        """More than one token of a decode came in the last step; their KV is there."""
         self.settle()
         self.times[-1].fromlist(list(times))
         self._output += len(times)

@@ -207,7 +207,7 @@ class ReplicaState:
             self.dues.add(seq)
 
     def proceed(self, seq: Seq) -> None:
-        """One that runs prefills from now on, or decodes."""
+        """A running one prefills from now on, or decodes."""
         if seq.pending == 1:
             if self.run is None:
                 self.join(seq)
@@ -285,24 +285,3 @@ class ReplicaState:
         """The events of a call that is done."""
         events, self.events = self.events, []
         return events
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the counts are what looking at every sequence gives, KV is conserved and the
-        queues agree with each other."""
-        seqs = self.seqs.values()
-        self.kv.check_integrity([*self.running.values(), *self.leaving.values(), *self.arriving.values()])
-        held = [s for s in seqs if s.waits_for_group]
-        calling = [s for s in seqs if s.waiting_for_tool]
-        ids = [s.id for s in [*self.waiting, *held, *calling]] + [*self.running, *self.arriving]
-        assert sorted(ids) == sorted(self.seqs), "waiting, held, calling, running and arriving are not a partition"
-        assert not held or len(held) < len(self.seqs), "all wait for the first of their group, which is not here"
-        running = [s for s in self.running.values() if not s.ended]
-        assert sorted(self.here) == sorted(s.id for s in [*self.waiting, *running]), "what a plan can be about"
-        assert self.pending == sum(s.pending for s in self.here.values()), "pending tokens"
-        decodes = [s for s in self.running.values() if s.decoding]
-        assert self.pool.count == len(decodes), "those that decode"
-        assert self.pool.kv == sum(s.cached for s in decodes), "their KV"
-        full = sum(s.cached % self.limits.block_size == 0 for s in decodes)
-        assert self.pool.blocks() == full, "the blocks they need"
-        for seq in seqs:
-            assert seq.cached <= seq.length, "more cached than there is"

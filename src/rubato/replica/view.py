@@ -16,8 +16,8 @@ from rubato.replica.state import ReplicaState
 
 
 class LiveView(View):
-    """One for each replica, always of now: a read books the steps that are over; but for `pending`, which is of the
-    last `sync` while a run of several steps with chunks is under way."""
+    """One per replica, always current: a read books the steps that are over; except `pending`, as of the last `sync`
+    while a run of several steps with chunks is under way."""
 
     __slots__ = ("_state",)
     __setattr__ = object.__setattr__  # frozen for readers, says mypy

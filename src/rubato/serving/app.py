@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
-from rubato.serving.errors import ApiError, from_finished, no_room
+from rubato.serving.errors import ApiError, from_finished, invalid, no_room
 from rubato.serving.metrics import Metrics
 from rubato.serving.rate_limits import RATE, TenantGate, TenantUsage
 from rubato.serving.request_slo import Tiers
@@ -130,7 +130,7 @@ class _AppState:
             async with self._tokenizing:
                 return await asyncio.to_thread(lambda: tuple(encode(content)))
         except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
+            raise invalid(param, str(error)) from error
 
     def _check_text(self, size: int, where: str) -> None:
         """Raises ApiError 400 for so many bytes of text that they cannot fit, before they are tokenized."""
@@ -256,18 +256,18 @@ def _check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _check_choices(service: Service, n: int, prompts: int = 1, usage: TenantUsage | None = None) -> None:
+def _check_choices(service: Service, n: int, prompts: int, usage: TenantUsage | None) -> None:
     """Raises ApiError 400 for more than one answer may ever have."""
     most = service.most_choices
     if n > most:
-        message = f"n: {n} choices asked for; this server gives at most {most}."
-        raise ApiError(400, message, param="n", code="invalid_value")
+        raise invalid("n", f"{n} choices asked for; this server gives at most {most}.")
     if prompts * n > most:
-        message = f"prompt: {prompts} prompts with n = {n} ask for {prompts * n} choices; at most {most} are given."
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        raise invalid(
+            "prompt", f"{prompts} prompts with n = {n} ask for {prompts * n} choices; at most {most} are given."
+        )
     if usage is not None and prompts > usage.max_in_flight:
-        message = f"prompt: {prompts} prompts given; this key may have at most {usage.max_in_flight} in flight."
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        most_prompts = usage.max_in_flight
+        raise invalid("prompt", f"{prompts} prompts given; this key may have at most {most_prompts} in flight.")
 
 
 class _WithHeaders(Response):

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open ones. At `most` the one that has owed its server a head for longest gives way, a kept one between two
-    requests too; where none owes a head, the one that has owed the rest of a body for longest."""
+    """The open ones. When `most` are open, the one that has owed a head for longest is closed, a kept one between
+    requests too; if none owes a head, the one that has owed the rest of a body for longest."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -80,7 +80,7 @@ class ListeningSocket(socket.socket):
     """A listening socket for asyncio, with room for so many connections."""
 
     def __init__(self, family: socket.AddressFamily, connections: Connections) -> None:
-        # With the protocol named asyncio sets TCP_NODELAY; without, the first token comes about 45 ms late at times.
+        # If the protocol is named, asyncio sets TCP_NODELAY; without, the first token comes about 45 ms late at times.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.connections = connections
         self._failed = False

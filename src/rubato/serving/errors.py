@@ -42,6 +42,11 @@ class ApiError(Exception):
         return Response(self.body(), self.status, dict(self.headers), "application/json")
 
 
+def invalid(param: str, why: str) -> ApiError:
+    """The error of a field or header whose value cannot be."""
+    return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
+
+
 def too_long(most: int, asked: str, param: str) -> ApiError:
     """The error of what does not fit into a context of `most` tokens."""
     message = f"This model's context is {most} tokens; you asked for {asked}."
@@ -61,6 +66,7 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
     if event.outcome == "refused":
         seconds = max(1, math.ceil(min(retry_after, 3600.0)))
         limited = event.reason.startswith("rejected-rate-limit")
+        printable = "".join(c if " " <= c <= "~" else "?" for c in event.reason)  # a policy may give any reason
         return ApiError(
             429,
             f"This key's rate limit is used up: try again in {seconds} s."
@@ -68,13 +74,8 @@ def from_finished(event: Finished, retry_after: float) -> ApiError:
             else f"The server cannot take this request now ({event.reason}): try again in {seconds} s.",
             code="rate_limit_exceeded" if limited else event.reason,
             kind="rate_limit_error",
-            headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", _one_line(event.reason))),
+            headers=(("retry-after", str(seconds)), ("x-rubato-reject-reason", printable)),
         )
     if event.outcome == "cancelled":
         return ApiError(503, f"The request was cut short: {event.reason}.", code="cancelled", kind="server_error")
     return ApiError(500, f"The server failed at this request: {event.reason}", code="engine_error", kind="server_error")
-
-
-def _one_line(text: str) -> str:
-    """As a header's value: a policy may give any reason."""
-    return "".join(c if " " <= c <= "~" else "?" for c in text)

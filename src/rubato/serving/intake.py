@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from rubato.core.request import Request, Stage
 from rubato.serving import response_choices, schemas, sse
-from rubato.serving.errors import ApiError, no_room, too_long
+from rubato.serving.errors import invalid, no_room, too_long
 from rubato.serving.request_slo import GrantedSLO, Tier
 from rubato.serving.response import CompletionResponse, RequestIntake
 
@@ -79,7 +79,7 @@ def _room(most: int, prompt: int, body: schemas.AnyCompletion, where: str) -> in
     """The output tokens a request gets. Raises ApiError 400 when prompt and output are beyond the model's context."""
     name, wanted = body.limit
     if prompt == 0:
-        raise ApiError(400, f"{where}: there is no token in it.", param=where, code="invalid_value")
+        raise invalid(where, "there is no token in it.")
     if prompt >= most:
         raise no_room(most, str(prompt), where)
     if wanted is not None and prompt + wanted > most:

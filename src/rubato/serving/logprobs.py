@@ -26,7 +26,7 @@ def chat(spell: Spell, found: Iterable[Logprob]) -> dict[str, Any]:
 
 
 class Offsets:
-    """`choices[].logprobs` of a completion, chunk by chunk: where in the output a token begins goes on.
+    """`choices[].logprobs` of a completion, chunk by chunk: token offsets go on from chunk to chunk.
 
     Offsets count characters of the output's own text. A token that is no UTF-8 by itself is spelled as OpenAI spells
     it, "bytes:\\xe2\\x82": two of them must not become one key of `top_logprobs`.
@@ -44,7 +44,7 @@ class Offsets:
         for one in found:
             raw = self._spell(one.token)
             token = _name(raw)
-            # the likelier of two with one spelling stays, and the chosen one always does, beyond the n likeliest
+            # of two with one spelling the likelier stays; the chosen one always, even beyond the n likeliest
             top = {_name(self._spell(id)): value for id, value in reversed(one.top)}
             top[token] = one.logprob
             tokens.append(token)

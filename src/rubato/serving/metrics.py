@@ -249,18 +249,14 @@ class Metrics:
             for dimension, seconds in _promises(state.request).items():
                 if _kept(verdict, dimension, seconds):
                     self._met.labels(tier, dimension).inc()
-            self._completed(event, state)
-
-    def _completed(self, event: Finished, state: _Open) -> None:
-        verdict = event.verdict
-        self._success.labels(self._model, event.reason).inc()
-        self._output_size.observe(event.output)
-        if state.first is not None and state.last is not None:
-            self._decode.observe(state.last - state.first)
-        if verdict.tpot is not None:
-            self._tpot.observe(verdict.tpot)
-        if verdict.e2e is not None:
-            self._e2e.observe(verdict.e2e)
+            self._success.labels(self._model, event.reason).inc()
+            self._output_size.observe(event.output)
+            if state.first is not None and state.last is not None:
+                self._decode.observe(state.last - state.first)
+            if verdict.tpot is not None:
+                self._tpot.observe(verdict.tpot)
+            if verdict.e2e is not None:
+                self._e2e.observe(verdict.e2e)
 
     def _stepped(self, event: Stepped) -> None:
         self._step.labels(event.id).observe(event.seconds)

@@ -106,9 +106,9 @@ class TenantGate:
     """What one API request sees of the cluster when its tenant is limited. All its prompts and choices pass, or none
     does.
 
-    A prompt counts as a request, whatever its choices; the first was charged when the API request came. Charged are
-    each further prompt, once, and the most that may come out of each choice; what did not come out is given back at
-    the end. requests: all that will be offered, in this same turn of the event loop.
+    A prompt counts as a request, whatever its choices; the first was charged when the API request came. Each further
+    prompt is charged once, and each choice the most it may put out; the unused part is given back at the end. requests:
+    all that will be offered, in this same turn of the event loop.
     """
 
     def __init__(self, cluster: Cluster, usage: TenantUsage, requests: Sequence[Request]) -> None:

@@ -1,7 +1,7 @@
 """The events of a request and why it waited, for `/debug/requests/{id}` and the log. No prompt, no output, and no
 other text of a client but for the beginning of what ends a stage.
 
-A fold over events. In flight every request is kept, afterwards the last `KEEP`.
+A fold over events. Kept: every request in flight, and the last `KEEP` ended.
 """
 
 from __future__ import annotations
@@ -35,20 +35,9 @@ from rubato.serving.slo_report import in_ms, ms, verdict
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
-# What a request waits for from the event on; what ends it is its first work.
+# What a request waits for from the event on; its first work ends the wait.
 HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
 TRANSFER = "KV on its way to another replica"
-
-
-@dataclass(slots=True)
-class _Step:
-    """Something that happened; a run of tokens from `at` until `last`."""
-
-    at: float
-    what: str
-    about: dict[str, Any] = field(default_factory=dict)
-    last: float = 0.0
-    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +55,7 @@ class RequestRecord:
     """One request (of several, one choice) from offer to end. Times in the clock's seconds."""
 
     request: Request
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)  # what happened, as it is shown; a run of tokens is one
     left_out: int = 0
     waits: list[tuple[str, float, float]] = field(default_factory=list)  # why, from, until
     waiting: tuple[str, float] | None = None
@@ -101,7 +90,13 @@ class RequestHistory:
         _fold(record, event)
         if type(event) is Finished:
             del self._open[event.id]
-            self._retire(answer_of(event.id))
+            if self._is_done(answer := answer_of(event.id)):
+                self._done[answer] = None
+                self._done.move_to_end(answer)
+            while len(self._done) > KEEP:
+                oldest, _ = self._done.popitem(last=False)
+                if self._is_done(oldest):
+                    del self._answers[oldest]
             if self._ended is not None:
                 self._ended(record)
 
@@ -109,14 +104,8 @@ class RequestHistory:
         """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
         return self._answers.get(id, ())
 
-    def _retire(self, answer: str) -> None:
-        if all(record.end is not None for record in self._answers[answer]):
-            self._done[answer] = None
-            self._done.move_to_end(answer)
-            while len(self._done) > KEEP:
-                oldest, _ = self._done.popitem(last=False)
-                if all(record.end is not None for record in self._answers[oldest]):
-                    del self._answers[oldest]
+    def _is_done(self, answer: str) -> bool:
+        return all(record.end is not None for record in self._answers[answer])
 
 
 def _fold(record: RequestRecord, event: Event) -> None:
@@ -163,7 +152,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
         _wait(record, event.at, None)
         _served_best_effort(record, event.at)
         record.end = event
-    _add(record, _Step(event.at, type(event).__name__.lower(), about))
+    _add(record, event, about)
 
 
 def _tokens(record: RequestRecord, event: Tokens) -> None:
@@ -177,18 +166,20 @@ def _tokens(record: RequestRecord, event: Tokens) -> None:
     stage.tokens += event.tokens
     record.output += event.tokens
     last = record.steps[-1]
-    if last.what == "tokens" and last.about["stage"] == event.stage:
-        last.last, last.tokens = event.at, last.tokens + event.tokens
-    else:
-        _add(record, _Step(event.at, "tokens", {"stage": event.stage}, event.at, event.tokens))
+    if last["event"] != "tokens" or last["stage"] != event.stage:
+        last = _add(record, event, {"stage": event.stage, "tokens": 0})
+    last["tokens"] += event.tokens
+    last["until_ms"] = ms(event.at - record.request.arrival)
 
 
-def _add(record: RequestRecord, step: _Step) -> None:
-    """The first and the last of a long history are kept."""
+def _add(record: RequestRecord, event: Event, about: dict[str, Any]) -> dict[str, Any]:
+    """One more step, returned. The first and the last of a long history are kept."""
+    step = {"at_ms": ms(event.at - record.request.arrival), "event": type(event).__name__.lower(), **about}
     record.steps.append(step)
     if len(record.steps) > MOST_STEPS:
         del record.steps[MOST_STEPS // 2]
         record.left_out += 1
+    return step
 
 
 def _wait(record: RequestRecord, now: float, why: str | None) -> None:
@@ -214,7 +205,7 @@ def shown(
 ) -> dict[str, Any]:
     """The page of one answer, all its choices; times in milliseconds since its arrival.
 
-    fair: tenants share the replicas, so what is held before one waits for its tenant's share.
+    fair: tenants share the replicas, so a request not yet placed waits for its tenant's share.
     """
     requests = [record.request for record in records]
     request = requests[0]
@@ -255,7 +246,7 @@ def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: b
         ],
         "best_effort_ms": ms(until - arrival) if record.request.best_effort else ms(demoted),
         "verdict": None if record.end is None else verdict(record.end),
-        "events": [_event(step, arrival) for step in record.steps],
+        "events": record.steps,
         "events_left_out": record.left_out,
     }
 
@@ -307,10 +298,3 @@ def _due(record: RequestRecord) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _event(step: _Step, arrival: float) -> dict[str, Any]:
-    row = {"at_ms": ms(step.at - arrival), "event": step.what, **step.about}
-    if step.tokens:
-        row |= {"tokens": step.tokens, "until_ms": ms(step.last - arrival)}
-    return row

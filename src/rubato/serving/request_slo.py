@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from math import inf
 
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Stage
-from rubato.serving.errors import ApiError
+from rubato.serving.errors import ApiError, invalid
 from rubato.serving.schemas import LONGEST_NAME, SLOBody, StageBody
 
 # The dimension -> headers that state it in milliseconds, the first of which wins.
@@ -98,8 +98,7 @@ class Tiers:
         known = sorted({*self._named, "auto", "default", "priority"})
         near = get_close_matches(name[:LONGEST_NAME], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-        message = f"service_tier: unknown tier {name[:LONGEST_NAME]!r}; {hint}"
-        raise ApiError(400, message, param="service_tier", code="invalid_value")
+        raise invalid("service_tier", f"unknown tier {name[:LONGEST_NAME]!r}; {hint}")
 
     def loosened(self, slo: SLO) -> SLO:
         """What of it may be promised."""
@@ -128,7 +127,13 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
     tier = tiers.resolve(service_tier)
     body = body or SLOBody()
     parts = body.stages or [StageBody()]
-    _check_ends(parts)
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        where = f"slo.stages[{index}].until"
+        if last and part.until is not None:
+            raise ApiError(400, f"{where}: the last stage ends with the answer; leave it out.", param=where)
+        if not last and part.until in (None, "eos"):
+            raise ApiError(400, f'{where}: say what ends this stage, such as "</think>".', param=where)
     header = from_headers(headers)
     stated = [_first(header, part.slo, body.slo, tier.slo) for part in parts]
     for at, part in enumerate(parts[1:], 1):  # a TTFT that is stated for the whole request is the first stage's
@@ -144,7 +149,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
 
 
 def _first(*slos: SLO) -> SLO:
-    """In each dimension what the first of them states that states anything."""
+    """In each dimension, the value of the first of them that states one."""
     stated: dict[str, float] = {}
     for slo in reversed(slos):
         stated |= slo.promised
@@ -167,20 +172,5 @@ def _seconds(name: str, text: str) -> float:
     except ValueError:
         milliseconds = 0.0
     if not LEAST_MS <= milliseconds <= MOST_MS:
-        raise ApiError(
-            400,
-            f"{name}: {text[:40]!r} is no number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}.",
-            param=name,
-            code="invalid_value",
-        )
+        raise invalid(name, f"{text[:40]!r} is no number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}.")
     return milliseconds / 1e3
-
-
-def _check_ends(parts: Sequence[StageBody]) -> None:
-    for index, part in enumerate(parts):
-        last = index == len(parts) - 1
-        where = f"slo.stages[{index}].until"
-        if last and part.until is not None:
-            raise ApiError(400, f"{where}: the last stage ends with the answer; leave it out.", param=where)
-        if not last and part.until in (None, "eos"):
-            raise ApiError(400, f'{where}: say what ends this stage, such as "</think>".', param=where)

@@ -101,8 +101,8 @@ class ResponseEvents:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens whose KV was there when each prompt's first choice began: the prefix cache's doing. That the
-        others find its prompt's KV is not."""
+        """Prompt tokens whose KV was there when each prompt's first choice began: the prefix cache's doing. KV of its
+        prompt that the other choices find does not count."""
         return sum(self.parts[at].cached or 0 for at in self._firsts)
 
     async def ready(self) -> None:
@@ -115,8 +115,8 @@ class ResponseEvents:
 class CompletionResponse(Response):
     """Offers its requests, one a choice, when sent, and answers with what becomes of them.
 
-    The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: of one
-    choice it is of all. A client that goes away takes its requests with it at once.
+    The status line waits for the first token or the end, so that a refusal is a real 429 also when streaming: if one
+    choice is refused, all are. A client that goes away takes its requests with it at once.
     """
 
     def __init__(self, cluster: RequestIntake, form: sse.Format, chunks: sse.Chunks | None) -> None:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, Sampling
-from rubato.serving.errors import ApiError, no_room
+from rubato.serving.errors import ApiError, invalid, no_room
 
 # Parameters of OpenAI and vLLM that change the answer and are not implemented -> the values that mean "not used".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -299,7 +299,7 @@ class TextCompletion(Completion):
         most_tokens: of the model's context. Raises ApiError 400 that names the prompt at fault.
         """
         if self.prompt == []:
-            raise _wrong(("prompt",), "the list is empty: give at least one prompt, or one token id")
+            raise invalid("prompt", "the list is empty: give at least one prompt, or one token id.")
         given = self.prompt if self.several else [self.prompt]
         for at, one in enumerate(given):  # ids are counted before they are looked at one by one
             if isinstance(one, list) and len(one) >= most_tokens:
@@ -319,14 +319,14 @@ def _prompt(value: Any, at: tuple[int | str, ...]) -> str | tuple[int, ...]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise _wrong(at, "give a string that is not empty, or a list of one token id or more")
+        raise invalid(param(at), "give a string that is not empty, or a list of one token id or more.")
     _check_alike(value, at)
     if type(value[0]) is not int:
-        raise _wrong(at, "give a string, or a list of token ids")
+        raise invalid(param(at), "give a string, or a list of token ids.")
     if min(value) < 0:
-        raise _wrong(at, f"token id {min(value)} is negative: give the ids of the model's own vocabulary")
+        raise invalid(param(at), f"token id {min(value)} is negative: give the ids of the model's own vocabulary.")
     if max(value) >= INT64:
-        raise _wrong(at, "a token id is 2**63 or more: give the ids of the model's own vocabulary")
+        raise invalid(param(at), "a token id is 2**63 or more: give the ids of the model's own vocabulary.")
     return tuple(value)
 
 
@@ -334,12 +334,7 @@ def _check_alike(values: list[Any], at: tuple[int | str, ...]) -> None:
     kind = type(values[0])
     for index, value in enumerate(values):
         if type(value) is not kind and kind in KINDS:
-            raise _wrong((*at, index), f"this must be {KINDS[kind]}, as the first one is")
-
-
-def _wrong(at: tuple[int | str, ...], message: str) -> ApiError:
-    where = param(at)
-    return ApiError(400, f"{where}: {message}.", param=where, code="invalid_value")
+            raise invalid(param((*at, index)), f"this must be {KINDS[kind]}, as the first one is.")
 
 
 AnyCompletion = ChatCompletion | TextCompletion
@@ -355,7 +350,7 @@ def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
-        raise _bad_request(schema, error, shown=len(raw) <= SHOWN) from None
+        raise _bad_request(error, shown=len(raw) <= SHOWN) from None
     _refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
@@ -364,8 +359,8 @@ def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
 
 def _check_parts(raw: bytes, most: int) -> None:
     """Raises ApiError 400 for a body that would be parsed for long: parsing holds the event loop, and goes by the
-    number of parts, not of bytes. Those in a string count, too, to be counted in no time: no text of `most` tokens or
-    less has so many of them, but one that is hardly anything else."""
+    number of parts, not of bytes. Those in strings count too, which is faster: only a text made of hardly anything else
+    has so many within `most` tokens."""
     parts = sum(map(raw.count, (b":", b"[", b"{")))
     if parts > most:
         raise ApiError(
@@ -399,7 +394,7 @@ def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
     return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)
 
 
-def _bad_request(schema: type[BaseModel], error: ValidationError, *, shown: bool) -> ApiError:
+def _bad_request(error: ValidationError, *, shown: bool) -> ApiError:
     """shown: say what was given; each error then brings its part of the body along, maybe all of it."""
     first = error.errors(include_url=False, include_input=shown)[0]
     if first["type"] == "json_invalid":
@@ -416,7 +411,7 @@ def _bad_request(schema: type[BaseModel], error: ValidationError, *, shown: bool
         message = f"unknown field; did you mean {near[0]}?"
     elif first["type"] != "value_error" and isinstance(first.get("input"), int | float | str | bool):
         message = f"{message}, got {first['input']!r:.100}"
-    return ApiError(400, f"{path}: {message}.", param=path, code="invalid_value")
+    return invalid(path, f"{message}.")
 
 
 def param(loc: tuple[int | str, ...]) -> str:

@@ -41,7 +41,6 @@ from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
-from rubato.serving.log_writer import LogWriter
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
@@ -62,15 +61,17 @@ def serve(config: Config) -> int:
         writer.drain(LOG_SECONDS)
 
 
-async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
+async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
     with contextlib.ExitStack() as at_last, contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(_bind(config))
-            _check_tls(config)
+            tls = _tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             engines, cluster = build(config, clock)
             if config.fleet.name == "ray":
-                stack.callback(_leave_ray)
+                import ray
+
+                stack.callback(ray.shutdown)  # ends the Ray that was started here, or leaves the one that was joined
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = _logs(config, stack)
@@ -87,7 +88,7 @@ async def _serve(config: Config, clock: Clock, writer: LogWriter) -> int:
                 cluster.listen(listener)
             gc.collect()
             gc.freeze()  # the model's objects stay: a full collection over them would hold up every stream
-            return await _until_told(config, app, cluster, listening, ending)
+            return await _until_told(config, tls, app, cluster, listening, ending)
         finally:
             await cluster.close()
 
@@ -116,11 +117,6 @@ def _logs(config: Config, stack: contextlib.ExitStack) -> list[Listener]:
     return listeners
 
 
-def _say(what: str, **fields: object) -> None:
-    """A line about the server itself."""
-    log.info(what, extra={"fields": fields})
-
-
 def _warn_if_open_to_all(config: Config, host: str) -> None:
     """host: the address bound."""
     if not config.tenants and not ipaddress.ip_address(host).is_loopback:
@@ -131,8 +127,13 @@ def _warn_if_open_to_all(config: Config, host: str) -> None:
         )
 
 
+def _say(what: str, **fields: object) -> None:
+    """A line about the server itself."""
+    log.info(what, extra={"fields": fields})
+
+
 async def _until_told(
-    config: Config, app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown
+    config: Config, tls: dict[str, Any], app: FastAPI, cluster: Cluster, listening: ListeningSocket, ending: Shutdown
 ) -> int:
     settings = uvicorn.Config(
         app,
@@ -145,18 +146,17 @@ async def _until_told(
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(FLUSH_SECONDS),
-        **_tls(config),
+        **tls,
     )
     server = _Server(settings)
     listening.listen(settings.backlog)  # a client that reads the line below may connect at once
     http = asyncio.create_task(server.serve(sockets=[listening]))
     report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
-    url = f"{'http' if config.tls is None else 'https'}://{host}:{port}"
+    url = f"{'https' if tls else 'http'}://{host}:{port}"
     print(f"rubato: serving at {url}", flush=True)
     _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
-
     await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
     app.state.draining = True
     if not cluster.dead.is_set() and not http.done():
@@ -208,25 +208,16 @@ def _bind(config: Config) -> ListeningSocket:
 
 
 def _tls(config: Config) -> dict[str, Any]:
-    """Under uvicorn's names."""
+    """Under uvicorn's names. Raises ConfigError before the model is loaded, and asks no terminal for a password."""
     if config.tls is None:
         return {}
-    settings = {"ssl_certfile": config.tls.cert, "ssl_keyfile": config.tls.key}
-    if config.tls.key_password is not None:
-        settings["ssl_keyfile_password"] = config.tls.key_password.get_secret_value()
-    return settings
-
-
-def _check_tls(config: Config) -> None:
-    """Raises ConfigError before the model is loaded, and asks no terminal for a password."""
-    if config.tls is None:
-        return
     password = config.tls.key_password.get_secret_value() if config.tls.key_password else ""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls.cert, config.tls.key, lambda: password)
     except (OSError, ssl.SSLError) as error:
         why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or "unreadable"
         raise ConfigError(f"tls: {config.tls.cert} and {config.tls.key} cannot be used ({why})") from None
+    return {"ssl_certfile": config.tls.cert, "ssl_keyfile": config.tls.key, "ssl_keyfile_password": password or None}
 
 
 # --------------------------------------------------------------------------- from a configuration
@@ -258,8 +249,8 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
 
 
 def _check_named(config: Config) -> None:
-    """Raises ConfigError where settings of the policy or its router name a tier that no request can be of (the part's
-    `tier_names`), and PolicyError as `load`."""
+    """Raises ConfigError where settings of the policy or its router (`tier_names`) name a tier that no request can
+    have, and PolicyError as `load`."""
     policy, router = config.policy, config.router
     parts = {
         "policy": load(policy.name, policy.settings),
@@ -297,13 +288,6 @@ def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Clust
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
     makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, options, resources=resources, step_timeout=config.step_timeout_seconds)
-
-
-def _leave_ray() -> None:
-    """End the Ray that was started here, or leave the one that was joined."""
-    import ray
-
-    ray.shutdown()
 
 
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:

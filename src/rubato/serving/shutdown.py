@@ -16,7 +16,7 @@ from math import inf
 from types import FrameType
 
 from rubato.core.clock import WallClock
-from rubato.serving.log_writer import LogWriter
+from rubato.serving.logs import LogWriter
 
 CLOSE_SECONDS = 9.0  # from the end of the drain to that of the process: the manual promises 10
 LOG_SECONDS = 0.5  # for the last lines of the log to be taken

@@ -24,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Everything about one answer that its tokens do not change. `created` in Unix seconds; requests: one a choice,
-    of as many prompts as it has; otherwise they differ in id, seed and room for output only."""
+    """Everything about one answer that its tokens do not change. `created` in Unix seconds; requests: one for each
+    choice of each prompt; choices of one prompt differ only in id, seed and room for output."""
 
     id: str
     kind: Literal["chat", "text"]
@@ -50,7 +50,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one choice said, or what of it is new."""
+    """The text of one choice, or the new part."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()
@@ -132,8 +132,8 @@ class Chunks:
         return self._finish(index, end) + self._tail(index, end.output)
 
     def end(self, index: int, ends: Sequence[Finished], cached: int) -> bytes:
-        """The finish reason of the last choice to end, the usage if asked for, and on whichever of the two is last
-        the tier served and the verdict."""
+        """The finish reason of the last choice to end, then the usage if asked for; the last of these carries the tier
+        served and the verdict."""
         request, output = self._form.request, ends[index].output
         verdict = {"service_tier": served_tier(request, ends), "rubato": report(request, ends)}
         about = b"," + orjson.dumps(verdict)[1:-1]

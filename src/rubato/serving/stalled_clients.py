@@ -27,8 +27,8 @@ CHECKS = 4  # looks per stall_seconds
 BYTES_ACKED = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
 MOST_HEAD = 64 << 10  # bytes of a request line with its headers; of a chunk's extensions; of trailers
 PIECE = 4096  # bytes given to the parser at a time, and by how much a head may exceed MOST_HEAD unseen
-# Bytes of a body per second, in each stretch of stall_seconds (and a look: four fifths of it may pass). The slowest
-# mobile networks bring several times that; max_body_bytes over it bounds how long a descriptor is held (4 MiB: 85 min).
+# Bytes of a body per second, in each stretch of stall_seconds (or up to a quarter longer, the time between two looks).
+# The slowest mobile networks bring more; max_body_bytes over it bounds how long a descriptor is held (4 MiB: 85 min).
 LEAST_RATE = 1024
 # Bytes read and dropped after an answer that did not wait for the body. Closing while they come would reset the
 # connection, and many clients look for the answer only when all is sent: these are four of the largest by default.
@@ -151,14 +151,14 @@ class _StallGuard(HttpToolsProtocol):
             self.server_state.total_requests += 1
 
     def timeout_keep_alive_handler(self) -> None:
-        # A process that was stopped finds its timers due beside requests that came meanwhile, in time.
+        # After a process was stopped, its timers are due though requests came meanwhile, in time.
         waiting = select.poll()
         waiting.register(self._descriptor, select.POLLIN)
         if not waiting.poll(0):
             super().timeout_keep_alive_handler()
 
     def close_when_read(self) -> None:
-        """Close, where half a request is left only when the client had time to read what was written."""
+        """Close; where half a request is unread, only once the client has had time to read what was written."""
         if self._part == "body" and self._dropped is None and not self.transport.is_closing():
             self._linger()
         elif self._dropped is None:

@@ -91,7 +91,7 @@ class SimulatedHost:
         self.replica = Replica(
             id, engine.limits, latency, replica_options, supports=supports, counts=host_options.counts, tokens=tokens,
             clock=clock, decodes=self._set_milestone, ended=host_options.ended,
-            output_ids=None if tokens else _output_ids,
+            output_ids=None if tokens else lambda first, after: [(n + 1) % 256 for n in range(first, after)],
         )  # fmt: skip
         self._steps = self.replica.steps
         self._pool = self.replica.pool
@@ -431,8 +431,3 @@ class SimulatedHost:
     def clear(self) -> None:
         """It is in reference cycles: what it holds would wait for collection."""
         self.replica.log.clear()
-
-
-def _output_ids(first: int, after: int) -> list[int]:
-    """Ids of a request's output tokens, as the engine has them."""
-    return [(n + 1) % 256 for n in range(first, after)]

@@ -8,7 +8,7 @@ What a policy may not know (`truth`, `pauses`, `acceptances`) stays out of the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, repeat
@@ -76,11 +76,6 @@ class Arrival:
     def outputs(self) -> tuple[int, ...]:
         """True output tokens of each stage."""
         return tuple(part.output for part in self.parts) or (self.output_tokens,)
-
-    def with_outputs(self, change: Callable[[int], int]) -> Arrival:
-        """The same request with other output tokens of each stage."""
-        parts = tuple(replace(part, output=change(part.output)) for part in self.parts)
-        return replace(self, parts=parts, output_tokens=sum(map(change, self.outputs)))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rubato.workloads.prompts import TEXTS
 from rubato_torch import Engine
 from rubato_torch.drafters import Draft, Wanted
 from rubato_torch.tokenizer import Text
+from tests import integrity
 
 DEEP, WIDE = 4, 3
 CHUNKS = (1, 3, 8, 50)
@@ -131,7 +132,7 @@ class Harness:
             assert self.steps < 2000
             self._step(float(self.steps), preempt, cancel)
             check()
-        self.replica.check_integrity()
+        integrity.check(self.replica)
         assert self.replica.kv.free == self.replica.kv.total
 
     def _step(self, now: float, preempt: float, cancel: str) -> None:

@@ -118,9 +118,9 @@ class Engine:
     """`latency` gives each step's time, times a lognormal factor of relative spread `noise` from its own stream.
 
     lengths: request id -> output tokens of each stage (the truth, hidden from policies); an id that is not there runs
-    to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, which are looked
-    for in the words it is given, one token a word: the same for all requests. link: what moving KV here costs.
-    drafter: None = this engine does not speculate. start_seconds: of loading weights.
+    to its max_tokens. A request never goes beyond its max_tokens, nor its stop ids and stop strings, looked for in the
+    engine's words, one per token, the same for all requests. link: what moving KV here costs. drafter: None = this
+    engine does not speculate. start_seconds: of loading weights.
     """
 
     supports = frozenset({"chunked", "preempt", "mixed", "kv_transfer"})
@@ -174,7 +174,7 @@ class Engine:
                 seq.stop.add(WORDS[number % len(WORDS)])
 
     def place(self, request: Request, stage: int, output: int, total: int) -> None:
-        """A sequence that a batch will mention is so far: `output` tokens of this stage are out, `total` of all."""
+        """Where a sequence of a coming batch stands: `output` tokens of this stage are out, `total` of all."""
         seq = self._seqs.get(request.id)
         if seq is None:
             self.add(request)
@@ -221,7 +221,7 @@ class Engine:
         self._seqs.clear()
 
     def _emit(self, seq: _Progress, entry: Entry) -> Emitted:
-        """What the step brought: one token, and before it what of the verified ones was right."""
+        """What the step brought: the verified tokens that were right, then one more."""
         request = seq.request
         lengths = self._lengths.get(request.id)
         if entry.verify:
@@ -311,8 +311,8 @@ def _drafting(deep: Mapping[tuple[int, int], tuple[int, int]], step: int) -> Sha
 
 
 def _stopped(seq: _Progress, out: Emitted) -> Emitted:
-    """`out` with what of its text is final by now, cut after the token that is one of the request's stop ids or that
-    completes a stop string; neither of these is said."""
+    """`out` with the final part of its text, cut after the token that is one of the request's stop ids or that
+    completes a stop string; the text has neither."""
     stop = seq.stop or StopText(())
     text, found, tokens = "", False, 0
     while tokens < out.tokens and not found:
@@ -331,7 +331,7 @@ def _stopped(seq: _Progress, out: Emitted) -> Emitted:
 
 
 def _ended(seq: _Progress, out: Emitted, lengths: Sequence[int] | None) -> Emitted:
-    """`out`, already counted in `seq`, with what it is the end of."""
+    """`out`, already counted in `seq`, marked with the end that it reaches."""
     if seq.total >= seq.request.sampling.max_tokens:
         return out._replace(finish="length")
     if lengths is None or seq.output < lengths[seq.stage]:
@@ -344,7 +344,7 @@ def _ended(seq: _Progress, out: Emitted, lengths: Sequence[int] | None) -> Emitt
 
 
 def _logprobs(token: int, wanted: int | None) -> tuple[Logprob, ...]:
-    """As of a model that finds each of its words as likely as the next."""
+    """As of a model for which all its words are equally likely."""
     if wanted is None:
         return ()
     each = -log(len(WORDS))

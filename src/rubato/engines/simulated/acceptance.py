@@ -1,9 +1,9 @@
 """Which drafted tokens turn out right, where there is neither drafter nor model: one random process a request.
 
-For every output token of a request it is drawn how sure the drafter is of its first choice (c) and which of its choices
-is the target's: choice j (from 0) with probability c·(1-c)^j. A chain's tokens are right one by one with probability
-alpha, so that sl tokens verified bring Acc(sl) = (1-alpha^sl)/(1-alpha); a tree's path
-probabilities are what really happens. Draws depend on seed, request and position alone: no policy can shift them.
+For every output token of a request two things are drawn: how sure the drafter is of its first choice (c), and which of
+its choices is the target's: choice j (from 0) with probability c·(1-c)^j. A chain's tokens are right one by one with
+probability alpha, so that sl tokens verified bring Acc(sl) = (1-alpha^sl)/(1-alpha); a tree's path probabilities are
+what really happens. Draws depend on seed, request and position alone: no policy can shift them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Process:
 
     def accept(self, position: int, draft: Draft, verify: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Of the verified nodes, those that agree with the target from output token `position` on, and how many tokens
-        were tried, the place where all that was offered was wrong included."""
+        were tried, including the place where all offered ones were wrong."""
         accepted: list[int] = []
         while True:
             node = accepted[-1] if accepted else -1
@@ -111,7 +111,7 @@ class Draft:
 
 
 def _beam(sure: Sequence[float], width: int) -> Draft:
-    """The draft where the drafter is so sure of its first choice, at each depth."""
+    """The draft, given how sure the drafter is of its first choice per depth."""
     parents: list[int] = []
     paths: list[float] = []
     choices: list[int] = []

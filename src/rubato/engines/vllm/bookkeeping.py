@@ -1,4 +1,4 @@
-"""What decides and what keeps the books inside vLLM: the policy, its view, its events, its latency model.
+"""The parts that decide and record inside vLLM: the policy, its view, its events, its latency model.
 
 No vLLM code is called here, so that this is the same whichever of vLLM's schedulers carries the plans out.
 """

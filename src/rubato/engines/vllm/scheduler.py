@@ -41,11 +41,11 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
         self._chunks: dict[str, int] = {}  # request id -> tokens, of the plan being carried out
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # (client, its last word) not sent yet
-        # The policy admits: what vLLM would hold back from it is given to it.
+        # The policy admits: it is shown also what vLLM would hold back.
         self.scheduler_reserve_full_isl = False
         self.kv_cache_manager.watermark_blocks = 0
         if not self.use_v2_model_runner:
-            # Its batch has room for `max_num_seqs` sequences, and those that sit a step out take none of it: as many
+            # Its batch has room for `max_num_seqs` sequences, and those that miss a step take none of it: as many
             # as there are KV blocks may be running, and `limits.max_num_seqs` bounds the batch.
             self.max_num_running_reqs = self.max_num_active_reqs = self._kv_blocks()
         self.rubato = PolicyDriver(settings_of(self.vllm_config.additional_config), self._limits())

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refu
 def request_of(own: Any, arrival: float) -> Request:
     """What a vLLM request asks for, in our terms. arrival: seconds of our clock.
 
-    Raises ValueError, as a sentence for the client, for a contract that cannot be.
+    Raises ValueError, with a sentence for the client, for an invalid SLO.
     """
     params = own.sampling_params
     if params is None:
@@ -114,7 +114,7 @@ class VllmSeq(Seq):
         return int(own.num_tokens + own.num_output_placeholders)
 
     @property  # type: ignore[misc]  # vLLM sets it
-    def cached(self) -> int:  # type: ignore[override]  # vLLM sets it
+    def cached(self) -> int:
         return self.look_up().tokens if self.waiting else int(self.own.num_computed_tokens)
 
     @property
@@ -132,7 +132,7 @@ class VllmSeq(Seq):
         return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
 
     @property  # type: ignore[misc]  # vLLM sets it
-    def in_flight(self) -> int:  # type: ignore[override]  # vLLM sets it
+    def in_flight(self) -> int:
         return int(self.own.num_in_flight_tokens)
 
     def look_up(self) -> Hit:

@@ -145,13 +145,8 @@ class _Kernels:
     def _allreduce(self, tokens: int) -> float:
         if self.gpus == 1:
             return 0.0
-        return self._ask(
-            self._ops.CustomAllReduce("ar", 1, self.dims.hidden, self.gpus),
-            is_context=True,
-            batch_size=1,
-            s=tokens,
-            x=tokens,
-        )
+        op = self._ops.CustomAllReduce("ar", 1, self.dims.hidden, self.gpus)
+        return self._ask(op, is_context=True, batch_size=1, s=tokens, x=tokens)
 
     def _elementwise(self, tokens: int) -> float:
         """Two norms that read and write activation and residual, and the activation of the feed-forward block."""

@@ -73,9 +73,8 @@ def made(model: str, gpu: str, gpus: int = 1) -> Profile:
         raise ValueError(
             f"the dimensions of {model!r} are not known by name{nearest(model, MODELS)}; give its config.json"
         )
-    return composed(
-        name_of(model, gpu, gpus), MODELS[model], gpu, gpus, VLLM_HOST if model not in DRAFTERS else DRAFT_HOST
-    )
+    host = DRAFT_HOST if model in DRAFTERS else VLLM_HOST
+    return composed(name_of(model, gpu, gpus), MODELS[model], gpu, gpus, host)
 
 
 def composed(name: str, model: Known, gpu: str, gpus: int, host: Host = VLLM_HOST) -> Profile:

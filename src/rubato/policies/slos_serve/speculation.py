@@ -88,15 +88,12 @@ def best_lengths(
 def _at(seconds: float, tiers: Sequence[Tier], time2bs: Callable[[float, int], int], longest: int) -> Lengths | None:
     """The smallest lengths whose decodes keep up with batches of so many seconds."""
     verified = [keeping_up(tier.tpot, tier.acceptance, seconds, longest) for tier in tiers]
-    if any(_lasts(tier, n) < seconds * (1.0 - CLOSE) for tier, n in zip(tiers, verified, strict=True)):
+    lasts = [tier.tpot * expected(tier.acceptance, n) for tier, n in zip(tiers, verified, strict=True)]
+    if min(lasts) < seconds * (1.0 - CLOSE):
         return None
     cost = sum(tier.count * n for tier, n in zip(tiers, verified, strict=True))
     left = time2bs(seconds, max(verified) - 1) - cost
     return Lengths(tuple(verified), seconds, left) if left >= 0 else None
-
-
-def _lasts(tier: Tier, length: int) -> float:
-    return tier.tpot * expected(tier.acceptance, length)
 
 
 def _rank(lengths: Lengths, tiers: Sequence[Tier]) -> tuple[float, int]:
@@ -176,7 +173,11 @@ class Drafts:
         self.able = self.most > 0 and "draft" in view.supports
         if self.able:
             self.accepted.follow(view.running)
-            self.drafted = {s.id: _verifiable(s) for s in view.running if s.draft is not None}
+            self.drafted = {  # not beyond its end, as far as that is known
+                s.id: min(len(s.draft.parents), max(0, ceil(remaining_output(s)) - 1))
+                for s in view.running
+                if s.draft is not None
+            }
 
     def entries(self, demands: Sequence[Demand], plan: SpeculationPlan | None = None) -> list[Demand]:
         """The demands as entries of verified tokens, by a plan or the one in force."""
@@ -269,8 +270,3 @@ class Drafts:
         if drafting := [given.seq for given in work if given.draft is not None]:
             known = view.known
             self._seen.update((id, known[id].length) for id in drafting)
-
-
-def _verifiable(seq: SeqView) -> int:
-    """Drafted tokens that are not beyond its end, as far as that is known."""
-    return min(len(seq.draft.parents), max(0, ceil(remaining_output(seq)) - 1)) if seq.draft is not None else 0

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rubato.core.clock import least_seconds
+from rubato.core.clock import measured
 
 LAYOUT_ROWS = 256  # that oneDNN's layout is chosen for; one layout serves all batch sizes (measured, 1 to 1,400 rows)
 TRIAL_ROWS = 64  # a product of so many rows decides: with and without BF16 instructions the two are twice apart there
@@ -121,10 +122,15 @@ def _trial(weight: Tensor, forms: Sequence[Form]) -> list[float]:
     torch.set_num_threads(1)
     try:
         x = torch.ones(TRIAL_ROWS, weight.shape[1], dtype=weight.dtype)
-        made = [form(weight) for form in forms]
-        return least_seconds([lambda linear=linear: linear(x) for linear in made], TRIAL_RUNS)  # type: ignore[misc]
+        return least_seconds([form(weight) for form in forms], x)
     finally:
         torch.set_num_threads(threads)
+
+
+def least_seconds(linears: Sequence[Linear], x: Tensor) -> list[float]:
+    """Of a product with each of these, run in turn: the first round does not count."""
+    rounds = [[measured(partial(linear, x))[1].wall for linear in linears] for _ in range(TRIAL_RUNS + 1)]
+    return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
 def onednn_takes_bfloat16() -> bool:
