@@ -358,11 +358,11 @@ def test_the_connection_that_owes_a_head_for_longest_gives_way() -> None:
 def test_an_unfinished_body_gives_way_last_and_a_request_being_served_never(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(book: Connections, visit: Callable[[], Awaitable[Any]]) -> None:
         first, second = await visit(), await visit()
-        before, after = book._open
+        before = next(iter(book._open))
         book.owes(before, "body")
         third = await visit()
         assert await second.read() == b""  # it came later, but owes a head
-        book.owes(after, None)  # the third's: descriptors are given again
+        book.owes([*book._open][-1], None)  # the third's, whatever its descriptor is
         fourth = await visit()
         assert await first.read() == b""
         for descriptor in list(book._open):
