@@ -229,8 +229,8 @@ def _engine_class(kind: str) -> Any:
 
 
 def _class(what: str, kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What is `known` as `kind`, or the class `name` of the module `kind`. Raises ConfigError for a module that is not
-    there or has no such class."""
+    """The class that `known` has under `kind`; else `kind` is a dotted module, and its class `name` is taken. Raises
+    ConfigError for a module that is not there or has no such class."""
     if kind in known:
         return known[kind]
     if "." not in kind:

@@ -12,8 +12,8 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Wraps the imports of what the extra `name` installs. what: the subject of the message, which needs them. If two
-    are nested, the outer one is named. Raises MissingExtra."""
+    """Put around imports: where one fails, MissingExtra is raised, saying that `what` needs the extra `name`. Of two
+    nested ones the outer is named."""
     try:
         yield
     except ImportError as error:

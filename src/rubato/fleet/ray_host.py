@@ -37,8 +37,8 @@ STAYS = "KV does not move between Ray actors yet: run policies that hand request
 Made = tuple[Engine, LatencyModel]
 
 HEARTBEAT = 1.0  # seconds after which a replica reports though nothing has happened
-# Seconds without a report after which a replica is lost. Steps run beside its event loop, so only what holds Python's
-# lock, such as a compilation or an import, keeps it silent: 10 s is more than any of these, and clients still wait.
+# Seconds without a report after which a replica is lost. Steps run in threads beside the event loop that reports, so
+# only what holds Python's lock (a compilation, an import) can delay a report: for less than 10 s.
 SILENT = 10.0
 CLOSE = 2.0  # seconds that a replica has to end by itself: SIGTERM must not take long
 

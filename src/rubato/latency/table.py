@@ -143,7 +143,7 @@ def _solve(at: Array, seconds: Array, axes: list[Array]) -> Array:
 
 
 def _isotonic(grid: Array, weights: Array) -> Array:
-    """The table closest to `grid` that falls along neither axis: projected on each in turn (Dykstra's algorithm)."""
+    """The table closest to `grid` (least squares) whose rows and columns never fall, by Dykstra's projections."""
     now, off_rows, off_columns = grid, np.zeros_like(grid), np.zeros_like(grid)
     for _ in range(PROJECTIONS):
         given = now + off_rows

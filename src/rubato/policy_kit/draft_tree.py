@@ -4,8 +4,8 @@ Each of n requests has a tree of candidates after its last token, the root, whic
 right with probability f(v), the product along its path, so verifying a set of nodes with all their parents gives
 1 + Σ f tokens on average. A step verifies B nodes in all, roots included.
 
-Nodes are ranked by (f desc, depth asc, order of requests, node id). As f never rises along a path, no node comes before
-its parent: a request's first k nodes in the ranking always form a tree, and only k is to be chosen.
+Nodes are ranked by (f desc, depth asc, order of requests, node id). f never rises along a path: a parent precedes
+its children: the first k nodes of a request in the ranking are a tree for every k, and only k is to be chosen.
 
 The printed pseudocode has slips, corrected here: Algorithm 2 adds the path's product to what is expected, not the last
 factor (line 15); both stop when B is spent (`B >= 0` would overspend by one). Algorithm 1, which knows f, is among the

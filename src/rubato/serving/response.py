@@ -101,8 +101,8 @@ class ResponseEvents:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens whose KV was there when each prompt's first choice began: the prefix cache's doing. KV of its
-        prompt that the other choices find does not count."""
+        """Prompt tokens that the prefix cache held, summed over prompts, each counted when its first choice begins: the
+        other choices find their prompt's KV anyway."""
         return sum(self.parts[at].cached or 0 for at in self._firsts)
 
     async def ready(self) -> None:

@@ -156,7 +156,7 @@ def categories(unloaded: float, shares: Sequence[float] = (0.6, 0.2, 0.2), outpu
 
 
 # Fig. 13 has no numbers: 1,445 requests in 360 s, chat highest at 60-90 s, code at 180-210 s, summaries at 270-300 s.
-# Levels (ours): each category's own rate in the rest of the time is 1, in its peak 5.
+# Ours: in its peak a category has five times its usual rate of requests.
 PEAKS = ((0.0, (1, 1, 1)), (60.0, (1, 5, 1)), (90.0, (1, 1, 1)), (180.0, (5, 1, 1)), (210.0, (1, 1, 1)),
          (270.0, (1, 1, 5)), (300.0, (1, 1, 1)))  # fmt: skip
 PEAKS_PERIOD = 360.0

@@ -3,8 +3,8 @@
 docs/slos-serve.md says when to use it, what it gains and where it differs from the paper.
 
 Admission. New requests are decided at the next step (or when there are `decision_threshold` of them, or after
-`decision_interval`): `admission.admit` chooses the set of the greatest value that leaves all admitted ones in time, by
-deadlines (`token_budget`), memory (`batch_builder.blocks_at_end`: prompt and whole output) and places in a batch. A
+`decision_interval`): `admission.admit` chooses the set of the greatest value with which all admitted ones meet their
+deadlines (`token_budget`), fit in memory (`batch_builder.blocks_at_end`: prompt and whole output) and in a batch. A
 declined request is demoted to best effort, or refused if its client asked for that; it is tried again as long as it
 could still be in time. Between admissions the scheduler keeps the admitted requests and the grid of batches on which
 they were admitted: how many batches of how many seconds. Each step takes entries by deadline, one token of each decode
