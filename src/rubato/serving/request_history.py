@@ -7,7 +7,7 @@ A fold over events. Kept: every request in flight, and the last `KEEP` ended.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -35,6 +35,7 @@ from rubato.serving.slo_report import in_ms, ms, verdict
 
 KEEP = 1000  # requests that have ended, all choices of one counted as one
 MOST_STEPS = 256  # entries of one request's history; a run of tokens is one
+TIMES = ("at", "until")  # of a step, in seconds; worked out in milliseconds only where it is shown
 # What a request waits for from the event on; its first work ends the wait.
 HELD, QUEUE, PREEMPTED, LOST = "held before a replica", "queue of a replica", "preempted", "replica lost"
 TRANSFER = "KV on its way to another replica"
@@ -169,12 +170,12 @@ def _tokens(record: RequestRecord, event: Tokens) -> None:
     if last["event"] != "tokens" or last["stage"] != event.stage:
         last = _add(record, event, {"stage": event.stage, "tokens": 0})
     last["tokens"] += event.tokens
-    last["until_ms"] = ms(event.at - record.request.arrival)
+    last["until"] = event.at
 
 
 def _add(record: RequestRecord, event: Event, about: dict[str, Any]) -> dict[str, Any]:
     """One more step, returned. The first and the last of a long history are kept."""
-    step = {"at_ms": ms(event.at - record.request.arrival), "event": type(event).__name__.lower(), **about}
+    step = {"at": event.at, "event": type(event).__name__.lower(), **about}
     record.steps.append(step)
     if len(record.steps) > MOST_STEPS:
         del record.steps[MOST_STEPS // 2]
@@ -246,9 +247,14 @@ def _choice(record: RequestRecord, views: Sequence[View], now: float, *, fair: b
         ],
         "best_effort_ms": ms(until - arrival) if record.request.best_effort else ms(demoted),
         "verdict": None if record.end is None else verdict(record.end),
-        "events": record.steps,
+        "events": [_step(step, arrival) for step in record.steps],
         "events_left_out": record.left_out,
     }
+
+
+def _step(step: Mapping[str, Any], arrival: float) -> dict[str, Any]:
+    """With its times in milliseconds since arrival."""
+    return {f"{k}_ms" if k in TIMES else k: ms(v - arrival) if k in TIMES else v for k, v in step.items()}
 
 
 def _state(record: RequestRecord) -> str:
