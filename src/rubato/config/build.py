@@ -134,13 +134,10 @@ def token_drafter_of(config: Config) -> object | None:
             f"engine.drafter is {asked!r}, which is for simulated engines: engine {config.engine.name!r} drafts with "
             f"{', '.join(DRAFTERS)}, or a module of yours with a class Drafter"
         )
-    if "." in name:
-        cls = _class("engine.drafter", name, "Drafter", DRAFTERS)
-    elif name in DRAFTERS:
-        module, of = DRAFTERS[name]
-        cls = getattr(importlib.import_module(module), of)
-    else:
+    module, of = DRAFTERS.get(name, (name, "Drafter"))
+    if "." not in module:
         raise ConfigError(f"engine.drafter: unknown drafter {name!r}{nearest(name, DRAFTERS)}")
+    cls = _class("engine.drafter", module, of, {})
     made = _construct(f"engine.drafter {name!r}", cls, settings, list(inspect.signature(cls).parameters))
     if lacking := [part for part in ("draft", "verified", "forget") if not callable(getattr(made, part, None))]:
         raise ConfigError(f"engine.drafter: class Drafter of {name} lacks {', '.join(lacking)}")

@@ -44,8 +44,7 @@ def served(config: Mapping[str, Any], log: Path) -> Iterator[tuple[str, int]]:
     except BaseException:
         _stop(process)
         raise
-    status = _stop(process)
-    if status != 0:
+    if status := _stop(process):
         raise ServerError(f"the server ended with status {status}:\n{_tail(log)}")
 
 

@@ -150,10 +150,7 @@ def grant(tiers: Tiers, headers: Mapping[str, str], service_tier: str | None, bo
 
 def _first(*slos: SLO) -> SLO:
     """In each dimension, the value of the first of them that states one."""
-    stated: dict[str, float] = {}
-    for slo in reversed(slos):
-        stated |= slo.promised
-    return SLO(**stated)
+    return SLO(**{name: seconds for slo in reversed(slos) for name, seconds in slo.promised.items()})
 
 
 def from_headers(headers: Mapping[str, str]) -> SLO:
