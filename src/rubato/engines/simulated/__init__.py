@@ -25,6 +25,7 @@ from rubato.latency import profiles
 from rubato.latency.with_drafter import without_drafts
 
 WORDS = ("so ", "la ", "ti ", "do ", "re ", "mi ", "fa ", "sol ")
+IDS = 256  # token ids: that of output token n, counted from 1, is n modulo so many
 
 
 class ByteText:
@@ -229,7 +230,7 @@ class Engine:
             seq.draft = None
         else:
             token = seq.total + 1
-            ids = (token % 256,)
+            ids = (token % IDS,)
             out = Emitted(1, WORDS[token % len(WORDS)], ids, logprobs=_logprobs(ids[0], request.sampling.logprobs))
         if request.sampling.stop or request.sampling.stop_ids:
             out = _stopped(seq, out)
@@ -253,8 +254,8 @@ class Engine:
         return Emitted(
             len(numbers),
             "".join(WORDS[n % len(WORDS)] for n in numbers),
-            tuple(n % 256 for n in numbers),
-            logprobs=tuple(lp for n in numbers for lp in _logprobs(n % 256, sampling.logprobs)),
+            tuple(n % IDS for n in numbers),
+            logprobs=tuple(lp for n in numbers for lp in _logprobs(n % IDS, sampling.logprobs)),
             tried=tried,
             accepted=accepted,
         )
