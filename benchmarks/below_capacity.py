@@ -20,13 +20,14 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from slos_serve_live import TRY_SECONDS, found
+from slos_serve_live import TRY_SECONDS, found, loads
 
 from rubato.demo import runs as demo
 from rubato.demo.progress import Progress
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, attainment_over_seeds, over_seeds
 from rubato.measure.records import BenchResult
+from rubato.planning.sweep import percent
 from rubato_torch import bundled_model
 
 VLLM = PolicyChoice("vllm")
@@ -46,9 +47,8 @@ def row(policy: str, times: float, seed: int, run: BenchResult) -> dict[str, Any
     }
 
 
-def shown(estimate: Estimate, digits: int = 2, by: float = 1.0) -> str:
-    value, low, high = (f"{by * v:.{digits}f}" for v in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]"
+def shown(estimate: Estimate) -> str:
+    return f"{estimate.value:.2f} {estimate.interval('{:.2f}'.format)}"
 
 
 def told(rows: Sequence[Mapping[str, Any]], policy: str) -> str:
@@ -60,8 +60,7 @@ def told(rows: Sequence[Mapping[str, Any]], policy: str) -> str:
     for times in dict.fromkeys(r["times"] for r in rows):
         base, ours = ([r for r in rows if r["times"] == times and r["policy"] == p] for p in (VLLM.label, policy))
         attained = [
-            shown(attainment_over_seeds([r["met"] for r in own], [r["offered"] for r in own]), 1, 100.0)
-            for own in (base, ours)
+            percent(attainment_over_seeds([r["met"] for r in own], [r["offered"] for r in own])) for own in (base, ours)
         ]
         e2e, ttft = (
             [shown(over_seeds([r[key] for r in own])) for own in (base, ours)] for key in ("mean_e2e", "ttft_p99")
@@ -86,8 +85,7 @@ def main() -> None:
         warm = stage.warm_up(args.seconds)
 
         def run(choice: PolicyChoice, rate: float, seconds: float, seed: int) -> BenchResult:
-            load = dataclasses.replace(stage, seed=seed).load(rate, seconds, warm.slos, warm.scale)
-            return stage.contest(choice.policy, choice.settings, warm, load)
+            return stage.contest(choice.policy, choice.settings, warm, loads(stage, warm, rate, seconds, seed))
 
         rate = args.rate or found(lambda r: demo.attained(run(VLLM, r, TRY_SECONDS, 0)), warm.rate, VLLM.label)
         print(f"vllm holds {rate:.2f}/s", flush=True)

@@ -103,8 +103,9 @@ def row(choice: PolicyChoice, seed: int, run: BenchResult) -> dict[str, Any]:
     }
 
 
-def loads(stage: Stage, warm: demo.WarmUp, rate: float, seconds: float, seed: int) -> Workload:
-    return dataclasses.replace(stage, seed=seed).load(demo.OVERLOAD * rate, seconds, warm.slos, warm.scale)
+def loads(stage: demo.Stage, warm: demo.WarmUp, rate: float, seconds: float, seed: int) -> Workload:
+    """What is offered at `rate`, the same for each policy."""
+    return dataclasses.replace(stage, seed=seed).load(rate, seconds, warm.slos, warm.scale)
 
 
 def told(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -144,7 +145,7 @@ def main() -> None:
         choices = [sarathi if name == "sarathi" else PolicyChoice.parse(name) for name in args.policy or POLICIES]
         rows = []
         for seed in range(1, args.seeds + 1):
-            load = loads(stage, warm, rate, args.seconds, seed)
+            load = loads(stage, warm, demo.OVERLOAD * rate, args.seconds, seed)
             for i in range(len(choices)):
                 choice = choices[(i + seed) % len(choices)]
                 run = stage.contest(choice.policy, choice.settings, warm, load)

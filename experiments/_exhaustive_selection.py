@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations, product
 
 from rubato.core.plan import Tree
-from rubato.policy_kit.draft_tree import check, enough, ranked, with_most_probable
+from rubato.policy_kit import draft_tree
 
 UNBOUND = 1 << 30  # n_max that never binds
 NOTHING = -1.0  # expected tokens where there is no such set
@@ -64,16 +64,16 @@ def optimal(trees: Sequence[Tree | None], needed: Sequence[float], budget: int) 
 
     `select` gives the same where this is not None and `most_nodes` does not bind.
     """
-    check(trees, needed)
-    ranking, own = ranked(trees)
+    draft_tree.check(trees, needed)
+    ranking, own = draft_tree.ranked(trees)
     left = budget - len(trees)
     if left < 0:
         return None
     chosen: list[int] = []
     for nodes, tokens in zip(own, needed, strict=True):
-        count = enough(nodes, tokens)
+        count = draft_tree.enough(nodes, tokens)
         if count > min(left, len(nodes)):
             return None
         chosen.append(count)
         left -= count
-    return with_most_probable(ranking, own, chosen, left)
+    return draft_tree.with_most_probable(ranking, own, chosen, left)
