@@ -45,7 +45,8 @@ def seen(
     running: list[Seq], waiting: tuple[Seq, ...] = (), *, latency: Linear | None = None, kv_free: int = 40,
     now: float = 0.0, limits: Limits = LIMITS,
 ) -> View:  # fmt: skip
-    return view(waiting, running, kv_free=kv_free, kv_total=40, limits=limits, latency=latency or Drafting(), now=now)
+    shown = view(waiting, running, kv_free=kv_free, kv_total=40, limits=limits, latency=latency or Drafting(), now=now)
+    return replace(shown, supports=frozenset({"draft", "tree"}))
 
 
 def verified(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -203,3 +204,10 @@ def test_smart_spec_verifies_and_drafts_as_many_for_all_as_bring_the_most(
 def test_settings_that_cannot_be_are_named(name: str, settings: dict[str, object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         load(name, settings)
+
+
+def test_where_chains_alone_are_verified_trees_have_one_leaf() -> None:
+    shown = seen([decode("a", 20)])
+    for supports, width in ((frozenset({"draft", "tree"}), 3), (frozenset({"draft"}), 1)):
+        plan = load("adaserve", {"verify_tokens": 512}).plan(replace(shown, supports=supports))
+        assert [w.draft[1] for w in plan.work if w.draft is not None] == [width]

@@ -28,7 +28,7 @@ class SpelledOut:
 
     def plan(self, view: View) -> Plan:
         plan = self.inner.plan(view)
-        check(plan, replace(view, supports=self.inner.needs), "under test")
+        check(plan, replace(view, supports=view.supports | self.inner.needs), "under test")
         return spelled_out(plan, view)
 
 

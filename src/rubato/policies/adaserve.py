@@ -11,7 +11,8 @@ pays. Equation 8 knows neither what a draft step costs nor what a token is worth
 tokens per second, if they are as good as those so far, or are left out. A request that needs more than its whole tree
 will likely bring is counted as needing nothing: it would be served first and still be late. With `verify_tokens` all of
 this is the paper's, but for the order: needs are capped at a step's most before they are sorted, so that requests
-beyond the cap come in order of start. n_max is the depth and the root; c1 and c2 are 0. Nodes take only KV that is
+beyond the cap come in order of start. n_max is the depth and the root; c1 and c2 are 0. On an
+engine that verifies chains only, as vLLM does, trees are of width 1. Nodes take only KV that is
 free. A request with an end-to-end SLO needs tokens at the even pace that meets it; best effort needs nothing.
 """
 
@@ -42,7 +43,8 @@ class Scheduler:
     equations 8 and 9, or of what pays (the authors' for Llama-70B: B1 512, B2 96, depths 4 to 8, widths to 3).
     prefill_chunk: prompt tokens of a step."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
+    needs: ClassVar[frozenset[str]] = frozenset({"chunked", "preempt", "mixed", "draft"})
+    uses: ClassVar[frozenset[str]] = frozenset({"tree"})
     verify_tokens: int = 0
     draft_tokens: int = 96
     min_depth: int = 1
@@ -82,7 +84,7 @@ class Scheduler:
         """(depth, width) of the next trees; None where nothing is to be drafted."""
         n = max(1, len(decodes))
         verify = self.verify_tokens or n * (self.max_depth + 1)  # or whatever any tree may need
-        bounds = self.min_depth, self.max_depth, self.max_width
+        bounds = self.min_depth, self.max_depth, self.max_width if "tree" in view.supports else 1
         depth, width = adaptive(n, verify, self.draft_tokens, 0, 0, *bounds)
         if self.verify_tokens:
             return (depth, width) if verify > n else None
