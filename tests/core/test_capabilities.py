@@ -6,7 +6,7 @@ import pytest
 
 from rubato.core.capabilities import CAPABILITIES, cure
 from rubato.engines import simulated
-from rubato.engines.vllm.bookkeeping import SUPPORTS
+from rubato.engines.vllm.policy_driver import SUPPORTS
 from rubato_torch import Engine as TorchEngine
 
 

@@ -12,7 +12,7 @@ from rubato.cli.main import parser as rubato_parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
-OTHERS = {"--no-async-scheduling", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
+OTHERS = {"--speculative-config", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:

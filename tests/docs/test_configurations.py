@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -13,8 +14,8 @@ from rubato.config.build import drafter_of, latency_of, link_of, simulation_limi
 from rubato.config.schema import Config, TenantSettings, load
 from rubato.core.clock import VirtualClock
 from rubato.engines.simulated import FREE
-from rubato.engines.vllm.bookkeeping import Settings, settings_of
 from rubato.engines.vllm.sequence import KEYS
+from rubato.engines.vllm.settings import Settings, settings_of
 from rubato.latency import profiles
 from rubato.serving import schemas
 from rubato.serving.errors import ApiError
@@ -119,7 +120,8 @@ def test_settings_and_keys_inside_vllm() -> None:
     assert set(column(page, "# Our schedulers inside vLLM")) == set(Settings.__dataclass_fields__)
     assert set(column(page, "## Stating an SLO")) == set(KEYS)
     (shell,) = blocks(page, "pip install")
-    assert "--no-async-scheduling" in shell.split()  # without it the plug-in does not start where there is a GPU
+    name, _, attribute = shell.split("--scheduler-cls ")[1].split()[0].rpartition(".")
+    assert callable(getattr(importlib.import_module(name), attribute))
     (given,) = re.findall(r"--additional-config '(.*)'", shell)
     assert settings_of(json.loads(given)).policy == "edf"
     (body,) = blocks(page, '{"model"')

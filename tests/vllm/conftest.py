@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 if find_spec("vllm") is None:
-    collect_ignore = ["test_hostile_requests.py", "test_outputs.py", "test_plans.py"]
+    collect_ignore = ["test_features.py", "test_hostile_requests.py", "test_outputs.py", "test_plans.py"]
 
 # vLLM's engine core in this process; nothing is fetched. Read when vllm is imported.
 os.environ.update(

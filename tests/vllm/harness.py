@@ -1,30 +1,33 @@
 """vLLM's scheduler with our plug-in and a model that is a formula: thousands of steps a second, on a clock of our own.
 
 What vLLM's engine core does in a step is done here: `schedule`, a result for each request that came to its last pending
-token, `update_from_output`.
+token, `update_from_output`; with a queue of batches that run (`step_with_batch_queue`) where there are several.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import copy
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import EngineArgs, SamplingParams
+from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Plan
-from rubato.engines.vllm.scheduler import RubatoScheduler
 from rubato.replica.plan_check import spelled_out
 from tests.doubles import Linear
 
@@ -32,7 +35,7 @@ STEP = Linear(fixed=0.01, per_token=0.001)
 
 
 @cache
-def engine_config(model: str) -> Any:
+def engine_config(model: str, speculative: str = "null") -> Any:
     """vLLM's configuration; `harness` changes copies of the parts it varies."""
     args = EngineArgs(
         model=model,
@@ -40,9 +43,16 @@ def engine_config(model: str) -> Any:
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,
-        scheduler_cls=RubatoScheduler,
+        scheduler_cls="rubato.vllm.Scheduler",
+        speculative_config=json.loads(speculative),
     )
     return args.create_engine_config()
+
+
+def with_v2_model_runner(model: Path, monkeypatch: Any) -> None:
+    """As if Triton were there, which it needs."""
+    engine_config(str(model))
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
 
 
 class Recording:
@@ -61,30 +71,52 @@ class Recording:
         assert len({s.id for s in [*view.waiting, *view.running]}) == len(view.waiting) + len(view.running)
         for seq in [*view.waiting, *view.running]:
             assert 0 < seq.pending <= seq.length
-            assert seq.own_blocks <= seq.blocks or seq in view.waiting
-            assert seq.in_flight == 0
+            # (with a drafter that has KV of its own, what it may yet need is taken off)
+            assert seq.own_blocks <= seq.blocks or seq in view.waiting or "draft" in view.supports
         self.plans.append(spelled_out(self.inner.plan(view), view))
         return self.plans[-1]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A batch that runs. sampled: of each request that it brings tokens, its place in the output and its drafts."""
+
+    output: Any
+    sampled: dict[str, tuple[int, list[int]]]
 
 
 @dataclass
 class Harness:
     """A scheduler under test. `out` holds each request's tokens, `ended` how often each was told to be over."""
 
-    scheduler: RubatoScheduler
+    scheduler: Any
     policy: Recording
+    depth: int = 1  # batches that run at once
     now: float = 0.0
     steps: int = 0
     scheduled: list[dict[str, int]] = field(default_factory=list)
+    verified: list[dict[str, int]] = field(default_factory=list)  # drafted tokens, of each step
     out: dict[str, list[int]] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, tuple[str, Any]] = field(default_factory=dict)
     exact: bool = True  # what is scheduled must be the plan
+    running: deque[Running] = field(default_factory=deque)
 
-    def add(self, id: str, prompt: Sequence[int], most: int, *, stop: str | None = None, **extra: Any) -> None:
+    def add(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        stop: str | None = None,
+        fields: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> None:
+        """fields: of vLLM's Request. extra: `vllm_xargs`."""
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, stop=stop, extra_args=extra or None)
-        hasher = get_request_block_hasher(self.scheduler.block_size, sha256)
-        request = Request(id, list(prompt), params, None, arrival_time=self.now, block_hasher=hasher)
+        hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
+        given: dict[str, Any] = {"sampling_params": params, "pooling_params": None, "block_hasher": hasher}
+        request = Request(id, list(prompt), arrival_time=self.now, **{**given, **(fields or {})})
         self.out[id] = []
         self.scheduler.add_request(request)
 
@@ -94,34 +126,61 @@ class Harness:
     def step(self) -> dict[str, int]:
         """One step; returns what was scheduled, after comparing it with the plan."""
         scheduler, plans = self.scheduler, len(self.policy.plans)
+        if self.running and not scheduler.has_requests():
+            self._complete(self.running.popleft())
+            return {}
         output = scheduler.schedule(False)
         counts = dict(output.num_scheduled_tokens)
         plan = self.policy.plans[-1] if len(self.policy.plans) > plans else Plan()
-        assert not self.exact or counts == {w.seq: w.tokens for w in plan.work}
+        assert not self.exact or counts == {w.seq: w.tokens + len(w.verify) for w in plan.work}
+        drafts = output.scheduled_spec_decode_tokens
+        assert not self.exact or {k: len(v) for k, v in drafts.items()} == {
+            w.seq: len(w.verify) for w in plan.work if w.verify
+        }
+        self.verified.append({id: len(tokens) for id, tokens in drafts.items()})
+        sampled = {}
+        for id in counts:
+            request = scheduler.requests[id]
+            if not request.is_prefill_chunk and request.pooling_params is None:
+                own = drafts.get(id, [])
+                sampled[id] = (request.num_computed_tokens - len(own) - request.num_prompt_tokens, own)
+        self.running.append(Running(output, sampled))
+        self.steps += 1
+        self.scheduled.append(counts)
+        if len(self.running) == self.depth or not (counts or scheduler.has_requests()):
+            self._complete(self.running.popleft())
+        self._check_blocks()
+        return counts
+
+    def _complete(self, batch: Running) -> None:
+        """A batch has run: its tokens, and the next drafts, where the engine core hands them over."""
+        scheduler, output = self.scheduler, batch.output
+        counts = output.num_scheduled_tokens
         self.now += STEP.fixed + STEP.per_token * sum(counts.values())
-        sampled = [self._sample(id) for id in counts]
         result = ModelRunnerOutput(
             req_ids=list(counts),
             req_id_to_index={id: i for i, id in enumerate(counts)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[self._sample(id, *batch.sampled[id]) if id in batch.sampled else [] for id in counts],
             logprobs=None,
             prompt_logprobs_dict={},
-            pooler_output=[],
+            pooler_output=[self._pooled(id) for id in counts],
         )
+        if scheduler.connector is not None:
+            result.kv_connector_output = scheduler.connector.worker(output)
         for core in scheduler.update_from_output(output, result).values():
             for one in core.outputs:
                 self.out[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
                     self.ended[one.request_id] += 1
                     self.reasons[one.request_id] = (str(one.finish_reason), one.stop_reason)
-        self.steps += 1
-        self.scheduled.append(counts)
-        self._check_blocks()
-        return counts
+        if scheduler.num_spec_tokens and counts and not scheduler.scheduler_config.async_scheduling:
+            ids = [id for id in batch.sampled if id in scheduler.requests]
+            most = output.num_spec_tokens_to_schedule
+            scheduler.update_draft_token_ids(DraftTokenIds(ids, [self._drafted(id, most) for id in ids]))
 
     def run(self, most: int = 20_000) -> None:
         """Until nothing is left."""
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests() or self.running:
             self.step()
             assert self.steps < most, "livelock"
 
@@ -131,13 +190,17 @@ class Harness:
         finished = [e for e in self.policy.events if isinstance(e, Finished)]
         assert len({e.id for e in finished}) == len(finished)
         scheduler = self.scheduler
-        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == scheduler.rubato.limits.kv_blocks
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not scheduler.requests
         assert not scheduler.rubato.seqs
         assert not scheduler.running
         assert not scheduler.waiting
-        assert not self.exact or scheduler.rubato.deviations == 0
+        assert not scheduler.kv_holding_waiting
+        assert not self.exact or not scheduler.rubato.deviations
+        assert not self.exact or not scheduler.rubato.faults
         assert scheduler.rubato.steps == self.steps
+        assert not self.running
         return {e.id: e for e in finished}
 
     def _check_blocks(self) -> None:
@@ -145,19 +208,40 @@ class Harness:
         manager = self.scheduler.kv_cache_manager
         holders: Counter[int] = Counter()
         for request in self.scheduler.requests.values():
-            held = manager.get_blocks(request.request_id).blocks[0]
-            holders.update(b.block_id for b in held)
-            for i in range(request.num_computed_tokens // self.scheduler.block_size if manager.enable_caching else 0):
-                assert held[i].block_hash is not None
-                assert get_block_hash(held[i].block_hash) == request.block_hashes[i]
+            groups = manager.get_blocks(request.request_id).blocks
+            holders.update(b.block_id for held in groups for b in held if not b.is_null)
+            done = request.num_computed_tokens - request.num_output_placeholders
+            named = manager.enable_caching and self.scheduler._kv.exact and request.status == RequestStatus.RUNNING
+            named = named and not self.scheduler.num_spec_tokens  # drafts that were right are named a step later
+            for i in range(done // self.scheduler.block_size if named else 0):
+                assert groups[0][i].block_hash is not None
+                assert get_block_hash(groups[0][i].block_hash) == request.block_hashes[i]
+        for _, blocks in self.scheduler.deferred_frees:  # which batches that run may still write
+            holders.update(b.block_id for b in blocks)
         pool = manager.block_pool
         assert {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt and not b.is_null} == holders
-        assert pool.get_num_free_blocks() == self.scheduler.rubato.limits.kv_blocks - len(holders)
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(holders)
 
-    def _sample(self, id: str) -> list[int]:
-        request = self.scheduler.requests[id]
-        done = request.num_computed_tokens >= request.num_tokens
-        return [token(id, request.num_output_tokens)] if done else []
+    def _sample(self, id: str, place: int, drafts: Sequence[int]) -> list[int]:
+        """The model's tokens from this place in the output on: as many as drafts are right, and one."""
+        request = self.scheduler.requests.get(id)
+        if request is not None and self.scheduler.num_spec_tokens:  # drafts in flight were counted as if all right
+            place = request.num_output_tokens
+        own = [token(id, place + i) for i in range(len(drafts) + 1)]
+        if -1 in drafts:  # known to the worker alone, with asynchronous scheduling
+            right = place % (len(drafts) + 1)
+        else:
+            right = next((i for i, drafted in enumerate(drafts) if drafted != own[i]), len(drafts))
+        return own[: right + 1]
+
+    def _pooled(self, id: str) -> Any:
+        request = self.scheduler.requests.get(id)
+        return torch.zeros(1) if request is not None and request.pooling_params is not None else None
+
+    def _drafted(self, id: str, most: int) -> list[int]:
+        """Drafts of what comes next, of which some at the beginning are right."""
+        place = self.scheduler.requests[id].num_output_tokens
+        return [token(id, place + i) + (i > place % (most + 1)) for i in range(most)]
 
 
 def token(id: str, position: int) -> int:
@@ -167,30 +251,38 @@ def token(id: str, position: int) -> int:
 
 def harness(
     model: object, policy: str, *, blocks: int, block: int = 16, tokens: int = 64, seqs: int = 8, prefix: bool = False,
-    settings: dict[str, Any] | None = None, wrap: Any = None,
+    settings: dict[str, Any] | None = None, wrap: Any = None, asynchronous: bool = False, depth: int = 0,
+    kv: Sequence[Any] = (), change: Callable[[Any], None] | None = None, rubato: dict[str, Any] | None = None,
+    speculative: dict[str, Any] | None = None,
 ) -> Harness:  # fmt: skip
-    """`blocks` blocks of KV that can be used, of `block` tokens; `tokens` and `seqs` in a batch."""
-    config = engine_config(str(model))
-    config.additional_config = {"rubato": {"policy": policy, "settings": settings or {}}}
+    """`blocks` blocks of KV that can be used, of `block` tokens; `tokens` and `seqs` in a batch. depth: batches that
+    run at once (2 with asynchronous scheduling, else 1). kv: the spec of each
+    group of layers (one of full attention). change: of vLLM's configuration."""
+    config = copy.deepcopy(engine_config(str(model), json.dumps(speculative)))
+    config.additional_config = {"rubato": {"policy": policy, "settings": settings or {}, **(rubato or {})}}
     config.cache_config.num_gpu_blocks = blocks + 1
     config.cache_config.block_size = block
     config.cache_config.enable_prefix_caching = prefix
     config.scheduler_config.max_num_seqs = seqs
     config.scheduler_config.max_num_batched_tokens = tokens
+    config.scheduler_config.async_scheduling = asynchronous
+    if change is not None:
+        change(config)
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    kv = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)])
-    scheduler = RubatoScheduler(
+    scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
-        kv_cache_config=kv,
+        kv_cache_config=KVCacheConfig(
+            blocks + 1, [], [KVCacheGroupSpec([f"layer{i}"], one) for i, one in enumerate(kv or [spec])]
+        ),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block,
+        block_size=block * config.parallel_config.decode_context_parallel_size,
         log_stats=True,
     )
     if wrap is not None:
         scheduler.rubato.policy = wrap(policy)
     recording = Recording(scheduler.rubato.policy)
     scheduler.rubato.policy = recording
-    made = Harness(scheduler, recording)
+    made = Harness(scheduler, recording, depth or config.max_concurrent_batches)
     scheduler.rubato.clock = scheduler.rubato.unix = lambda: made.now
     return made

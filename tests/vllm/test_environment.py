@@ -12,7 +12,7 @@ import pytest
 
 BEFORE = Path(sys.prefix) / "before-rubato.txt"
 RUBATO = {"rubato-llm", "orjson"}
-TESTS = {"pytest", "hypothesis", "iniconfig", "pluggy", "sortedcontainers"}
+TESTS = {"pytest", "pytest-xdist", "execnet", "hypothesis", "iniconfig", "pluggy", "sortedcontainers"}
 
 pytestmark = pytest.mark.skipif(not BEFORE.exists(), reason="not vLLM's environment: make test-vllm builds it")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,13 +13,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from llvmlite.binding import ffi
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rubato.core.events import Finished
-from rubato.engines.vllm.scheduler import RubatoScheduler
+from rubato.core.events import Event, Finished, Tokens
+from rubato.engines.vllm.scheduler import SyncScheduler
 
 CHANCE = "tests.vllm.random_plans"
+CHANCE_DRAFTS = "tests.vllm.random_drafts"
 BLOCK = 32  # vLLM's CPU attention takes multiples of it
 BUDGET = 64
 SCARCE = 9  # blocks: 288 tokens for twelve requests of up to 140
@@ -42,7 +45,7 @@ class Stock(Scheduler):  # type: ignore[misc]
         super()._preempt_request(*args, **kwargs)
 
 
-class Ours(Stock, RubatoScheduler):  # type: ignore[misc]
+class Ours(Stock, SyncScheduler):  # type: ignore[misc]
     """The plug-in, watched by the same code."""
 
 
@@ -52,11 +55,29 @@ class Result:
     preempted: int
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str | None] = field(default_factory=dict)
-    finished: list[Finished] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def finished(self) -> list[Finished]:
+        return [e for e in self.events if isinstance(e, Finished)]
+
+
+@pytest.fixture(autouse=True)
+def numba_may_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks into every loaded module's objects when it starts on a CPU, and llvmlite's answers to any name, even
+    to `__dict__`: with Numba loaded, as by an engine before in this process, vLLM 0.32 then stops."""
+    answers = ffi._lib_wrapper.__getattr__
+
+    def all_but_special(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answers(self, name)
+
+    monkeypatch.setattr(ffi._lib_wrapper, "__getattr__", all_but_special)
 
 
 @contextmanager
-def engine(model: Path, cls: type, dtype: str, **rubato: Any) -> Iterator[LLMEngine]:
+def engine(model: Path, cls: type, dtype: str, speculative: Any = None, **rubato: Any) -> Iterator[LLMEngine]:
     """An engine with little memory; both kinds of scheduler start prompts whose end does not fit yet."""
     made = LLMEngine.from_engine_args(
         EngineArgs(
@@ -72,6 +93,7 @@ def engine(model: Path, cls: type, dtype: str, **rubato: Any) -> Iterator[LLMEng
             enable_prefix_caching=False,
             scheduler_reserve_full_isl=False,
             scheduler_cls=cls,
+            speculative_config=speculative,
             additional_config={"rubato": rubato} if rubato else {},
         )
     )
@@ -83,18 +105,15 @@ def engine(model: Path, cls: type, dtype: str, **rubato: Any) -> Iterator[LLMEng
         gc.collect()
 
 
-def serve(made: LLMEngine, extra: dict[str, Any] | None = None) -> Result:
-    """Twelve requests, some of them while others run; their greedy tokens."""
+def serve(made: LLMEngine, extra: dict[str, Any] | None = None, allowed: Collection[str] = ()) -> Result:
+    """Twelve requests, some of them while others run; their greedy tokens. allowed: causes of deviations."""
     rng = Random(5)
     scheduler = made.engine_core.engine_core.scheduler
     result = Result(scheduler.batches, 0)
-    policy = scheduler.rubato.policy if isinstance(scheduler, RubatoScheduler) else None
+    policy = scheduler.rubato.policy if isinstance(scheduler, SyncScheduler) else None
     if policy is not None:
         observe = policy.observe
-        policy.observe = lambda events: (
-            result.finished.extend(e for e in events if isinstance(e, Finished)),
-            observe(events),
-        )
+        policy.observe = lambda events: (result.events.extend(events), observe(events))
     for i in range(12):
         prompt = [rng.randrange(3, 256) for _ in range(rng.randint(5, 100))]
         params = SamplingParams(temperature=0.0, max_tokens=rng.randint(5, 40), ignore_eos=True, extra_args=extra)
@@ -107,7 +126,8 @@ def serve(made: LLMEngine, extra: dict[str, Any] | None = None) -> Result:
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == SCARCE
     if policy is not None:
         scheduler.schedule()  # what happened since the last plan is observed before the next
-        assert scheduler.rubato.deviations == 0
+        assert scheduler.rubato.deviations.keys() <= set(allowed)
+        assert not scheduler.rubato.faults
     return result
 
 
@@ -187,10 +207,41 @@ def test_a_dropped_request_reaches_the_client_as_an_error(model: Path) -> None:
         ]
 
 
-def test_asynchronous_scheduling_is_refused(model: Path) -> None:
-    """A plan for the step after next would be made on tokens that are not out yet."""
-    with engine(model, Ours, "float32", policy="edf") as made:
-        scheduler = made.engine_core.engine_core.scheduler
-        scheduler.scheduler_config.async_scheduling = True
-        problems = list(scheduler._unsupported())
-        assert problems[0] == "asynchronous scheduling is on: start with --no-async-scheduling"
+# --------------------------------------------------------------------------- drafts
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTING = ["vllm_spec", "smart_spec", "slos_serve", "adaserve", "edf", CHANCE_DRAFTS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "method"),
+    [*((name, "ngram") for name in DRAFTING), *((name, "draft_model") for name in ("vllm_spec", CHANCE_DRAFTS))],
+)
+def test_drafts_change_no_token(model: Path, policy: str, method: str) -> None:
+    """Drafts of both kinds, verified as the plan says; by policies that plan none, as vLLM would."""
+    own = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "enforce_eager": True}
+    theirs = stock(model, "float32")
+    rare = {"kv"} if method == "draft_model" or policy == "edf" else set()  # for what is written ahead of any plan
+    with engine(model, Ours, "float32", speculative=NGRAM if method == "ngram" else own, policy=policy) as made:
+        driver = made.engine_core.engine_core.scheduler.rubato
+        lengths, planned = Counter(), Counter()
+        plan, scheduled = driver.plan, driver.scheduled
+
+        def planning(view: Any) -> Any:
+            step = plan(view)
+            assert step is not None, driver.faults
+            planned.update(len(w.verify) for w in step.plan.work if w.verify)
+            return step
+
+        def noting(now: float, output: Any, *args: Any) -> Any:
+            lengths.update(map(len, output.scheduled_spec_decode_tokens.values()))
+            return scheduled(now, output, *args)
+
+        driver.plan, driver.scheduled = planning, noting
+        ours = serve(made, {"slo_ttft_ms": 4000, "slo_tpot_ms": 300}, rare)
+        tokens = [e for e in ours.events if isinstance(e, Tokens)]
+    assert ours.tokens == theirs.tokens
+    assert sum(lengths.values()) > 0
+    assert lengths == planned or policy == "edf"
+    assert sum(len(e.accepted) for e in tokens) > 0
+    assert sum(e.tried for e in tokens) >= sum(len(e.accepted) for e in tokens)

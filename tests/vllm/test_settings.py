@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from rubato.core.plan import Limits
-from rubato.engines.vllm.bookkeeping import PolicyDriver, Settings, settings_of
+from rubato.engines.vllm.policy_driver import PolicyDriver
+from rubato.engines.vllm.settings import Settings, check_version, settings_of
 from rubato.policies import PolicyError
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, kv_blocks=20, block_size=16)
+KV: Any = None  # asked for nothing here
 
 
 def test_defaults() -> None:
@@ -19,7 +22,7 @@ def test_defaults() -> None:
 
 def test_everything() -> None:
     given = {"policy": "sarathi", "settings": {"budget": 64}, "latency": {"b": [0.02, 0.0]}, "slo_rule": "mean"}
-    driver = PolicyDriver(settings_of({"rubato": given, "other": 1}), LIMITS)
+    driver = PolicyDriver(settings_of({"rubato": given, "other": 1}), LIMITS, KV)
     assert driver.policy.budget == 64  # type: ignore[attr-defined]
     assert driver.latency.b == (0.02, 0.0)
 
@@ -62,9 +65,26 @@ def test_numbers_that_cannot_be_end_the_start(given: dict[str, object]) -> None:
     ((_, named),) = given.items()
     (name,) = named  # type: ignore[misc]
     with pytest.raises(ValueError, match=f"{name}.*(is|has no)|has no.*{name}"):
-        PolicyDriver(settings_of({"rubato": given}), LIMITS)
+        PolicyDriver(settings_of({"rubato": given}), LIMITS, KV)
 
 
 def test_unknown_policy() -> None:
     with pytest.raises(PolicyError, match="did you mean 'edf'"):
-        PolicyDriver(settings_of({"rubato": {"policy": "edv"}}), LIMITS)
+        PolicyDriver(settings_of({"rubato": {"policy": "edv"}}), LIMITS, KV)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_versions_that_it_is_written_for(found: str) -> None:
+    check_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0.0", "0.33.0rc1", "dev"])
+def test_any_other_version_is_an_error_that_says_which(found: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(f"vLLM {found} is installed, and this Rubato is written for")):
+        check_version(found)
+
+
+def test_what_needs_drafts_is_told_how_to_have_some() -> None:
+    with pytest.raises(PolicyError, match="needs draft, which vLLM lacks for us: give it a drafter"):
+        PolicyDriver(settings_of({"rubato": {"policy": "vllm_spec"}}), LIMITS, KV)
+    PolicyDriver(settings_of({"rubato": {"policy": "vllm_spec"}}), LIMITS, KV, num_spec_tokens=4)

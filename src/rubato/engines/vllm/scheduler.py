@@ -1,111 +1,118 @@
-"""The plug-in: vLLM's scheduler with the decisions taken out of it.
-
-    vllm serve MODEL --no-async-scheduling --scheduler-cls rubato.engines.vllm.scheduler.RubatoScheduler \\
-        --additional-config '{"rubato": {"policy": "edf"}}'
+"""The plug-in: vLLM's schedulers with the decisions taken out of them (`rubato.vllm.Scheduler` chooses between them).
 
 vLLM's `schedule` stays what it is: it allocates KV, builds the batch, keeps its queues. Three things that it reads are
-set so that what it decides is the plan: its waiting queue holds only the requests that the plan starts, in the plan's
+set so that what it decides is the plan: its waiting queues hold only the requests that the plan starts, in the plan's
 order; the last limit on a request's chunk (`_reserve_prefill_lookahead`) is the plan's number of tokens, 0 if it passes
-over the request; and a prefix cache hit is the one that the plan was made on. Written for vLLM 0.32.
+over the request; and a prefix cache hit is the one that the plan was made on. What a View cannot say is left to vLLM's
+own rule, and what it then does otherwise is counted by its cause. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
-from rubato.core.plan import Limits, Plan
-from rubato.engines.vllm.bookkeeping import PolicyDriver, log, settings_of
+from rubato.core.plan import Limits
+from rubato.engines.vllm.kv_view import KVView
+from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
+from rubato.engines.vllm.sequence import Hit
+from rubato.engines.vllm.settings import settings_of
 
 
-class RubatoScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler, steered by the policy that `--additional-config` names. `rubato` keeps the books.
+class DraftLength:
+    """vLLM's table of how many tokens to draft by batch size (`dynamic_sd_lookup`), answered by the plan. With such a
+    table, vLLM also does not pad a request's first decode with drafts that no plan knows of."""
 
-    Raises ValueError at start for a configuration whose batches a policy could not decide, as one sentence a reason.
+    def __init__(self, table: Any, most: int) -> None:
+        self._table = table
+        self._most = most
+        self.planned: int | None = None  # for the step being scheduled; None: vLLM's own
+
+    def __getitem__(self, batch_size: int) -> int:
+        own = self._table[batch_size] if self._table is not None else self._most
+        return int(own if self.planned is None else min(own, self.planned))
+
+
+class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Over one of vLLM's schedulers: steered by the policy that `--additional-config` names. `rubato` keeps the books.
+
+    Raises ValueError at start for a configuration whose results would be wrong, as one sentence a reason.
     """
 
-    waiting: Any  # vLLM's queue
+    waiting: Any  # vLLM's queues
+    kv_holding_waiting: Any
+    dynamic_sd_lookup: Any
+    max_num_active_reqs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        problems = list(self._unsupported())
-        if problems:
+        if problems := list(self._unsupported()):
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
-        self._chunks: dict[str, int] = {}  # request id -> tokens, of the plan being carried out
+        config = self.scheduler_config
+        self._step: Step | None = None  # being carried out; None in vLLM's own order
+        self._barred: frozenset[str] = frozenset()  # in vLLM's own order: running, with no place in the batch
+        self._depths: Mapping[str, int] | None = None  # tokens to draft, by the last step's plan; None: vLLM's own
+        self._unseen: set[str] = set()  # requests for which a View has no word: vLLM schedules them by its own rule
+        self._adapters: set[int] = set()  # LoRA adapters of the batch being made
+        self._short_of_kv: set[str] = set()  # requests that vLLM preempted in this step, against the plan
         self._refused: list[tuple[int, EngineCoreOutput]] = []  # (client, its last word) not sent yet
+        self._draft_length = DraftLength(self.dynamic_sd_lookup, self.num_spec_tokens)
+        if self.num_spec_tokens:
+            self.dynamic_sd_lookup = self._draft_length
+        self._kv = KVView(self)
+        # The V2 runner has a slot for each running sequence, in the batch or not. The batch of the V1 runner has room
+        # for `max_num_seqs`, and those that miss a step take none of it: as many as there are KV blocks may be running.
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=min(self.max_num_scheduled_tokens, self._input_tokens()),
+            max_model_len=self.max_model_len,
+            kv_blocks=self._kv.total,
+            block_size=self.block_size,
+            max_running=self.max_num_active_reqs if self.use_v2_model_runner else config.max_num_active_seqs,
+        )
+        self._rules_of_vllm = Rules.of(self)
+        if limits.max_running is None:
+            self.max_num_running_reqs = self.max_num_active_reqs = self.kv_cache_manager.block_pool.num_gpu_blocks
         # The policy admits: it is shown also what vLLM would hold back.
-        self.scheduler_reserve_full_isl = False
-        self.kv_cache_manager.watermark_blocks = 0
-        if not self.use_v2_model_runner:
-            # Its batch has room for `max_num_seqs` sequences, and those that miss a step take none of it: as many
-            # as there are KV blocks may be running, and `limits.max_num_seqs` bounds the batch.
-            self.max_num_running_reqs = self.max_num_active_reqs = self._kv_blocks()
-        self.rubato = PolicyDriver(settings_of(self.vllm_config.additional_config), self._limits())
+        self._rules = Rules(False, 0, self.max_num_active_reqs)
+        self._rules.apply(self)
+        settings = settings_of(self.vllm_config.additional_config)
+        self.rubato = PolicyDriver(settings, limits, self._kv, self.num_spec_tokens)
         log.info("scheduling by policy %r, limits %s", self.rubato.name, self.rubato.limits)
 
-    def _unsupported(self) -> Iterable[str]:
-        config = self.scheduler_config
-        if config.async_scheduling:
-            yield "asynchronous scheduling is on: start with --no-async-scheduling"
-        if self.vllm_config.max_concurrent_batches > 1:
-            yield "several batches would be in flight: use no pipeline parallelism"
-        if self.vllm_config.speculative_config is not None:
-            yield "speculative decoding is on: plans do not say what to verify"
-        if self.connector is not None or self.ec_connector is not None:
-            yield "a KV or encoder connector is configured: its transfers are not in the view"
-        if self.lora_config is not None:
-            yield "LoRA is on: plans do not know max_loras"
-        if self.max_num_encoder_input_tokens or self.is_encoder_decoder:
-            yield "the model takes encoder inputs, whose budget is not in the view"
-        if self.num_sampled_tokens_per_step == 0:
-            yield "the model does not generate token by token"
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            yield "the model's KV is not one group of full attention, so blocks cannot be counted by tokens"
-        if self.dcp_world_size * self.pcp_world_size > 1:
-            yield "context parallelism is on: a block then holds other numbers of tokens"
-        if self.parallel_config.data_parallel_size > 1:
-            yield "data parallelism is on: run one engine a replica"
-        if config.long_prefill_token_threshold:
-            yield "long_prefill_token_threshold is set: the policy sizes chunks, leave it at 0"
-        if not config.enable_chunked_prefill:
-            yield "chunked prefill is off"
-        if self.policy != SchedulingPolicy.FCFS:
-            yield "scheduling_policy is priority: leave it at fcfs, our policy orders requests"
+    def _unsupported(self) -> Iterator[str]:
+        if self.vllm_config.model_config.is_diffusion:
+            yield "the model is a diffusion model, for which vLLM has a scheduler of its own"
 
-    def _kv_blocks(self) -> int:
-        return int(self.kv_cache_manager.block_pool.num_gpu_blocks) - 1  # one is vLLM's null block
-
-    def _limits(self) -> Limits:
-        config = self.scheduler_config
-        return Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=min(self.max_num_scheduled_tokens, config.max_num_batched_tokens),
-            max_model_len=self.max_model_len,
-            kv_blocks=self._kv_blocks(),
-            block_size=self.block_size,
-            # The V2 runner has a slot for each running sequence, in the batch or not.
-            max_running=self.max_num_running_reqs if self.use_v2_model_runner else None,
-        )
+    def _input_tokens(self) -> int:
+        """Tokens that a batch may have, whatever sequences it is of: some drafters take further places for each."""
+        config, speculative = self.scheduler_config, self.vllm_config.speculative_config
+        most: int = config.max_num_batched_tokens
+        places: int = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
+        return max(most - places * int(config.max_num_seqs), most // (1 + places))
 
     # ----------------------------------------------------------------- coming and going
 
     def add_request(self, request: Any) -> None:
+        id = request.request_id
+        goes_on = id in self.requests  # a further part of a streamed input
         super().add_request(request)
-        if request.resumable:
-            why = "rejected-invalid: streaming input sessions are not supported"
-        else:
-            why = self.rubato.offer(request, self.kv_cache_manager)
-        if why:
+        if goes_on:
+            return
+        generates = request.sampling_params is not None and not request.resumable
+        if generates and (why := self.rubato.offer(request)):
             self._refuse(request, why)
+        elif id not in self.rubato.seqs:
+            self._unseen.add(id)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         ended: list[Any] = super().finish_requests(request_ids, finished_status)
@@ -133,64 +140,205 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
+        if self._step is not None:
+            self._short_of_kv.add(request.request_id)
         self.rubato.preempted(request.request_id)
 
     # ----------------------------------------------------------------- one step
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step by the policy's plan. (The arguments ask to throttle prefills between data parallel engines.)"""
-        view = self.view()
-        plan = self.rubato.decide(view)
-        for id, reason in plan.drop.items():
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """One step by the policy's plan. (throttle_prefills: vLLM balances prefills between data parallel engines.)"""
+        now = self.rubato.clock()
+        self._adapters.clear()
+        self._short_of_kv.clear()
+        step = None if self.rubato.given_up else self._planned()
+        if step is None:
+            self.rubato.fallbacks += 1
+            output = self._in_vllms_order(throttle_prefills)
+        else:
+            output = self._carried_out(step, throttle_prefills)
+        self.rubato.scheduled(now, output, self.requests, self._depths)
+        return output
+
+    def _planned(self) -> Step | None:
+        """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
+        try:
+            view = self.view()
+        except Exception:
+            self.rubato.fault("view")
+            return None
+        step: Step | None = self.rubato.plan(view)
+        if step is None:
+            return None
+        for id, reason in step.plan.drop.items():
             self._refuse(self.requests[id], reason)
-        for id in plan.preempt:
+        for id in step.plan.preempt:
             request = self.requests[id]
             self.running.remove(request)
-            self._preempt_request(request, view.now)
-        self.rubato.shift(plan)
-        output = self._carry_out(plan)
-        self.rubato.scheduled(view, plan, output)
-        return output
+            self._preempt_request(request, view.now, drop_stale_output=self.requires_kv_delivery)
+        self.rubato.shift(step.plan)
+        return step
 
     def view(self) -> View:
         """What can be scheduled now. A paused engine shows less; requests that wait for a grammar are not here yet."""
-        waiting = [] if self.pause_state != PauseState.UNPAUSED else [r for r in self.waiting if self._ready(r)]
-        running = [] if self.pause_state == PauseState.PAUSED_ALL else self.running
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return self.rubato.view([r.request_id for r in waiting], [r.request_id for r in running], free)
+        waiting: list[str] = []
+        running: list[str] = []
+        moving: list[str] = []
+        if self.pause_state != PauseState.PAUSED_ALL:
+            for request in self.kv_holding_waiting:
+                (waiting if self._ready(request) else moving).append(request.request_id)
+            for request in self.running:
+                (running if self._has_tokens_to_run(request) else moving).append(request.request_id)
+        if self.pause_state == PauseState.UNPAUSED:
+            waiting += [r.request_id for r in self.waiting if self._ready(r)]
+        view: View = self.rubato.view(waiting, running, moving, len(self.running) - len(running))
+        return view
 
     def _ready(self, request: Any) -> bool:
-        return self._handle_blocked_waiting_request(request) and not request.num_stale_output_tokens
+        """Whether a waiting request can be started; with the side effects that vLLM's asking has."""
+        if request.status != RequestStatus.WAITING and not self._handle_blocked_waiting_request(request):
+            return False
+        return not request.num_stale_output_tokens
 
-    def _carry_out(self, plan: Plan) -> Any:
-        """vLLM's own step, with nothing left for it to decide."""
-        known = self.rubato.seqs
-        starting = [self.requests[w.seq] for w in plan.work if known[w.seq].waiting]
-        hits = [block for r in starting for block in known[r.request_id].look_up().blocks]
-        aside = self.waiting
-        self.waiting = create_request_queue(SchedulingPolicy.FCFS)
-        if starting:
-            aside.remove_requests(starting)
-            for request in starting:
-                self.waiting.add_request(request)
-        self._chunks = {w.seq: w.tokens for w in plan.work}
+    def _has_tokens_to_run(self, request: Any) -> bool:
+        """Whether vLLM would schedule a running request: its next token may be in flight still (pipeline parallel), or
+        surely be its last (asynchronous scheduling)."""
+        placeholders, computed = request.num_output_placeholders, request.num_computed_tokens
+        if placeholders:
+            if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                return False
+            if self.current_step + 1 < request.next_decode_eligible_step:
+                return False
+        if computed + 1 >= self.max_model_len:
+            return False
+        return bool(request.num_tokens + placeholders > computed)
+
+    def _carried_out(self, step: Step, throttle_prefills: bool) -> Any:
+        """vLLM's own step, with nothing left for it to decide that the plan says."""
+        seqs = self.rubato.seqs
+        starting = [self.requests[w.seq] for w in step.plan.work if seqs[w.seq].waiting]
+        found = [self._kv.look_up(seqs[r.request_id]) for r in starting]
+        hits = [block for hit in found if hit.found is not None for block in hit.blocks]
+        self._step, self._depths = step, step.depths
+        self._draft_length.planned = max(step.depths.values(), default=0)
+        queues = self._set_aside(starting)
         pool = self.kv_cache_manager.block_pool
         pool.touch(hits)  # else running requests, which come first, may take the memory of a hit that was planned on
         try:
-            return super().schedule()
+            output = super().schedule(throttle_prefills)
         finally:
             pool.free_blocks(reversed(hits))
-            self._chunks = {}
-            for request in reversed(list(self.waiting)):  # left or preempted by vLLM, against the plan
+            self._step = None
+            self._put_back(*queues)
+        if not throttle_prefills:  # as vLLM has it, of the queues as they are
+            self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
+        self._compare(step, output.num_scheduled_tokens, zip(starting, found, strict=True))
+        return output
+
+    def _set_aside(self, starting: Sequence[Any]) -> tuple[Any, Any]:
+        """Leave in vLLM's queues those that start, in this order, and behind them those that no View shows. Returns the
+        queues with all others."""
+        queues = self.waiting, self.kv_holding_waiting
+        self._unseen.intersection_update(self.requests)
+        for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
+            left = create_request_queue(SchedulingPolicy.FCFS)
+            if aside:
+                holding = name == "kv_holding_waiting"
+                left.extend(r for r in starting if self._holds_kv_blocks(r) == holding)
+                if self._unseen:
+                    left.extend(r for r in aside if r.request_id in self._unseen)
+                if left:
+                    aside.remove_requests(left)
+            setattr(self, name, left)
+        return queues
+
+    def _put_back(self, *queues: Any) -> None:
+        for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
+            for request in reversed(getattr(self, name)):  # left, or preempted, by vLLM
                 aside.prepend_request(request)
-            self.waiting = aside
+            setattr(self, name, aside)
+
+    def _in_vllms_order(self, throttle_prefills: bool) -> Any:
+        """A step as if there were no policy."""
+        most = self.scheduler_config.max_num_seqs
+        self._barred = frozenset(r.request_id for r in self.running[most:])  # they were started under a policy
+        self._depths = self._draft_length.planned = None
+        self._rules_of_vllm.apply(self)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self._rules.apply(self)
+            self._barred = frozenset()
+
+    # ----------------------------------------------------------------- what vLLM asks on its way
+
+    def _as_planned(self, request: Any, num_new_tokens: int) -> int:
+        """A request's chunk, cut to the plan: 0 if it is passed over."""
+        id = request.request_id
+        if self._step is None or id not in self.rubato.seqs:
+            return 0 if id in self._barred else num_new_tokens
+        planned: int = self._step.chunks.get(id, 0)
+        if planned and not self.scheduler_config.enable_chunked_prefill and _prefills(request):
+            return num_new_tokens
+        return min(num_new_tokens, planned)
+
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: int, **kwargs: int) -> int:
+        """vLLM ends chunks where the state of Mamba layers is to be kept: the planned chunk, unless it is too short."""
+        cut, split = self._as_planned(request, num_new_tokens), super()._mamba_block_aligned_split
+        aligned: int = split(request, cut, *args, **kwargs) if cut else 0
+        return aligned or split(request, num_new_tokens, *args, **kwargs)
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: int, **kwargs: int
+    ) -> tuple[Any, ...]:
+        """vLLM ends chunks before an input that is not encoded yet, or that must not be cut: the planned chunk, unless
+        nothing is left of it."""
+        cut, encode = self._as_planned(request, num_new_tokens), super()._try_schedule_encoder_inputs
+        found: tuple[Any, ...] = encode(request, num_computed_tokens, cut, *args, **kwargs)
+        return found if found[1] or not cut else encode(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        return min(num_new_tokens, self._chunks.get(request.request_id, 0))
+        """The last limit on a chunk. With several modules of multi-token prediction it must not end just before the
+        prompt does."""
+        cut, reserve = self._as_planned(request, num_new_tokens), super()._reserve_prefill_lookahead
+        if not cut or not self._adapter_fits(request):
+            return 0
+        if cut == num_new_tokens or (
+            _prefills(request) and (self.need_mamba_block_aligned_split or request.has_encoder_inputs)
+        ):
+            return int(reserve(request, num_computed_tokens, num_new_tokens))  # cut above, where it could be
+        return int(reserve(request, num_computed_tokens, cut) or reserve(request, num_computed_tokens, num_new_tokens))
+
+    def _adapter_fits(self, request: Any) -> bool:
+        """Whether this batch may have the request's LoRA adapter. vLLM asks that of those that start alone, since it
+        passes over no running request; more than `max_loras` adapters in a batch end the engine."""
+        adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
+        if not adapter or request.status != RequestStatus.RUNNING:
+            return True
+        if adapter not in self._adapters and len(self._adapters) >= self.lora_config.max_loras:
+            return False
+        self._adapters.add(adapter)
+        return True
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         # Not looked up again: that would find blocks allocated in this very step, unknown to the plan.
-        return (*self.rubato.seqs[request.request_id].look_up().found, False)
+        seq = self.rubato.seqs.get(request.request_id) if self._step is not None and self._kv.exact else None
+        if seq is None or seq.hit is None or seq.hit.found is None:
+            return super()._get_local_prefix_cache_hit(request)
+        return (*seq.hit.found, False)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        self._cut_drafts(draft_token_ids.req_ids)
+
+    def _cut_drafts(self, ids: Iterable[str]) -> None:
+        """vLLM drafts one length for all: of each request those tokens stay that the plan asked for."""
+        if self._depths is None:
+            return
+        for id in ids:
+            request, depth = self.requests.get(id), self._depths.get(id)
+            if request is not None and depth is not None and len(request.spec_token_ids) > depth:
+                request.spec_token_ids = request.spec_token_ids[:depth]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         now = self.rubato.clock()
@@ -201,10 +349,94 @@ class RubatoScheduler(Scheduler):  # type: ignore[misc]
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
         return outputs
 
+    # ----------------------------------------------------------------- what vLLM did otherwise
+
+    def _compare(self, step: Step, got: Mapping[str, int], started: Iterable[tuple[Any, Hit]]) -> None:
+        """Count what was not scheduled as planned, by its cause: once a step for each cause."""
+        planned, causes, about = step.chunks, set(), []
+        if got != planned:
+            for id in planned.keys() | got.keys():
+                wanted, given = planned.get(id, 0), got.get(id, 0)
+                if wanted != given:
+                    causes.add(self._cause(self.requests[id], wanted, given))
+                    about.append(f"{id:.100} {wanted} tokens planned, {given} scheduled")
+        for request, hit in started:
+            given = got.get(request.request_id, 0)
+            if given and request.num_computed_tokens - given != hit.tokens:
+                causes.add("prefix_cache" if self.connector is None else "kv_connector")
+                about.append(f"{request.request_id:.100} found in KV: {request.num_computed_tokens - given} tokens, "
+                             f"the plan saw {hit.tokens}")  # fmt: skip
+        if len(causes) > 1:
+            causes.discard("kv")  # passed over because of another, behind which it was
+        if causes:
+            self.rubato.deviated(causes, "; ".join(sorted(about)[:8]))
+
+    def _cause(self, request: Any, planned: int, given: int) -> str:
+        """Why vLLM gave a request other than the planned number of tokens; a word of docs/vllm.md's table."""
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        if request.request_id not in self.rubato.seqs:
+            return "not_in_view"
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return "kv_connector"
+        if request.request_id in self._short_of_kv:
+            return "kv"
+        if not self.scheduler_config.enable_chunked_prefill:
+            return "chunked_prefill_off"
+        if self.need_mamba_block_aligned_split or self.num_prefill_lookahead:
+            return "chunk_boundary"
+        if threshold and given and given < planned:
+            return "long_prefill_token_threshold"
+        if request.has_encoder_inputs:
+            return "encoder"
+        if not given and request.lora_request is not None:
+            return "lora"
+        if self.connector is not None and given and given < planned:
+            return "kv_connector"
+        if self.parallel_config.data_parallel_size > 1 and not given:
+            return "data_parallel"
+        return "kv" if not given else "other"
+
     def shutdown(self) -> None:
         ours = self.rubato
         log.info(
-            "%d steps scheduled, %d not as planned, %d in vLLM's own order because the policy failed",
-            ours.steps, ours.deviations, ours.fallbacks,
+            "%d steps scheduled, %d in vLLM's own order; causes of steps not as planned: %s; faults: %s",
+            ours.steps, ours.fallbacks, dict(ours.deviations), dict(ours.faults),
         )  # fmt: skip
         super().shutdown()
+
+
+def _prefills(request: Any) -> bool:
+    return bool(request.num_computed_tokens < request.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How vLLM's scheduler admits requests: whether a prompt must fit as a whole, blocks to be kept free, how many may
+    be running."""
+
+    reserve_full_isl: bool
+    watermark_blocks: int
+    max_active: int
+
+    @classmethod
+    def of(cls, scheduler: Any) -> Rules:
+        manager = scheduler.kv_cache_manager
+        return cls(scheduler.scheduler_reserve_full_isl, manager.watermark_blocks, scheduler.max_num_active_reqs)
+
+    def apply(self, scheduler: Any) -> None:
+        scheduler.scheduler_reserve_full_isl = self.reserve_full_isl
+        scheduler.kv_cache_manager.watermark_blocks = self.watermark_blocks
+        scheduler.max_num_active_reqs = self.max_active
+
+
+class SyncScheduler(PolicyMixin, Scheduler):  # type: ignore[misc]
+    """One batch at a time; with pipeline parallelism, one a stage."""
+
+
+class AsyncPolicyScheduler(PolicyMixin, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's default on GPUs: the next batch is planned while one runs."""
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self.num_spec_tokens:  # the drafts themselves come later, in the worker; here are their places
+            self._cut_drafts(scheduler_output.num_scheduled_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
@@ -81,32 +81,42 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What vLLM's prefix cache holds of a waiting request: `tokens` tokens in `blocks`. found: vLLM's own answer."""
+    """What of a waiting request is in KV: `tokens` tokens in `blocks`, found by vLLM as `found` (None: they are its
+    own, come from another engine)."""
 
     tokens: int
     blocks: Sequence[Any]
     found: Any
 
 
+class KV(Protocol):
+    """vLLM's KV memory (`kv_view.KVView`)."""
+
+    def blocks_of(self, seq: VllmSeq) -> int: ...
+    def own_blocks_of(self, seq: VllmSeq) -> int: ...
+    def look_up(self, seq: VllmSeq) -> Hit: ...
+
+
 class VllmSeq(Seq):
     """One vLLM request (a `SeqView` to policies): vLLM keeps tokens and KV, `Seq` what it does not know.
 
-    own: vLLM's Request; manager: its KVCacheManager; order: of arrival here.
+    own: vLLM's Request; kv: vLLM's KV memory; order: of arrival here. coming: output tokens that the batches in flight
+    bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
     """
 
-    __slots__ = ("hit", "manager", "own", "waiting")
+    __slots__ = ("coming", "hit", "own", "waiting")
+    kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
 
-    def __init__(self, request: Request, own: Any, manager: Any, order: int, lengths: LengthPredictor | None) -> None:
-        super().__init__(request, order, request.arrival, lengths=lengths)
+    def __init__(self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None) -> None:
+        super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
         self.own = own
-        self.manager = manager
         self.waiting = True
+        self.coming = 0
         self.hit: Hit | None = None  # looked up once for each view, when it is asked for
 
     @property
     def output(self) -> int:
-        own = self.own
-        return int(own.num_output_tokens + own.num_output_placeholders)
+        return self._output + self.coming
 
     @property
     def length(self) -> int:
@@ -115,35 +125,19 @@ class VllmSeq(Seq):
 
     @property  # type: ignore[misc]  # vLLM sets it
     def cached(self) -> int:
-        return self.look_up().tokens if self.waiting else int(self.own.num_computed_tokens)
+        return self.kv.look_up(self).tokens if self.waiting else int(self.own.num_computed_tokens)
 
     @property
     def pending(self) -> int:
         return self.length - self.cached
 
-    @property
-    def blocks(self) -> int:
-        if self.waiting:  # blocks that no single preemption frees, as `Replica` counts them
-            return sum(b.ref_cnt > 1 for b in self.look_up().blocks)
-        return len(self._held())
-
-    @property
-    def own_blocks(self) -> int:
-        return 0 if self.waiting else sum(b.ref_cnt == 1 for b in self._held())
-
     @property  # type: ignore[misc]  # vLLM sets it
     def in_flight(self) -> int:
         return int(self.own.num_in_flight_tokens)
 
-    def look_up(self) -> Hit:
-        """What the prefix cache would save a waiting request, as of this step's view."""
-        if self.hit is None:
-            found = self.manager.get_computed_blocks(self.own)
-            self.hit = Hit(found[1], found[0].blocks[0], found)
-        return self.hit
-
-    def _held(self) -> Sequence[Any]:
-        # vLLM's own list; its get_blocks() would wrap it thrice, and policies ask some five times a step.
-        coordinator = self.manager.coordinator
-        held: Sequence[Any] = coordinator.single_type_managers[0].req_to_blocks.get(self.own.request_id, ())
-        return held
+    @property
+    def due(self) -> float:
+        due = self._deadlines or self._renewed()
+        i = self._output + self.coming
+        at = due.first + i * due.tpot if i else due.first
+        return at if at < due.end else due.end

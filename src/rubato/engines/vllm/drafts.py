@@ -1,0 +1,80 @@
+"""Chains of drafted tokens: what vLLM has drafted, as a View shows it, and what a plan says of drafts, as vLLM is told.
+
+vLLM verifies chains only, no trees, and drafts one length for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from rubato.core.interfaces import View
+from rubato.core.plan import Plan, Tree, blocks_for
+from rubato.engines.vllm.sequence import VllmSeq
+
+PRIOR, WEIGHT = 0.7, 10.0  # chance that a drafted token is right before any was tried, and how many tries that is worth
+STEPS = 50  # to which chances are rounded, so that few trees are made
+
+
+class Drafts:
+    """most: num_speculative_tokens, 0 without speculation. planned: whether the policy plans drafts; where it does not,
+    they are vLLM's own, verified as far as the step has room. uniform: one number for all requests of a batch."""
+
+    def __init__(self, most: int, *, planned: bool, uniform: bool) -> None:
+        self.most = most
+        self.planned = planned
+        self.uniform = uniform
+        self._right, self._tried = PRIOR * WEIGHT, WEIGHT
+
+    def show(self, seqs: Iterable[VllmSeq]) -> None:
+        """Let a policy see what was drafted. vLLM does not tell how likely its drafts are: what counts is how many were
+        right so far, of the request itself and of all."""
+        if not self.most or not self.planned:
+            return
+        mean = self._right / self._tried
+        for seq in seqs:
+            length = len(seq.own.spec_token_ids)
+            chance = (seq.accepted + mean * WEIGHT) / (seq.tried + WEIGHT)
+            seq.draft = _chain(length, round(chance * STEPS)) if length else None
+
+    def verified(self, seq: VllmSeq, tried: int, right: int) -> None:
+        seq.tried += tried
+        seq.accepted += right
+        self._right, self._tried = 0.999 * self._right + right, 0.999 * self._tried + tried
+
+    def chunks(self, plan: Plan, view: View, seqs: Mapping[str, VllmSeq]) -> dict[str, int]:
+        """Tokens to run of each request, drafted ones to be verified among them."""
+        chunks = {w.seq: w.tokens + len(w.verify) for w in plan.work}
+        if not self.most or (self.planned and not self.uniform):
+            return chunks
+        limits = view.limits
+        left = limits.max_num_batched_tokens - sum(chunks.values())
+        kv_left = view.kv_free
+        for id, tokens in chunks.items():  # what the plan itself takes
+            kv_left -= max(0, blocks_for(seqs[id].cached + tokens, limits.block_size) - seqs[id].blocks)
+        most = max((len(w.verify) for w in plan.work), default=0) if self.planned else self.most
+        for work in plan.work:
+            seq = seqs[work.seq]
+            more = min(most, len(seq.own.spec_token_ids)) - len(work.verify)
+            if more <= 0 or work.tokens < seq.pending:
+                continue
+            held = max(seq.blocks, blocks_for(seq.cached + chunks[work.seq], limits.block_size))
+            blocks = max(0, blocks_for(seq.cached + chunks[work.seq] + more, limits.block_size) - held)
+            if more <= left and blocks <= kv_left:
+                chunks[work.seq] += more
+                left, kv_left = left - more, kv_left - blocks
+        return chunks
+
+    def depths(self, plan: Plan) -> dict[str, int]:
+        """How many tokens to draft of each request that the plan runs."""
+        if not self.planned:
+            return dict.fromkeys((w.seq for w in plan.work), self.most)
+        depths = {w.seq: min(w.draft[0], self.most) if w.draft is not None else 0 for w in plan.work}
+        if self.uniform:
+            return dict.fromkeys(depths, max(depths.values(), default=0))
+        return depths
+
+
+@cache
+def _chain(length: int, chance: int) -> Tree:
+    return Tree(tuple(range(-1, length - 1)), tuple((chance / STEPS) ** (i + 1) for i in range(length)))

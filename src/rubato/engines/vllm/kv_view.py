@@ -1,0 +1,94 @@
+"""vLLM's KV memory in the terms of a View: free blocks, blocks of a sequence, what the prefix cache would save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import ceil
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from rubato.core.plan import blocks_for
+from rubato.engines.vllm.sequence import Hit, VllmSeq
+
+
+class KVView:
+    """Counts blocks of `block_size` tokens.
+
+    exact: the model's KV is one group of full attention, so that a block of vLLM is one of the View's. Otherwise
+    (sliding windows, Mamba, several groups) a token takes another number of vLLM's blocks, which changes as it ages:
+    vLLM's own figure of how many tokens fit, the one in its log, is then taken for the whole memory, and what is free
+    or held is that share of it. Plans made on such a view may not fit; vLLM then preempts by its own rule,
+    which is counted.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        manager = scheduler.kv_cache_manager
+        self.block_size: int = scheduler.block_size
+        self._scheduler = scheduler
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._tables: list[Mapping[str, Sequence[Any]]] = [
+            m.req_to_blocks for m in manager.coordinator.single_type_managers
+        ]
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        physical = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's null block
+        self.exact = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+        self.total: int = physical
+        if specs and not self.exact:
+            tokens, _ = get_kv_cache_capacity(scheduler.vllm_config, scheduler.kv_cache_config)
+            self.total = max(tokens, scheduler.max_model_len) // self.block_size or 1
+        self._scale: float = self.total / physical
+        # A drafter with KV of its own writes so many tokens ahead of what is scheduled. Blocks for that are in no plan:
+        # a prompt is shown with as many fewer as it may lack for that, and for decodes as many are not shown as free.
+        self.ahead: int = scheduler.num_lookahead_tokens
+        self._verified: int = scheduler.num_spec_tokens
+
+    def free(self, running: Iterable[VllmSeq]) -> int:
+        free: int = self._pool.get_num_free_blocks()
+        if not self.exact:
+            free = int(free * self._scale)
+        return max(0, free - sum(map(self._owed, running))) if self.ahead else free
+
+    def blocks_of(self, seq: VllmSeq) -> int:
+        """Below 0 for one that holds none and will need some beyond its tokens'."""
+        if seq.waiting:  # blocks that no single preemption frees, as `Replica` counts them
+            hit = self.look_up(seq)
+            held = len(hit.blocks) if hit.found is None else sum(b.ref_cnt > 1 for b in hit.blocks)
+        elif self.exact:
+            held = len(self._tables[0].get(seq.id, ()))
+        else:
+            held = max([ceil(self._scale * len(self._held(seq))), *(len(t.get(seq.id, ())) for t in self._tables)])
+        return held - blocks_for(self.ahead, self.block_size) if self.ahead and seq.pending > 1 else held
+
+    def _owed(self, seq: VllmSeq) -> int:
+        """Blocks that a decode may need beyond those for its next token."""
+        if seq.pending > 1:
+            return 0
+        end = seq.cached + 1
+        held = max(self.blocks_of(seq), blocks_for(end, self.block_size))
+        return max(0, blocks_for(end + self._verified + self.ahead, self.block_size) - held)
+
+    def own_blocks_of(self, seq: VllmSeq) -> int:
+        if seq.waiting or not self._scheduler._request_blocks_can_be_freed(seq.own):
+            return 0
+        own = sum(b.ref_cnt == 1 for b in self._held(seq))
+        return own if self.exact else int(self._scale * own)
+
+    def look_up(self, seq: VllmSeq) -> Hit:
+        """What the prefix cache would save a waiting request, as of this step's view."""
+        if seq.hit is None:
+            if seq.own.num_computed_tokens:
+                seq.hit = Hit(seq.own.num_computed_tokens, self._held(seq), None)
+            else:
+                found = self._manager.get_computed_blocks(seq.own)
+                seq.hit = Hit(found[1], found[0].blocks[0] if self.exact else (), found)
+        return seq.hit
+
+    def _held(self, seq: VllmSeq) -> Sequence[Any]:
+        # vLLM's own lists; its get_blocks() would wrap them thrice, and policies ask some five times a step.
+        if self.exact:
+            return self._tables[0].get(seq.id, ())
+        return [b for b in chain(*(t.get(seq.id, ()) for t in self._tables)) if not b.is_null]

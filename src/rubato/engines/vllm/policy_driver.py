@@ -1,0 +1,337 @@
+"""The parts that decide and record inside vLLM: the policy, its view, its events, its latency model.
+
+No vLLM code is called here, so that this is the same whichever of vLLM's schedulers carries the plans out. A fault in
+here is counted, logged and never reaches vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from math import inf
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from rubato.core.capabilities import cure
+from rubato.core.clock import WallClock, unix_time
+from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Promoted, Started, Stepped, Tokens
+from rubato.core.interfaces import LengthPredictor, View
+from rubato.core.length_prediction import PREDICTORS
+from rubato.core.plan import NO_BATCH, Limits, Plan, Sample, Shape
+from rubato.core.request import Outcome
+from rubato.core.slo import StageTimes, judge
+from rubato.engines.vllm.drafts import Drafts
+from rubato.engines.vllm.sequence import VllmSeq, request_of
+from rubato.engines.vllm.settings import Settings
+from rubato.latency import affine
+from rubato.policies import PolicyError, load, optional
+from rubato.replica.plan_check import check, spelled_out
+
+if TYPE_CHECKING:
+    from rubato.engines.vllm.kv_view import KVView
+
+log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
+SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
+NAME = "vllm"  # of the one replica that an engine core is
+QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
+FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
+SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
+    """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            self.fault(method.__name__)
+            return None
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch between its plan and its completion. sampling: requests that it brings a token at least."""
+
+    output: Any  # vLLM's SchedulerOutput
+    shape: Shape
+    since: float
+    sampling: Sequence[VllmSeq]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan, checked and spelled out, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be
+    verified among them; depths: tokens to draft of each."""
+
+    view: View
+    plan: Plan
+    chunks: Mapping[str, int]
+    depths: Mapping[str, int]
+
+
+class PolicyDriver:
+    """One policy over one vLLM engine core.
+
+    steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed. deviations: steps that
+    vLLM did not carry out as planned, by cause (one step may have several). faults: of the policy, of its plans and of
+    these books, by place. given_up: no step is planned any more.
+    """
+
+    def __init__(self, settings: Settings, limits: Limits, kv: KVView, num_spec_tokens: int = 0) -> None:
+        self.name = settings.policy
+        self.policy = load(settings.policy, settings.settings)
+        self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
+        missing = self.policy.needs - self.supports
+        if missing:
+            words = ", ".join(sorted(missing))
+            drafter = "" if num_spec_tokens else "--speculative-config"
+            raise PolicyError(f"policy {self.name!r} needs {words}, which vLLM lacks for us: {cure(missing, drafter)}")
+        self.limits = limits
+        self.latency = affine.Model(**settings.latency)
+        self.clock: Callable[[], float] = WallClock().now
+        self.unix: Callable[[], float] = unix_time
+        self.seqs: dict[str, VllmSeq] = {}
+        self.steps = self.fallbacks = 0
+        self.deviations: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.given_up = False
+        self.plan_seconds = 0.0  # that the last step took to plan
+        self.drafts = Drafts(
+            num_spec_tokens,
+            planned="draft" in self.policy.needs | optional(self.policy),
+            uniform=settings.uniform_drafts,
+        )
+        self._kv = kv
+        self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were
+        self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
+        self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
+        self._slo_rule = settings.slo_rule
+        self._order = 0
+        self._events: list[Event] = []
+        self._flights: deque[Flight] = deque()
+        self._last = -inf  # when the last batch completed
+        self._asked_since = inf  # when a view was first asked for
+        self._busy = False  # whether there was more to do then
+
+    # ----------------------------------------------------------------- requests
+
+    @guarded
+    def offer(self, own: Any) -> str:
+        """A request arrived. Returns why it can never be served, or nothing; a refused one is not kept."""
+        now = self.clock()
+        arrival = now - max(0.0, self.unix() - own.arrival_time)
+        try:
+            request = request_of(own, arrival)
+        except ValueError as error:
+            return f"rejected-invalid: {error}"
+        self._events.append(Offered(now, request.id, request))
+        self._order += 1
+        self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths)
+        most = min(own.num_prompt_tokens + own.max_tokens + self._kv.ahead, self.limits.max_model_len)
+        if self._kv.exact and self.limits.blocks(most) > self.limits.kv_blocks:
+            reason = f"rejected-exceeds-kv: {most} tokens, there is memory for {self.limits.kv_blocks} blocks"
+            self._end(request.id, "refused", reason)
+            return reason
+        return ""
+
+    @guarded
+    def end(self, id: str, outcome: Outcome, reason: str) -> None:
+        """A request is over, its KV is free; unknown or ended before: nothing."""
+        self._end(id, outcome, reason)
+
+    def _end(self, id: str, outcome: Outcome, reason: str) -> None:
+        seq = self.seqs.pop(id, None)
+        if seq is None:
+            return
+        times = seq.times_of_stage()
+        verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
+        if outcome == "completed" and self._lengths is not None:
+            self._lengths.learn(seq.request, len(times))
+        self._events.append(Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
+
+    @guarded
+    def aborted(self, id: str) -> None:
+        """vLLM's front end took a request back: because the client left, or because it saw a stop string in the text.
+        It does not say which, so one that may end by a stop string and has begun is taken to have ended by it."""
+        seq = self.seqs.get(id)
+        if seq is not None and seq.first_token_at is not None and seq.request.sampling.stop:
+            self._end(id, "completed", "stop")
+        else:
+            self._end(id, "cancelled", "aborted")
+
+    @guarded
+    def preempted(self, id: str) -> None:
+        if id in self.seqs:
+            self._events.append(Preempted(self.clock(), id))
+
+    # ----------------------------------------------------------------- one step
+
+    def view(self, waiting: Iterable[str], running: Iterable[str], moving: Iterable[str], places: int) -> View:
+        """What the policy sees now. waiting, running: ids of those that can be scheduled, running in order of start;
+        moving: of those that hold KV and cannot, and take so many `places` of those that may run. Ids that are not
+        known here are left out."""
+        now, seqs = self.clock(), self.seqs
+        self._asked_since = min(self._asked_since, now)
+        if not self._flights:
+            self.latency.idle(now - max(self._last, self._asked_since))
+        queued = sorted([seqs[id] for id in waiting if id in seqs], key=lambda s: s.order)
+        for seq in queued:
+            seq.waiting = True
+            seq.hit = seq.draft = None
+        holding = [seqs[id] for id in running if id in seqs]
+        for seq in holding:
+            seq.waiting = False
+        self.drafts.show(holding)
+        others = [seqs[id] for id in moving if id in seqs]
+        for seq in others:
+            seq.waiting = False
+        limits = self.limits
+        if places and limits.max_running is not None:
+            limits = replace(limits, max_running=max(0, limits.max_running - places))
+        return View(
+            id=NAME,
+            now=now,
+            waiting=queued,
+            running=holding,
+            moving=others,
+            kv_free=self._kv.free(holding),
+            kv_total=self.limits.kv_blocks,
+            limits=limits,
+            latency=self.latency,
+            supports=self.supports,
+        )
+
+    @guarded
+    def plan(self, view: View) -> Step | None:
+        """The policy's plan, checked; None where it raises or plans the impossible. One fault of a policy then does not
+        end every request of the engine, but is a step in vLLM's own order."""
+        events, self._events = self._events, []
+        self.policy.observe(events)
+        if not view.waiting and not view.running:
+            return Step(view, Plan(), {}, {})
+        plan = self.policy.plan(view)
+        check(plan, view, self.name)
+        plan = spelled_out(plan, view)
+        step = Step(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
+        self.plan_seconds = self.clock() - view.now
+        if self.plan_seconds > SLOW:
+            self._count_fault("slow")
+            if self._due("slow"):
+                log.warning("policy %r took %.1f s to plan step %d", self.name, self.plan_seconds, self.steps)
+        return step
+
+    def fault(self, place: str) -> None:
+        """Count the exception being handled, and log it, each place once in QUIET seconds."""
+        self._count_fault(place)
+        if self._due(place):
+            log.exception(
+                "policy %r failed at step %d, in %s; vLLM goes on in its own order; faults so far: %d",
+                self.name, self.steps, place, self.faults.total(),
+            )  # fmt: skip
+
+    def _count_fault(self, place: str) -> None:
+        now = self.clock()
+        self.faults[place] += 1
+        self._recent.append(now)
+        if not self.given_up and len(self._recent) == FAULTS and now - self._recent[0] <= WITHIN:
+            self.given_up = True
+            log.error(
+                "policy %r: %d faults in %.0f s: from now on this engine schedules in vLLM's own order, until it is "
+                "started again", self.name, FAULTS, now - self._recent[0],
+            )  # fmt: skip
+
+    def _due(self, what: str) -> bool:
+        """Whether to report this now: a fault may come back at every step."""
+        now = self.clock()
+        if now < self._reported.get(what, -inf) + QUIET:
+            return False
+        self._reported[what] = now
+        return True
+
+    @guarded
+    def shift(self, plan: Plan) -> None:
+        """Book a plan's demotions and promotions."""
+        now = self.clock()
+        for id in plan.demote:
+            self.seqs[id].demoted = True
+            self._events.append(Demoted(now, id))
+        for id in plan.promote:
+            self.seqs[id].demoted = False
+            self._events.append(Promoted(now, id))
+
+    @guarded
+    def scheduled(self, now: float, output: Any, requests: Mapping[str, Any], depths: Mapping[str, int] | None) -> None:
+        """Note the batch that vLLM made. output: vLLM's SchedulerOutput; requests: its requests by id; depths: tokens
+        to draft of each (None: vLLM's own)."""
+        seqs, sampling, entries, drafting = self.seqs, [], [], []
+        most = self.drafts.most
+        for id, tokens in output.num_scheduled_tokens.items():
+            own = requests[id]
+            begun = own.num_computed_tokens - tokens
+            entries.append((tokens, begun))
+            seq = seqs.get(id)
+            if not own.is_prefill_chunk:
+                if most and (depth := most if depths is None else depths.get(id, 0)):
+                    drafting.append((depth, 1))
+                if seq is not None:
+                    seq.coming += 1
+                    sampling.append(seq)
+            if seq is not None and seq.waiting:
+                seq.waiting = False
+                self._events.append(Started(now, id, resumed=seq.started, cached=begun))
+                seq.started = True
+        self.steps += 1
+        since = self._last if self._busy else now
+        self._flights.append(Flight(output, NO_BATCH.with_entries(entries, drafting), since, sampling))
+
+    def deviated(self, causes: Iterable[str], about: str) -> None:
+        """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
+        self.deviations.update(causes)
+        if self._due("deviation"):
+            log.warning(
+                "vLLM did not carry out the plan of step %d: %s; causes so far: %s",
+                self.steps, about, ", ".join(f"{cause} {n}" for cause, n in sorted(self.deviations.items())),
+            )  # fmt: skip
+
+    @guarded
+    def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
+        """A batch is done: learn its time, book its tokens. outputs: vLLM's EngineCoreOutputs by client."""
+        while self._flights and (flight := self._flights.popleft()).output is not output:
+            self.faults["unknown batch"] += 1  # its beginning was not noted for a fault, or its end
+        for seq in flight.sampling:
+            seq.coming -= 1
+        if flight.shape.seqs:
+            seconds = now - max(flight.since, self._last)
+            self._last = now
+            self.latency.update(Sample(flight.shape, seconds))
+            self._events.append(Stepped(now, NAME, flight.shape, seconds))
+        self._busy = flight.shape.seqs > 0 and unfinished > 0
+        drafted = output.scheduled_spec_decode_tokens
+        for core in outputs.values():
+            for out in core.outputs:
+                self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
+
+    def _book(self, out: Any, now: float, drafted: int) -> None:
+        seq = self.seqs.get(out.request_id)
+        if seq is None:
+            return  # over already: refused or aborted meanwhile
+        if ids := out.new_token_ids:
+            seq.got([now] * len(ids))
+            right = len(ids) - 1 if drafted else 0
+            tried = min(drafted, right + 1)
+            if tried:
+                self.drafts.verified(seq, tried, right)
+            self._events.append(
+                Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
+            )
+        if out.finish_reason is not None:
+            self._end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")

