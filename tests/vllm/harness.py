@@ -28,6 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rubato.core.events import Event, Finished
 from rubato.core.interfaces import Scheduler, View
 from rubato.core.plan import Plan
+from rubato.policies import load
 from rubato.replica.plan_check import spelled_out
 from tests.doubles import Linear
 
@@ -100,6 +101,8 @@ class Harness:
     ended: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, tuple[str, Any]] = field(default_factory=dict)
     exact: bool = True  # what is scheduled must be the plan
+    pace: float = 0.0  # seconds of each step, whatever is in it; 0: by `STEP`
+    watched: bool = True  # plans, events and blocks are looked at; for what is measured they are not
     running: deque[Running] = field(default_factory=deque)
 
     def add(
@@ -125,18 +128,17 @@ class Harness:
 
     def step(self) -> dict[str, int]:
         """One step; returns what was scheduled, after comparing it with the plan."""
-        scheduler, plans = self.scheduler, len(self.policy.plans)
+        scheduler, plans = self.scheduler, len(self.policy.plans) if self.watched else 0
         if self.running and not scheduler.has_requests():
             self._complete(self.running.popleft())
             return {}
         output = scheduler.schedule(False)
         counts = dict(output.num_scheduled_tokens)
-        plan = self.policy.plans[-1] if len(self.policy.plans) > plans else Plan()
-        assert not self.exact or counts == {w.seq: w.tokens + len(w.verify) for w in plan.work}
         drafts = output.scheduled_spec_decode_tokens
-        assert not self.exact or {k: len(v) for k, v in drafts.items()} == {
-            w.seq: len(w.verify) for w in plan.work if w.verify
-        }
+        if self.watched and self.exact:
+            plan = self.policy.plans[-1] if len(self.policy.plans) > plans else Plan()
+            assert counts == {w.seq: w.tokens + len(w.verify) for w in plan.work}
+            assert {k: len(v) for k, v in drafts.items()} == {w.seq: len(w.verify) for w in plan.work if w.verify}
         self.verified.append({id: len(tokens) for id, tokens in drafts.items()})
         sampled = {}
         for id in counts:
@@ -149,14 +151,15 @@ class Harness:
         self.scheduled.append(counts)
         if len(self.running) == self.depth or not (counts or scheduler.has_requests()):
             self._complete(self.running.popleft())
-        self._check_blocks()
+        if self.watched:
+            self._check_blocks()
         return counts
 
     def _complete(self, batch: Running) -> None:
         """A batch has run: its tokens, and the next drafts, where the engine core hands them over."""
         scheduler, output = self.scheduler, batch.output
         counts = output.num_scheduled_tokens
-        self.now += STEP.fixed + STEP.per_token * sum(counts.values())
+        self.now += self.pace or STEP.fixed + STEP.per_token * sum(counts.values())
         result = ModelRunnerOutput(
             req_ids=list(counts),
             req_id_to_index={id: i for i, id in enumerate(counts)},
@@ -253,11 +256,11 @@ def harness(
     model: object, policy: str, *, blocks: int, block: int = 16, tokens: int = 64, seqs: int = 8, prefix: bool = False,
     settings: dict[str, Any] | None = None, wrap: Any = None, asynchronous: bool = False, depth: int = 0,
     kv: Sequence[Any] = (), change: Callable[[Any], None] | None = None, rubato: dict[str, Any] | None = None,
-    speculative: dict[str, Any] | None = None,
+    speculative: dict[str, Any] | None = None, watched: bool = True,
 ) -> Harness:  # fmt: skip
     """`blocks` blocks of KV that can be used, of `block` tokens; `tokens` and `seqs` in a batch. depth: batches that
-    run at once (2 with asynchronous scheduling, else 1). kv: the spec of each
-    group of layers (one of full attention). change: of vLLM's configuration."""
+    run at once (2 with asynchronous scheduling, else 1). kv: the spec of each group of layers (one of full attention).
+    change: of vLLM's configuration. policy "": vLLM's own scheduler, not watched."""
     config = copy.deepcopy(engine_config(str(model), json.dumps(speculative)))
     config.additional_config = {"rubato": {"policy": policy, "settings": settings or {}, **(rubato or {})}}
     config.cache_config.num_gpu_blocks = blocks + 1
@@ -266,6 +269,8 @@ def harness(
     config.scheduler_config.max_num_seqs = seqs
     config.scheduler_config.max_num_batched_tokens = tokens
     config.scheduler_config.async_scheduling = asynchronous
+    if not policy:
+        config.scheduler_config.scheduler_cls = None
     if change is not None:
         change(config)
     init_none_hash(sha256)
@@ -281,8 +286,10 @@ def harness(
     )
     if wrap is not None:
         scheduler.rubato.policy = wrap(policy)
-    recording = Recording(scheduler.rubato.policy)
-    scheduler.rubato.policy = recording
-    made = Harness(scheduler, recording, depth or config.max_concurrent_batches)
-    scheduler.rubato.clock = scheduler.rubato.unix = lambda: made.now
+    recording = Recording(scheduler.rubato.policy) if policy else Recording(load("vllm"))
+    made = Harness(scheduler, recording, depth or config.max_concurrent_batches, watched=watched and bool(policy))
+    if made.watched:
+        scheduler.rubato.policy = recording
+    if policy:
+        scheduler.rubato.clock = scheduler.rubato.unix = lambda: made.now
     return made

@@ -312,7 +312,8 @@ class PolicyDriver:
         if flight.shape.seqs:
             seconds = now - max(flight.since, self._last)
             self._last = now
-            self.latency.update(Sample(flight.shape, seconds))
+            if seconds > 0.0:
+                self.latency.update(Sample(flight.shape, seconds))
             self._events.append(Stepped(now, NAME, flight.shape, seconds))
         self._busy = flight.shape.seqs > 0 and unfinished > 0
         drafted = output.scheduled_spec_decode_tokens

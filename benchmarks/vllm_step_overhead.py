@@ -1,0 +1,153 @@
+"""CPU time of a step of vLLM's scheduler: stock and with the plug-in, in turns, without a model.
+
+    .venv-vllm/bin/python benchmarks/vllm_step_overhead.py [--policy edf] [--running 8,64,256] [--waiting 0,400]
+
+`schedule` and `update_from_output` of both, step by step in turns in one process, with a token at once for each request
+of the batch and a clock that goes `STEP` seconds a step. All that run decode, with an SLO each; as many may run as do,
+so those that wait stay. Of these a third have a TTFT of 2 s, a third of 10 s, a third none. Prefix caching is on, as it
+is by default. --asynchronous: vLLM's AsyncScheduler with two batches in flight. Reported: the median over steps of CPU
+ms, for each part, and of the difference, with the middle half of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PROMPT, BLOCK = 512, 16
+WARM, STEPS, ROUNDS = 10, 60, 5  # steps before the clock, steps of a round under it
+STEP = 0.02
+SLOS: list[dict[str, Any]] = [
+    {"slo_ttft_ms": 2000, "slo_tpot_ms": 100, "slo_tier": "chat"},
+    {"slo_ttft_ms": 10_000, "slo_tpot_ms": 200, "slo_tier": "code"},
+    {},
+]
+
+
+class Side:
+    """One scheduler with its load."""
+
+    def __init__(self, model: str, policy: str, running: int, waiting: int, *, asynchronous: bool) -> None:
+        from tests.vllm.harness import harness
+
+        most = 2 * (WARM + ROUNDS * STEPS) + 64
+        self.made = harness(
+            model, policy, blocks=running * (PROMPT + most) // BLOCK + 1000, block=BLOCK, tokens=2048, seqs=running,
+            prefix=True, asynchronous=asynchronous, change=_change, watched=False,
+        )  # fmt: skip
+        self.made.pace = STEP
+        self.spent: list[tuple[float, float]] = []
+        rng = random.Random(1)
+        for i in range(running):
+            self._add(f"r{i}", rng, most, {**SLOS[i % 2], "slo_ttft_ms": 600_000})
+        while any(r.num_output_tokens < 1 for r in self.made.scheduler.requests.values()):
+            self.made.step()
+        for i in range(waiting):
+            self._add(f"w{i}", rng, most, SLOS[i % 3])
+        self._time()
+        for _ in range(WARM):
+            self.step()
+        self.spent.clear()
+
+    def _add(self, id: str, rng: random.Random, most: int, slo: dict[str, Any]) -> None:
+        self.made.add(id, [rng.randrange(250) for _ in range(PROMPT)], most, **slo)
+
+    def _time(self) -> None:
+        scheduler = self.made.scheduler
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+        self._planned = self._booked = 0.0
+
+        def timed_schedule(*args: Any) -> Any:
+            begin = time.thread_time()
+            output = schedule(*args)
+            self._planned = time.thread_time() - begin
+            return output
+
+        def timed_update(*args: Any) -> Any:
+            begin = time.thread_time()
+            outputs = update(*args)
+            self._booked = time.thread_time() - begin
+            return outputs
+
+        scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_update
+
+    def step(self) -> None:
+        counts = self.made.step()
+        assert len(counts) == self.made.scheduler.scheduler_config.max_num_seqs, counts
+        self.spent.append((self._planned, self._booked))
+
+
+def _change(config: Any) -> None:
+    config.model_config.max_model_len = 4096
+    config.scheduler_config.max_num_active_seqs = config.scheduler_config.max_num_seqs
+
+
+def measured(model: str, policy: str, running: int, waiting: int, *, asynchronous: bool) -> dict[str, Any]:
+    sides = [Side(model, name, running, waiting, asynchronous=asynchronous) for name in ("", policy)]
+    rounds: list[list[list[tuple[float, float]]]] = []
+    for _ in range(ROUNDS):
+        for _ in range(STEPS):
+            for side in sides:
+                side.step()
+        rounds.append([side.spent[-STEPS:] for side in sides])
+    both = [[median(1e3 * (a + b) for a, b in one) for one in pair] for pair in rounds]
+    row: dict[str, Any] = {"running": running, "waiting": waiting}
+    for name, side in zip(("stock", policy), sides, strict=True):
+        row[f"{name}: schedule"] = 1e3 * median(a for a, _ in side.spent)
+        row[f"{name}: update"] = 1e3 * median(b for _, b in side.spent)
+    added = [ours - theirs for theirs, ours in both]
+    row["added"], row["added, middle half of rounds"] = median(added), quantiles(added, n=4)[::2]
+    return row
+
+
+def told(rows: Sequence[dict[str, Any]], policy: str) -> str:
+    lines = [
+        f"| running | waiting | stock: schedule + update, ms | `{policy}`: schedule + update, ms | added, ms |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        parts = [f"{row[f'{name}: schedule']:.2f} + {row[f'{name}: update']:.2f}" for name in ("stock", policy)]
+        low, high = row["added, middle half of rounds"]
+        added = f"{row['added']:.2f} [{low:.2f}, {high:.2f}]"
+        lines.append(f"| {row['running']} | {row['waiting']} | {' | '.join(parts)} | {added} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="edf")
+    parser.add_argument("--running", default="8,64,256")
+    parser.add_argument("--waiting", default="0,400")
+    parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from transformers import LlamaConfig
+
+    with tempfile.TemporaryDirectory() as model:
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=256, max_position_embeddings=4096, architectures=["LlamaForCausalLM"], **shape)
+        config.save_pretrained(model)
+        rows = []
+        for running in map(int, args.running.split(",")):
+            for waiting in map(int, args.waiting.split(",")):
+                rows.append(measured(model, args.policy, running, waiting, asynchronous=args.asynchronous))
+                print(json.dumps(rows[-1]), flush=True)
+    print("\n" + told(rows, args.policy))
+    if args.json:
+        about = {"policy": args.policy, "asynchronous": args.asynchronous, "machine": platform.processor()}
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
