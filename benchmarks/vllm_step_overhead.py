@@ -136,7 +136,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as model:
         shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = LlamaConfig(vocab_size=256, max_position_embeddings=4096, architectures=["LlamaForCausalLM"], **shape)
+        make: Any = LlamaConfig
+        config = make(vocab_size=256, max_position_embeddings=4096, architectures=["LlamaForCausalLM"], **shape)
         config.save_pretrained(model)
         rows = []
         for running in map(int, args.running.split(",")):

@@ -269,6 +269,8 @@ def harness(
     config.scheduler_config.max_num_seqs = seqs
     config.scheduler_config.max_num_batched_tokens = tokens
     config.scheduler_config.async_scheduling = asynchronous
+    if depth and not asynchronous:
+        config.parallel_config.pipeline_parallel_size = depth
     if not policy:
         config.scheduler_config.scheduler_cls = None
     if change is not None:

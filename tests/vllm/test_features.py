@@ -120,6 +120,7 @@ def test_sliding_windows(model: Path, policy: str, seed: int, queue: str, groups
 def encoders(made: Harness, budget: int, *, whole: bool) -> None:
     scheduler = made.scheduler
     scheduler.max_num_encoder_input_tokens = budget
+    scheduler._plain = False
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=budget)
     scheduler.scheduler_config.disable_chunked_mm_input = whole
 

@@ -436,7 +436,7 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
         if hook == "view":
             monkeypatch.setattr(driver, "view", lambda *args: 1 / 0)
         elif hook == "plan":
-            monkeypatch.setattr(driver.drafts, "chunks", lambda *args: 1 / 0)
+            monkeypatch.setattr(policy_driver, "_chunks", lambda *args: 1 / 0)
         elif hook == "scheduled":
             monkeypatch.setattr(policy_driver, "Flight", lambda *args: 1 / 0)
         elif hook == "completed":

@@ -34,7 +34,7 @@ def _plainly_possible(plan: object, view: View) -> bool:
     if type(plan) is not Plan or not plan.decode_all or len(plan.work) > 1 or plan.preempt or plan.drop or plan.handoff:
         return False
     limits = view.limits
-    if plan.demote or plan.promote or plan.without_kv or limits.max_running:
+    if plan.demote or plan.promote or plan.without_kv:
         return False
     tokens = seqs = view.decodes.seqs
     need = view.decode_blocks
@@ -42,7 +42,10 @@ def _plainly_possible(plan: object, view: View) -> bool:
         seq = view.known.get(work.seq)
         if seq is None or type(work.tokens) is not int or work.verify or work.draft is not None:
             return False
-        if not 1 <= work.tokens <= seq.pending or (seq.pending == 1 and work.seq in view.running_ids):
+        runs = work.seq in view.running_ids
+        if not 1 <= work.tokens <= seq.pending or (seq.pending == 1 and runs):
+            return False
+        if not runs and limits.max_running is not None and len(view.running) >= limits.max_running:
             return False
         tokens += work.tokens
         seqs += 1

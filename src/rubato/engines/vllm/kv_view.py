@@ -7,7 +7,7 @@ from itertools import chain
 from math import ceil
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rubato.core.plan import blocks_for
@@ -41,6 +41,14 @@ class KVView:
             tokens, _ = get_kv_cache_capacity(scheduler.vllm_config, scheduler.kv_cache_config)
             self.total = max(tokens, scheduler.max_model_len) // self.block_size or 1
         self._scale: float = self.total / physical
+        # Whether a hit can be kept from view to view, until a block after it is named or its last one is another's.
+        self.by_name: bool = (
+            self.exact
+            and scheduler.kv_cache_manager.enable_caching
+            and scheduler.hash_block_size == self.block_size
+            and not scheduler.use_eagle_block_drop
+        )
+        self.named = self._pool.cached_block_hash_to_block.get_one_block
         # A drafter with KV of its own writes so many tokens ahead of what is scheduled. Blocks for that are in no plan:
         # a prompt is shown with as many fewer as it may lack for that, and for decodes as many are not shown as free.
         self.ahead: int = scheduler.num_lookahead_tokens
@@ -79,13 +87,27 @@ class KVView:
 
     def look_up(self, seq: VllmSeq) -> Hit:
         """What the prefix cache would save a waiting request, as of this step's view."""
-        if seq.hit is None:
-            if seq.own.num_computed_tokens:
-                seq.hit = Hit(seq.own.num_computed_tokens, self._held(seq), None)
-            else:
-                found = self._manager.get_computed_blocks(seq.own)
-                seq.hit = Hit(found[1], found[0].blocks[0] if self.exact else (), found)
+        return seq.hit or self.renewed(seq)
+
+    def renewed(self, seq: VllmSeq) -> Hit:
+        own = seq.own
+        if own.num_computed_tokens:
+            seq.hit = Hit(own.num_computed_tokens, self._held(seq), None)
+            return seq.hit
+        found = self._manager.get_computed_blocks(own)
+        blocks = found[0].blocks[0] if self.exact else ()
+        keys = [b.block_hash for b in blocks]
+        longer = None
+        if self.by_name and len(blocks) < (own.num_tokens - 1) // self.block_size:
+            longer = make_block_hash_with_group_id(own.block_hashes[len(blocks)], 0)
+        seq.hit = Hit(found[1], blocks, found, keys, longer)
         return seq.hit
+
+    def is_current(self, hit: Hit) -> bool:
+        """Whether vLLM would still find this. A prefix loses its last block first, so that is the one looked at."""
+        if not self.by_name or hit.found is None or (hit.longer is not None and self.named(hit.longer) is not None):
+            return False
+        return not hit.keys or hit.blocks[-1].block_hash == hit.keys[-1]
 
     def _held(self, seq: VllmSeq) -> Sequence[Any]:
         # vLLM's own lists; its get_blocks() would wrap them thrice, and policies ask some five times a step.

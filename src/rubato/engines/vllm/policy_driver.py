@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rubato.core.capabilities import cure
@@ -38,6 +39,8 @@ NAME = "vllm"  # of the one replica that an engine core is
 QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
 FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
 SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
+
+ORDER = attrgetter("order")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,13 +72,23 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan, checked and spelled out, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be
+    """A plan, checked, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be
     verified among them; depths: tokens to draft of each."""
 
     view: View
     plan: Plan
     chunks: Mapping[str, int]
     depths: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmView(View):
+    """A View with what is derived from its sequences worked out when it is made."""
+
+    running_ids: Collection[str] = ()
+    prefilling: Sequence[VllmSeq] = ()
+    decodes: Shape = NO_BATCH
+    decode_blocks: int = 0
 
 
 class PolicyDriver:
@@ -175,39 +188,67 @@ class PolicyDriver:
 
     # ----------------------------------------------------------------- one step
 
-    def view(self, waiting: Iterable[str], running: Iterable[str], moving: Iterable[str], places: int) -> View:
-        """What the policy sees now. waiting, running: ids of those that can be scheduled, running in order of start;
-        moving: of those that hold KV and cannot, and take so many `places` of those that may run. Ids that are not
+    def view(self, waiting: Iterable[Any], running: Iterable[Any], moving: Iterable[Any], places: int) -> View:
+        """What the policy sees now. waiting, running: vLLM's requests that can be scheduled, running in order of start;
+        moving: those that hold KV and cannot, and take so many `places` of those that may run. Requests that are not
         known here are left out."""
         now, seqs = self.clock(), self.seqs
         self._asked_since = min(self._asked_since, now)
         if not self._flights:
             self.latency.idle(now - max(self._last, self._asked_since))
-        queued = sorted([seqs[id] for id in waiting if id in seqs], key=lambda s: s.order)
+        kv = self._kv
+        queued = [seq for own in waiting if (seq := seqs.get(own.request_id)) is not None]
+        queued.sort(key=ORDER)
+        is_current = kv.is_current
         for seq in queued:
-            seq.waiting = True
-            seq.hit = seq.draft = None
-        holding = [seqs[id] for id in running if id in seqs]
-        for seq in holding:
+            if seq.waiting and seq.hit is not None and is_current(seq.hit):
+                continue  # as in the last view
+            seq.draft, seq.waiting = None, True
+            seq.length, seq.cached = seq.own.num_tokens, kv.renewed(seq).tokens
+            seq.pending = seq.length - seq.cached
+        block, decodes, decode_kv, blocks = self.limits.block_size, 0, 0, 0
+        holding, prefilling = [], []
+        for own in running:
+            seq = seqs.get(own.request_id)
+            if seq is None:
+                continue
+            holding.append(seq)
             seq.waiting = False
+            seq.cached = cached = own.num_computed_tokens
+            seq.length = length = own.num_tokens + own.num_output_placeholders
+            seq.pending = pending = length - cached
+            if pending != 1:
+                prefilling.append(seq)
+                continue
+            decodes += 1
+            decode_kv += cached
+            if cached % block == 0:  # else there is room in its last block
+                blocks += seq.blocks * block <= cached
         self.drafts.show(holding)
-        others = [seqs[id] for id in moving if id in seqs]
+        others = [seq for own in moving if (seq := seqs.get(own.request_id)) is not None]
         for seq in others:
             seq.waiting = False
+            seq.cached = seq.own.num_computed_tokens
+            seq.length = seq.own.num_tokens + seq.own.num_output_placeholders
+            seq.pending = seq.length - seq.cached
         limits = self.limits
         if places and limits.max_running is not None:
             limits = replace(limits, max_running=max(0, limits.max_running - places))
-        return View(
+        return VllmView(
             id=NAME,
             now=now,
             waiting=queued,
             running=holding,
             moving=others,
-            kv_free=self._kv.free(holding),
-            kv_total=self.limits.kv_blocks,
+            kv_free=kv.free(holding),
+            kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
             supports=self.supports,
+            running_ids={s.id for s in holding},
+            prefilling=prefilling,
+            decodes=Shape(decodes, decodes, decode_kv + decodes),
+            decode_blocks=blocks,
         )
 
     @guarded
@@ -220,8 +261,11 @@ class PolicyDriver:
             return Step(view, Plan(), {}, {})
         plan = self.policy.plan(view)
         check(plan, view, self.name)
-        plan = spelled_out(plan, view)
-        step = Step(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
+        if self.drafts.most:
+            plan = spelled_out(plan, view)
+            step = Step(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
+        else:
+            step = Step(view, plan, _chunks(plan, view), {})
         self.plan_seconds = self.clock() - view.now
         if self.plan_seconds > SLOW:
             self._count_fault("slow")
@@ -326,13 +370,26 @@ class PolicyDriver:
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if ids := out.new_token_ids:
-            seq.got([now] * len(ids))
-            right = len(ids) - 1 if drafted else 0
-            tried = min(drafted, right + 1)
-            if tried:
+            seq.came(now, len(ids))
+            if drafted:
+                right = len(ids) - 1
+                tried = min(drafted, right + 1)
                 self.drafts.verified(seq, tried, right)
-            self._events.append(
-                Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
-            )
+                told = Tokens(now, seq.id, len(ids), "", tuple(ids), tried=tried, accepted=tuple(range(right)))
+            else:
+                told = Tokens(now, seq.id, len(ids), "", tuple(ids))
+            self._events.append(told)
         if out.finish_reason is not None:
             self._end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")
+
+
+def _chunks(plan: Plan, view: View) -> dict[str, int]:
+    """Tokens to run of each request."""
+    chunks = {}
+    if plan.decode_all:
+        chunks = {s.id: 1 for s in view.running if s.pending == 1}
+        for id in (*plan.preempt, *plan.drop):
+            chunks.pop(id, None)
+    for work in plan.work:
+        chunks[work.seq] = work.tokens
+    return chunks

@@ -24,7 +24,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.engines.vllm.kv_view import KVView
 from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
-from rubato.engines.vllm.sequence import Hit
+from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import settings_of
 
 
@@ -79,6 +79,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             block_size=self.block_size,
             max_running=self.max_num_active_reqs if self.use_v2_model_runner else config.max_num_active_seqs,
         )
+        self._overlaps = self.vllm_config.max_concurrent_batches > 1  # batches run while others are scheduled
+        self._plain = not (
+            self.lora_config or self.num_prefill_lookahead or self.need_mamba_block_aligned_split
+            or self.max_num_encoder_input_tokens or not config.enable_chunked_prefill
+        )  # fmt: skip
         self._rules_of_vllm = Rules.of(self)
         if limits.max_running is None:
             self.max_num_running_reqs = self.max_num_active_reqs = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -181,16 +186,21 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def view(self) -> View:
         """What can be scheduled now. A paused engine shows less; requests that wait for a grammar are not here yet."""
-        waiting: list[str] = []
-        running: list[str] = []
-        moving: list[str] = []
+        waiting: list[Any] = []
+        running: list[Any] = []
+        moving: list[Any] = []
         if self.pause_state != PauseState.PAUSED_ALL:
             for request in self.kv_holding_waiting:
-                (waiting if self._ready(request) else moving).append(request.request_id)
-            for request in self.running:
-                (running if self._has_tokens_to_run(request) else moving).append(request.request_id)
+                (waiting if self._ready(request) else moving).append(request)
+            if not self._overlaps:
+                running = self.running
+            for request in self.running if self._overlaps else ():
+                (running if self._has_tokens_to_run(request) else moving).append(request)
         if self.pause_state == PauseState.UNPAUSED:
-            waiting += [r.request_id for r in self.waiting if self._ready(r)]
+            new = RequestStatus.WAITING
+            waiting += [
+                r for r in self.waiting if (r.status is new and not r.num_stale_output_tokens) or self._ready(r)
+            ]
         view: View = self.rubato.view(waiting, running, moving, len(self.running) - len(running))
         return view
 
@@ -217,7 +227,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """vLLM's own step, with nothing left for it to decide that the plan says."""
         seqs = self.rubato.seqs
         starting = [self.requests[w.seq] for w in step.plan.work if seqs[w.seq].waiting]
-        found = [self._kv.look_up(seqs[r.request_id]) for r in starting]
+        found = [self._found(seqs[r.request_id]) for r in starting]
         hits = [block for hit in found if hit.found is not None for block in hit.blocks]
         self._step, self._depths = step, step.depths
         self._draft_length.planned = max(step.depths.values(), default=0)
@@ -234,6 +244,13 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
         self._compare(step, output.num_scheduled_tokens, zip(starting, found, strict=True))
         return output
+
+    def _found(self, seq: VllmSeq) -> Hit:
+        """What of it is in KV; anew, should a block of what the plan was made on have gone to others."""
+        hit = self._kv.look_up(seq)
+        if any(block.block_hash != key for block, key in zip(hit.blocks, hit.keys, strict=False)):
+            hit = self._kv.renewed(seq)
+        return hit
 
     def _set_aside(self, starting: Sequence[Any]) -> tuple[Any, Any]:
         """Leave in vLLM's queues those that start, in this order, and behind them those that no View shows. Returns the
@@ -300,6 +317,10 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """The last limit on a chunk. With several modules of multi-token prediction it must not end just before the
         prompt does."""
+        if self._plain and self._step is not None:  # nothing but the plan to ask, for each running request
+            planned = self._step.chunks.get(request.request_id, 0)
+            if planned or request.request_id in self.rubato.seqs:
+                return max(0, planned if planned < num_new_tokens else num_new_tokens)  # below 0: in flight
         cut, reserve = self._as_planned(request, num_new_tokens), super()._reserve_prefill_lookahead
         if not cut or not self._adapter_fits(request):
             return 0

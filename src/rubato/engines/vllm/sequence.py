@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
+from rubato.core.slo import TOLERANCE
 from rubato.replica.sequence import Seq
 
 PREFIX = "slo_"
@@ -82,11 +83,14 @@ def _shown(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What of a waiting request is in KV: `tokens` tokens in `blocks`, found by vLLM as `found` (None: they are its
-    own, come from another engine)."""
+    own, come from another engine). keys: vLLM's names of these blocks; longer: that of the one after them, with which
+    the hit would be longer (None: not to be told)."""
 
     tokens: int
     blocks: Sequence[Any]
     found: Any
+    keys: Sequence[Any] = ()
+    longer: Any = None
 
 
 class KV(Protocol):
@@ -102,34 +106,27 @@ class VllmSeq(Seq):
 
     own: vLLM's Request; kv: vLLM's KV memory; order: of arrival here. coming: output tokens that the batches in flight
     bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
+    length, cached, pending: as of the last view, which sets them.
     """
 
-    __slots__ = ("coming", "hit", "own", "waiting")
+    __slots__ = ("cached", "coming", "hit", "length", "own", "pending", "waiting")
     kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
+    length: int
+    cached: int
+    pending: int
 
     def __init__(self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None) -> None:
         super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
         self.own = own
         self.waiting = True
         self.coming = 0
-        self.hit: Hit | None = None  # looked up once for each view, when it is asked for
+        self.hit: Hit | None = None
+        self.length = self.pending = own.num_tokens
+        self.cached = 0
 
     @property
     def output(self) -> int:
         return self._output + self.coming
-
-    @property
-    def length(self) -> int:
-        own = self.own
-        return int(own.num_tokens + own.num_output_placeholders)
-
-    @property  # type: ignore[misc]  # vLLM sets it
-    def cached(self) -> int:
-        return self.kv.look_up(self).tokens if self.waiting else int(self.own.num_computed_tokens)
-
-    @property
-    def pending(self) -> int:
-        return self.length - self.cached
 
     @property  # type: ignore[misc]  # vLLM sets it
     def in_flight(self) -> int:
@@ -141,3 +138,24 @@ class VllmSeq(Seq):
         i = self._output + self.coming
         at = due.first + i * due.tpot if i else due.first
         return at if at < due.end else due.end
+
+    def came(self, now: float, tokens: int) -> None:
+        """So many output tokens came out at once."""
+        if self.first_token_at is None:
+            self.first_token(now)
+        times = self.times[-1]
+        for _ in range(tokens):
+            times.append(now)
+        self._output += tokens
+
+    @property
+    def missed(self) -> bool:
+        if self._missed or self._checked == self._output:
+            return self._missed
+        if self._checked < self._output - 1:
+            return super().missed
+        due, place = self._deadlines or self._renewed(), self._checked  # of one token more, as after most steps
+        at = min(due.first + place * due.tpot if place else due.first, due.end)
+        self._missed = self.times[-1][place] > at + TOLERANCE
+        self._checked += 1
+        return self._missed
