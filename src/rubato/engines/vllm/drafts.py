@@ -45,7 +45,7 @@ class Drafts:
     def chunks(self, plan: Plan, view: View, seqs: Mapping[str, VllmSeq]) -> dict[str, int]:
         """Tokens to run of each request, drafted ones to be verified among them."""
         chunks = {w.seq: w.tokens + len(w.verify) for w in plan.work}
-        if not self.most or (self.planned and not self.uniform):
+        if self.planned and not self.uniform:
             return chunks
         limits = view.limits
         left = limits.max_num_batched_tokens - sum(chunks.values())

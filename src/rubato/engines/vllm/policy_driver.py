@@ -72,8 +72,8 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan, checked, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be
-    verified among them; depths: tokens to draft of each."""
+    """A plan, checked, in vLLM's terms. chunks: tokens to run of each request, drafted ones to be verified among them;
+    depths: tokens to draft of each."""
 
     view: View
     plan: Plan
@@ -117,7 +117,6 @@ class PolicyDriver:
         self.deviations: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.given_up = False
-        self.plan_seconds = 0.0  # that the last step took to plan
         self.drafts = Drafts(
             num_spec_tokens,
             planned="draft" in self.policy.needs | optional(self.policy),
@@ -213,24 +212,19 @@ class PolicyDriver:
             if seq is None:
                 continue
             holding.append(seq)
-            seq.waiting = False
-            seq.cached = cached = own.num_computed_tokens
-            seq.length = length = own.num_tokens + own.num_output_placeholders
-            seq.pending = pending = length - cached
-            if pending != 1:
+            seq.holds_kv()
+            if seq.pending != 1:
                 prefilling.append(seq)
                 continue
             decodes += 1
+            cached = seq.cached
             decode_kv += cached
             if cached % block == 0:  # else there is room in its last block
                 blocks += seq.blocks * block <= cached
         self.drafts.show(holding)
         others = [seq for own in moving if (seq := seqs.get(own.request_id)) is not None]
         for seq in others:
-            seq.waiting = False
-            seq.cached = seq.own.num_computed_tokens
-            seq.length = seq.own.num_tokens + seq.own.num_output_placeholders
-            seq.pending = seq.length - seq.cached
+            seq.holds_kv()
         limits = self.limits
         if places and limits.max_running is not None:
             limits = replace(limits, max_running=max(0, limits.max_running - places))
@@ -266,11 +260,11 @@ class PolicyDriver:
             step = Step(view, plan, self.drafts.chunks(plan, view, self.seqs), self.drafts.depths(plan))
         else:
             step = Step(view, plan, _chunks(plan, view), {})
-        self.plan_seconds = self.clock() - view.now
-        if self.plan_seconds > SLOW:
+        seconds = self.clock() - view.now
+        if seconds > SLOW:
             self._count_fault("slow")
             if self._due("slow"):
-                log.warning("policy %r took %.1f s to plan step %d", self.name, self.plan_seconds, self.steps)
+                log.warning("policy %r took %.1f s to plan step %d", self.name, seconds, self.steps)
         return step
 
     def fault(self, place: str) -> None:
@@ -370,21 +364,20 @@ class PolicyDriver:
         if seq is None:
             return  # over already: refused or aborted meanwhile
         if ids := out.new_token_ids:
-            seq.came(now, len(ids))
+            seq.got([now] * len(ids))
+            right = len(ids) - 1 if drafted else 0
+            tried = min(drafted, right + 1)
             if drafted:
-                right = len(ids) - 1
-                tried = min(drafted, right + 1)
                 self.drafts.verified(seq, tried, right)
-                told = Tokens(now, seq.id, len(ids), "", tuple(ids), tried=tried, accepted=tuple(range(right)))
-            else:
-                told = Tokens(now, seq.id, len(ids), "", tuple(ids))
-            self._events.append(told)
+            self._events.append(
+                Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
+            )
         if out.finish_reason is not None:
             self._end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")
 
 
 def _chunks(plan: Plan, view: View) -> dict[str, int]:
-    """Tokens to run of each request."""
+    """Tokens to run of each request: `spelled_out` without making a `Work` of each decode, in every step."""
     chunks = {}
     if plan.decode_all:
         chunks = {s.id: 1 for s in view.running if s.pending == 1}

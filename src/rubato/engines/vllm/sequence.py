@@ -139,14 +139,13 @@ class VllmSeq(Seq):
         at = due.first + i * due.tpot if i else due.first
         return at if at < due.end else due.end
 
-    def came(self, now: float, tokens: int) -> None:
-        """So many output tokens came out at once."""
-        if self.first_token_at is None:
-            self.first_token(now)
-        times = self.times[-1]
-        for _ in range(tokens):
-            times.append(now)
-        self._output += tokens
+    def holds_kv(self) -> None:
+        """Show it as one that holds KV, with what vLLM has of it now."""
+        own = self.own
+        self.waiting = False
+        self.cached = own.num_computed_tokens
+        self.length = own.num_tokens + own.num_output_placeholders
+        self.pending = self.length - self.cached
 
     @property
     def missed(self) -> bool:
@@ -154,8 +153,7 @@ class VllmSeq(Seq):
             return self._missed
         if self._checked < self._output - 1:
             return super().missed
-        due, place = self._deadlines or self._renewed(), self._checked  # of one token more, as after most steps
-        at = min(due.first + place * due.tpot if place else due.first, due.end)
-        self._missed = self.times[-1][place] > at + TOLERANCE
+        place = self._checked  # of one token more, as after most steps
+        self._missed = self.times[-1][place] > self.deadlines.token(place) + TOLERANCE
         self._checked += 1
         return self._missed
