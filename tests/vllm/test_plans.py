@@ -420,7 +420,11 @@ def test_a_policy_that_raises_costs_nobody_a_token(
     assert "ZeroDivisionError" in str(report.exc_text)
 
 
-HOOKS = ["offer", "end", "preempted", "view", "plan", "shift", "scheduled", "completed"]
+# Of each hook, what it calls in its middle, or itself: of the driver or of its module.
+HOOKS = {
+    "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "_chunks", "shift": "Demoted",
+    "scheduled": "Flight", "completed": "_book",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("queue", QUEUES)
@@ -433,22 +437,8 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
         made = harness(model, CHANCE, settings={"seed": seed}, **scarce(seed), **QUEUES[queue])
         made.exact = False
         driver = made.scheduler.rubato
-        if hook == "view":
-            monkeypatch.setattr(driver, "view", lambda *args: 1 / 0)
-        elif hook == "plan":
-            monkeypatch.setattr(policy_driver, "_chunks", lambda *args: 1 / 0)
-        elif hook == "scheduled":
-            monkeypatch.setattr(policy_driver, "Flight", lambda *args: 1 / 0)
-        elif hook == "completed":
-            monkeypatch.setattr(driver, "_book", lambda *args: 1 / 0)
-        elif hook == "offer":
-            monkeypatch.setattr(policy_driver, "VllmSeq", lambda *args: 1 / 0)
-        elif hook == "end":
-            monkeypatch.setattr(policy_driver, "judge", lambda *args: 1 / 0)
-        elif hook == "preempted":
-            monkeypatch.setattr(policy_driver, "Preempted", lambda *args: 1 / 0)
-        else:
-            monkeypatch.setattr(policy_driver, "Demoted", lambda *args: 1 / 0)
+        place = driver if hasattr(driver, HOOKS[hook]) else policy_driver
+        monkeypatch.setattr(place, HOOKS[hook], lambda *args: 1 / 0)
         most = drive(made, seed)
         monkeypatch.undo()
         assert made.ended == dict.fromkeys(most, 1)
