@@ -147,13 +147,14 @@ def requests_of(at: int, seed: int, alone: float) -> Iterator[dict[str, Any]]:
 
 def attained(asked: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> int:
     """How many had each token by its deadline."""
-    from rubato.core.slo import TOLERANCE
+    from rubato.core.request import SLO, Request, Stage
+    from rubato.core.slo import StageTimes, judge
 
     met = 0
     for one in answer["requests"]:
         slo = asked[one["index"]]["slo"]
-        ttft, tpot = slo["slo_ttft_ms"] / 1e3, slo["slo_tpot_ms"] / 1e3
-        met += all(at <= ttft + i * tpot + TOLERANCE for i, at in enumerate(one["times"]))
+        stage = Stage(1, SLO.from_ms(slo["slo_ttft_ms"], slo["slo_tpot_ms"]))
+        met += judge(Request(str(one["index"]), (stage,), 0.0), [StageTimes(0.0, one["times"])]).met
     return met
 
 
