@@ -18,9 +18,9 @@ from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.event_bus import Listener
-from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
+from rubato.policy_kit.fair_share import FairShare
 from tests import integrity
 from tests.doubles import Linear
 

@@ -27,7 +27,7 @@ from rubato.engines.simulated import Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.fair_share import FairShare
+from rubato.policy_kit.fair_share import FairShare
 from tests import integrity
 from tests.conftest import few
 from tests.doubles import Linear, request

@@ -17,9 +17,9 @@ from rubato.core.plan import Batch, Limits, Plan, StepResult
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine, Link
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
+from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.plan_check import PlanError
 from tests.doubles import request
 from tests.fleet.routers import Act, lost, moved, serve

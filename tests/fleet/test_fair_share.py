@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rubato.core.events import Finished
 from rubato.core.plan import Limits, Shape
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load
+from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, request, run_spec, view
 
@@ -259,6 +259,6 @@ def test_step_times_asked_once_decide_as_those_asked_for_each_request(
         return [each.id for each in fair.open(held, fleet, now)], fair.wake_at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.fair_share.cache", lambda ask: ask)
+        patch.setattr("rubato.policy_kit.fair_share.cache", lambda ask: ask)
         expected = opened()
     assert opened() == expected

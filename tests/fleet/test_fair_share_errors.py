@@ -11,8 +11,8 @@ import pytest
 from rubato.core.events import Placed
 from rubato.core.plan import Limits
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.fair_share import FairShare
 from rubato.policies import router_for
+from rubato.policy_kit.fair_share import FairShare
 from tests.doubles import request
 from tests.fleet.routers import ends, serve
 from tests.fleet.test_conservation import Elsewhere, cancels, vanishes

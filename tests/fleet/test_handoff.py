@@ -20,7 +20,7 @@ from rubato.engines.simulated import Engine, Link
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.fair_share import FairShare
+from rubato.policy_kit.fair_share import FairShare
 from rubato.replica import handoff
 from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica

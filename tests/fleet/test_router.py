@@ -18,10 +18,10 @@ from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Plan, Role, Shape, Work
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load
 from rubato.policies.vllm import Scheduler
+from rubato.policy_kit.fair_share import FairShare
 from tests.doubles import request
 from tests.fleet.routers import CLOCKS, LIMITS, ends, moved, out, places, serve, started
 

@@ -21,9 +21,9 @@ from rubato.core.request import LEAST, MOST, SLO, Request, Sampling, Stage
 from rubato.engines.simulated import Drafter, Link
 from rubato.engines.simulated.acceptance import Acceptance
 from rubato.fleet.cluster import Cluster
-from rubato.fleet.fair_share import FairShare
 from rubato.policies import describe, load_router, optional, router_for
 from rubato.policies import load as load_policy
+from rubato.policy_kit.fair_share import FairShare
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
 from tests import integrity

@@ -19,8 +19,8 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.fair_share import FairShare
 from rubato.latency.affine import Model
+from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.app import Service, create_app
 from rubato.serving.request_slo import Tiers
 from rubato.serving.tenants import Quota, Tenant, Tenants

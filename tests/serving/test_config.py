@@ -16,9 +16,9 @@ from rubato.core.clock import VirtualClock
 from rubato.core.plan import Limits
 from rubato.core.request import SLO
 from rubato.engines.simulated import Engine
-from rubato.fleet.fair_share import FairShare
 from rubato.latency.roofline import Model as Roofline
 from rubato.policies import PolicyError
+from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.serve import build, tenants_of
 from rubato.serving.tenants import Quota, Tenant
 

@@ -15,7 +15,7 @@ import pytest
 from rubato.core.events import Finished, Offered, Placed, Preempted, Started, Tokens, Verdict
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
-from rubato.fleet.fair_share import FairShare
+from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs, request_history
 from rubato.serving.request_history import MOST_STEPS, RequestHistory
 from rubato.serving.request_slo import Tier, Tiers

@@ -24,12 +24,12 @@ from rubato.core.plan import Limits
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.cluster_options import PolicyChoice
-from rubato.fleet.fair_share import FairShare
 from rubato.latency import profiles
 from rubato.latency.model_base import completed
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.with_drafter import Drafted
 from rubato.policies import load
+from rubato.policy_kit.fair_share import FairShare
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
 REAL_ONLY = ("dtype", "device", "kv_gib", "threads", "noise", "seed")  # settings that a simulation does without

@@ -28,12 +28,12 @@ from rubato.core.plan import Role
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.event_bus import EventBus, Listener
-from rubato.fleet.fair_share import FairShare
 from rubato.fleet.local_host import FAILURES
 from rubato.fleet.request_table import RequestTable
 from rubato.fleet.router_calls import RouterCalls, RouterError, RoutingTimer
 from rubato.fleet.scaling import FleetScaling
 from rubato.fleet.transfers import KVTransfers
+from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.sequence import Seq
 
 log = logging.getLogger(__name__)

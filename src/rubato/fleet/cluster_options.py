@@ -9,8 +9,8 @@ import yaml
 
 from rubato.core.interfaces import Autoscaler
 from rubato.core.replica_options import DEFAULT_OPTIONS, ReplicaOptions
-from rubato.fleet.fair_share import FairShare
 from rubato.policies import load, router_for
+from rubato.policy_kit.fair_share import FairShare
 
 
 @dataclass(frozen=True)

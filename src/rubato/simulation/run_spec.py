@@ -20,11 +20,11 @@ from rubato.core.plan import Limits, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import FREE, Drafter, Link
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.fair_share import FairShare
 from rubato.latency import profiles
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
 from rubato.policy_kit.batch_builder import prefill_time
+from rubato.policy_kit.fair_share import FairShare
 from rubato.workloads import Workload
 
 Truth = Mapping[str, Sequence[int]]  # request id -> output tokens of each stage
