@@ -55,10 +55,12 @@ class Offered(Event):
 
 @happened(frozen=True, slots=True)
 class Placed(Event):
-    """why: the router's explanation, if it gave one (`Dispatch.why`)."""
+    """why: the router's explanation, if it gave one (`Dispatch.why`). ttft: expected, in seconds from arrival, where
+    the replica says so."""
 
     replica: str
     why: str = ""
+    ttft: float | None = None
 
 
 @happened(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Prometheus metrics: a fold over events, plus gauges read from the replicas at the scrape.
 
-vLLM's names where the meaning is the same. Attainment is `rubato_slo_met_total{dimension="all"}` over
+`SLOMetrics` are ours (`rubato_...`), of our server and of the plug-in in vLLM's; `Metrics` adds vLLM's names where the
+meaning is the same, which in vLLM's server are vLLM's own. Attainment is `rubato_slo_met_total{dimension="all"}` over
 `rubato_requests_offered_total`: a request that was refused, failed or cut short was offered too. For one dimension
 alone it is over `rubato_slo_promised_total`; a TPOT is there the mean over the request, whatever rule judges it.
 
-Labels are tiers, tenants, replicas and words of ours: all of them known beforehand, so that no client can make more.
+Labels are tiers, tenants, replicas and words of ours, all bounded: the tier beyond the first hundred is `other`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from rubato.core.events import (
     Verdict,
 )
 from rubato.core.interfaces import View
-from rubato.core.plan import Shape
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE
+from rubato.policy_kit.backlog import prefill_seconds
 
 MOST_REASONS = 32  # label values; a policy may refuse with any words
+MOST_NAMES = 100  # of tiers, and of tenants
 OTHER = "other"
 
 TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -51,14 +53,142 @@ class _Open:
     """What a request in flight needs remembered."""
 
     request: Request
+    tier: str  # labels
+    tenant: str
     used: Counter  # its tenant's output tokens
-    replica_wait: float | None  # arrival, until its first work
     begun: float | None = None  # its first work
     first: float | None = None  # time of its first token
     last: float | None = None  # and of its last
 
 
-class Metrics:
+class SLOMetrics:
+    """A listener to the events of requests and steps: what was offered, kept, missed, and why. registry: where the
+    metrics are shown."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._tiers, self._tenants, self._reasons = _Names(MOST_NAMES), _Names(MOST_NAMES), _Names(MOST_REASONS)
+        self._open: dict[str, _Open] = {}
+        self._build_own()
+        self._folds: dict[type[Event], Callable[[Any], None]] = {
+            Offered: self._offered,
+            Placed: self._placed,
+            Started: self._started,
+            Tokens: self._token,
+            Demoted: lambda event: self._demotions.inc(),
+            Promoted: lambda event: self._promotions.inc(),
+            Finished: self._finished,
+            Stepped: self._stepped,
+        }
+
+    def __call__(self, event: Event) -> None:
+        fold = self._folds.get(type(event))
+        if fold is not None:
+            fold(event)
+
+    # ----------------------------------------------------------------- what there is
+
+    def counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"rubato_{name}", about, labels, registry=self.registry)
+
+    def histogram(self, name: str, about: str, label: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"rubato_{name}", about, [label], buckets=buckets, registry=self.registry)
+
+    def _build_own(self) -> None:
+        counter, histogram = self.counter, self.histogram
+        self._n_offered = counter("requests_offered", "Requests offered", "tier", "tenant")
+        self._n_finished = counter("requests_finished", "Requests ended", "tier", "tenant", "outcome")
+        self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
+        self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "tenant", "dimension")
+        self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "tenant", "cause")
+        self._refused = counter("requests_refused", "Requests refused", "tier", "reason")
+        self._used = counter("tenant_tokens", "Tokens of prompts that began, and of output", "tenant", "kind")
+        drafted = counter("draft_tokens", "Drafted tokens put to the test; none behind a rejected one", "outcome")
+        self._accepted, self._rejected = (drafted.labels(outcome) for outcome in ("accepted", "rejected"))
+        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
+        self._measured = histogram("ttft_seconds", "From arrival to the first token", "tier", TTFT)
+        self._margin = histogram("slo_margin_seconds", "To spare at the tightest token", "tier", MARGIN)
+        self._demotions = counter("demotions", "Requests demoted to best effort")
+        self._promotions = counter("promotions", "Requests promoted back to their SLO")
+        self._step = histogram("step_seconds", "Step time", "replica", STEP)
+        self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZES)
+        self._tokens = histogram("step_tokens", "Tokens in a batch", "replica", SIZES)
+
+    # ----------------------------------------------------------------- folds
+
+    def _offered(self, event: Offered) -> None:
+        request = event.request
+        tier, tenant = self._tiers.label(request.tier), self._tenants.label(request.tenant)
+        used = self._used.labels(tenant, "output")
+        self._open[event.id] = _Open(request, tier, tenant, used)
+        self._n_offered.labels(tier, tenant).inc()
+        self._met.labels(tier, tenant, "all")  # 0: of a counter that begins at 1 no rate can be told
+        for dimension in _promises(request):
+            self._promised.labels(tier, dimension).inc()
+
+    def _placed(self, event: Placed) -> None:
+        if event.ttft is not None:
+            self._predicted.labels(self._open[event.id].tier).observe(event.ttft)
+
+    def _started(self, event: Started) -> None:
+        state = self._open[event.id]
+        if state.begun is None:
+            state.begun = event.at
+            self._used.labels(state.tenant, "prompt").inc(state.request.prompt)
+
+    def _token(self, event: Tokens) -> None:
+        if not event.tokens:  # text that was held back, of tokens counted before
+            return
+        state = self._open[event.id]
+        state.used.inc(event.tokens)
+        if state.first is None:
+            state.first = event.at
+            self._measured.labels(state.tier).observe(event.at - state.request.arrival)
+        state.last = event.at
+        if event.tried:
+            self._accepted.inc(event.tokens - 1)
+            self._rejected.inc(event.tried - (event.tokens - 1))
+
+    def _finished(self, event: Finished) -> None:
+        state = self._open.pop(event.id)
+        tier, tenant, verdict = state.tier, state.tenant, event.verdict
+        self._n_finished.labels(tier, tenant, event.outcome).inc()
+        if verdict.met:
+            self._met.labels(tier, tenant, "all").inc()
+        else:
+            self._missed.labels(tier, tenant, verdict.cause or "unknown").inc()
+        if event.outcome == "refused":
+            kind = event.reason.partition(":")[0][:64]  # what follows is about one request
+            self._refused.labels(tier, self._reasons.label(kind)).inc()
+        if verdict.margin is not None:
+            self._margin.labels(tier).observe(verdict.margin)
+        if event.outcome == "completed":
+            for dimension, seconds in _promises(state.request).items():
+                if _kept(verdict, dimension, seconds):
+                    self._met.labels(tier, tenant, dimension).inc()
+
+    def _stepped(self, event: Stepped) -> None:
+        self._step.labels(event.id).observe(event.seconds)
+        self._seqs.labels(event.id).observe(event.shape.seqs)
+        self._tokens.labels(event.id).observe(event.shape.tokens)
+
+
+class _Names:
+    """Names that became labels: the first so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: set[str] = set()
+
+    def label(self, name: str) -> str:
+        if name not in self._known:
+            if len(self._known) >= self._most:
+                return OTHER
+            self._known.add(name)
+        return name
+
+
+class Metrics(SLOMetrics):
     """A listener for `Cluster.listen`. `views` gives the replicas as they are now, `in_flight` the cluster's count,
     `errors` how often each listener failed, `log_lines_dropped` what its reader was too slow for."""
 
@@ -71,61 +201,19 @@ class Metrics:
         log_lines_dropped: Callable[[], int] = int,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a sample of its own per series, of no use here
-        self.registry = CollectorRegistry()
-        self._open: dict[str, _Open] = {}
-        self._reasons: set[str] = set()
+        super().__init__(CollectorRegistry())
         self._model = model
         self._views, self._in_flight, self._errors = views, in_flight, errors
         self._log_lines_dropped = log_lines_dropped
-        self._build_own()
         self._build_vllm(model)
         self.registry.register(self)
-        self._folds: dict[type[Event], Callable[[Any], None]] = {
-            Offered: self._offered,
-            Placed: self._placed,
-            Started: self._started,
-            Tokens: self._token,
-            Preempted: lambda event: self._preemptions.inc(),
-            Demoted: lambda event: self._demotions.inc(),
-            Promoted: lambda event: self._promotions.inc(),
-            Finished: self._finished,
-            Stepped: self._stepped,
-        }
-
-    def __call__(self, event: Event) -> None:
-        fold = self._folds.get(type(event))
-        if fold is not None:
-            fold(event)
+        self._folds[Preempted] = lambda event: self._preemptions.inc()
 
     def text(self) -> bytes:
         """The exposition, Prometheus text format."""
         return generate_latest(self.registry)
 
     # ----------------------------------------------------------------- what there is
-
-    def _build_own(self) -> None:
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"rubato_{name}", about, labels, registry=self.registry)
-
-        def histogram(name: str, about: str, label: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"rubato_{name}", about, [label], buckets=buckets, registry=self.registry)
-
-        self._n_offered = counter("requests_offered", "Requests offered", "tier", "tenant")
-        self._n_finished = counter("requests_finished", "Requests ended", "tier", "outcome")
-        self._promised = counter("slo_promised", "Requests offered with an SLO in this dimension", "tier", "dimension")
-        self._met = counter("slo_met", "Requests that met it; all: every SLO", "tier", "dimension")
-        self._missed = counter("slo_missed", "Requests with a missed SLO, by cause", "tier", "cause")
-        self._refused = counter("requests_refused", "Requests refused", "tier", "reason")
-        self._used = counter("tenant_tokens", "Tokens of prompts that began, and of output", "tenant", "kind")
-        drafted = counter("draft_tokens", "Drafted tokens put to the test; none behind a rejected one", "outcome")
-        self._accepted, self._rejected = (drafted.labels(outcome) for outcome in ("accepted", "rejected"))
-        self._predicted = histogram("predicted_ttft_seconds", "TTFT expected at placement", "tier", TTFT)
-        self._margin = histogram("slo_margin_seconds", "To spare at the tightest token", "tier", MARGIN)
-        self._demotions = counter("demotions", "Requests demoted to best effort")
-        self._promotions = counter("promotions", "Requests promoted back to their SLO")
-        self._step = histogram("step_seconds", "Step time", "replica", STEP)
-        self._seqs = histogram("step_seqs", "Sequences in a batch", "replica", SIZES)
-        self._tokens = histogram("step_tokens", "Tokens in a batch", "replica", SIZES)
 
     def _build_vllm(self, model: str) -> None:
         def counter(name: str, about: str) -> Counter:
@@ -188,67 +276,41 @@ class Metrics:
 
     # ----------------------------------------------------------------- folds
 
-    def _offered(self, event: Offered) -> None:
-        request = event.request
-        self._open[event.id] = _Open(request, self._used.labels(request.tenant, "output"), request.arrival)
-        self._n_offered.labels(request.tier, request.tenant).inc()
-        for dimension in _promises(request):
-            self._promised.labels(request.tier, dimension).inc()
-
     def _placed(self, event: Placed) -> None:
         state = self._open[event.id]
         view = next((view for view in self._views() if view.id == event.replica), None)
         if view is not None and state.last is None:
             waited = event.at - state.request.arrival
-            self._predicted.labels(state.request.tier).observe(waited + prefill_seconds(view, state.request.prompt))
+            self._predicted.labels(state.tier).observe(waited + prefill_seconds(view, state.request.prompt))
 
     def _started(self, event: Started) -> None:
         state = self._open[event.id]
-        if state.replica_wait is not None:
+        if state.begun is None:
             prompt = state.request.prompt
-            self._queue.observe(event.at - state.replica_wait)
+            self._queue.observe(event.at - state.request.arrival)
             self._prompt_tokens.inc(prompt)
             self._prompt_size.observe(prompt)
-            self._used.labels(state.request.tenant, "prompt").inc(prompt)
             self._asked.inc(prompt)
             self._hits.inc(event.cached)
-            state.replica_wait = None
-            state.begun = event.at
+        super()._started(event)
 
     def _token(self, event: Tokens) -> None:
-        if not event.tokens:  # text that was held back, of tokens counted before
+        if not event.tokens:
             return
-        self._generated.inc(event.tokens)
-        if event.tried:
-            self._accepted.inc(event.tokens - 1)
-            self._rejected.inc(event.tried - (event.tokens - 1))
         state = self._open[event.id]
-        state.used.inc(event.tokens)
+        self._generated.inc(event.tokens)
         if state.last is None:
-            state.first = event.at
             self._ttft.observe(event.at - state.request.arrival)
             if state.begun is not None:
                 self._prefill.observe(event.at - state.begun)
         else:
             self._itl.observe(event.at - state.last)
-        state.last = event.at
+        super()._token(event)
 
     def _finished(self, event: Finished) -> None:
-        state = self._open.pop(event.id)
-        tier, verdict = state.request.tier, event.verdict
-        self._n_finished.labels(tier, event.outcome).inc()
-        if verdict.met:
-            self._met.labels(tier, "all").inc()
-        else:
-            self._missed.labels(tier, verdict.cause or "unknown").inc()
-        if event.outcome == "refused":
-            self._refused.labels(tier, self._reason(event.reason)).inc()
-        if verdict.margin is not None:
-            self._margin.labels(tier).observe(verdict.margin)
+        state, verdict = self._open[event.id], event.verdict
+        super()._finished(event)
         if event.outcome == "completed":
-            for dimension, seconds in _promises(state.request).items():
-                if _kept(verdict, dimension, seconds):
-                    self._met.labels(tier, dimension).inc()
             self._success.labels(self._model, event.reason).inc()
             self._output_size.observe(event.output)
             if state.first is not None and state.last is not None:
@@ -259,19 +321,8 @@ class Metrics:
                 self._e2e.observe(verdict.e2e)
 
     def _stepped(self, event: Stepped) -> None:
-        self._step.labels(event.id).observe(event.seconds)
-        self._seqs.labels(event.id).observe(event.shape.seqs)
-        self._tokens.labels(event.id).observe(event.shape.tokens)
+        super()._stepped(event)
         self._iteration.observe(event.shape.tokens)
-
-    def _reason(self, reason: str) -> str:
-        """Its first words, which name the kind; what follows a colon is about one request."""
-        reason = reason.partition(":")[0][:64]
-        if reason not in self._reasons:
-            if len(self._reasons) >= MOST_REASONS:
-                return OTHER
-            self._reasons.add(reason)
-        return reason
 
 
 def _promises(request: Request) -> dict[str, float]:
@@ -284,19 +335,3 @@ def _promises(request: Request) -> dict[str, float]:
 def _kept(verdict: Verdict, dimension: str, seconds: float) -> bool:
     measured = getattr(verdict, dimension)
     return (dimension == "tpot" and verdict.ttft is not None) if measured is None else measured <= seconds + TOLERANCE
-
-
-def prefill_seconds(view: View, prompt: int) -> float:
-    """Expected until a replica, as it is now, has prefilled what waits and then `prompt` tokens more: full batches,
-    decodes going on beside them. What is predicted of a request in the moment it is placed."""
-    decodes = sum(seq.pending == 1 for seq in view.running)
-    kv = sum(seq.length for seq in view.running)
-    pending = prompt + sum(seq.pending for seq in view.waiting)
-    pending += sum(seq.pending for seq in view.running if seq.pending > 1)
-    chunk = max(1, view.limits.max_num_batched_tokens - decodes)
-    base = Shape(decodes, decodes, kv)
-    full, rest = divmod(pending, chunk)
-    seconds = max(0.0, view.busy_until - view.now)
-    if full:
-        seconds += full * view.latency.step_time(base.plus(chunk, 0))
-    return seconds + (view.latency.step_time(base.plus(rest, 0)) if rest else 0.0)
