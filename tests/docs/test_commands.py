@@ -12,7 +12,10 @@ from rubato.cli.main import parser as rubato_parser
 from tests.docs.pages import PAGES, ROOT, blocks, commands, spans
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
-OTHERS = {"--speculative-config", "--scheduling-policy", "--enforce-eager", "--extra-index-url"}  # vLLM's, pip's
+OTHERS = {  # vLLM's, pip's
+    "--api-server-count", "--disable-log-stats", "--enforce-eager", "--extra-index-url", "--middleware",
+    "--scheduling-policy", "--speculative-config",
+}  # fmt: skip
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:

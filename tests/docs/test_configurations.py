@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from rubato import policies
 from rubato.config.build import drafter_of, latency_of, link_of, simulation_limits
@@ -19,8 +20,11 @@ from rubato.engines.vllm.settings import Settings, settings_of
 from rubato.latency import profiles
 from rubato.serving import schemas
 from rubato.serving.errors import ApiError
-from rubato.serving.metrics import Metrics
-from rubato.serving.serve import build, tenants_of
+from rubato.serving.metrics import Metrics, SLOMetrics
+from rubato.serving.serve import build
+from rubato.serving.tenants import tenants_of
+from rubato.serving.vllm_middleware import KNOWN_HEADERS, OURS
+from rubato.serving.vllm_reports import PluginMetrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 
 EXAMPLES = [(page, text) for page in PAGES for text in fenced(page, "yaml")]
@@ -118,14 +122,21 @@ def test_architectures_are_named_all_of_them() -> None:
 def test_settings_and_keys_inside_vllm() -> None:
     page = "vllm.md"
     assert set(column(page, "# Our schedulers inside vLLM")) == set(Settings.__dataclass_fields__)
-    assert set(column(page, "## Stating an SLO")) == set(KEYS)
+    ways, section = column(page, "## SLOs, tiers and tenants"), PAGES[page].split("## SLOs, tiers and tenants\n")[1]
+    (row,) = [line for line in section.splitlines() if line.startswith("| `vllm_xargs`")]
+    assert re.findall(r"`(slo_\w+)`", row) == list(KEYS)
+    (row,) = [line for line in section.splitlines() if line.startswith("| `x-slo-")]
+    assert set(re.findall(r"`(x-[\w-]+)`", row)) == set(KNOWN_HEADERS)
+    assert set(OURS) | {"vllm_xargs"} <= set(ways)
+    metrics = PluginMetrics(CollectorRegistry(), counts=True).registry.collect()
+    shown = {name.removesuffix("_total") for name in column(page, "## Watching it")}
+    assert shown == {m.name for m in metrics} - {m.name for m in SLOMetrics(CollectorRegistry()).registry.collect()}
     (shell,) = blocks(page, "pip install")
-    name, _, attribute = shell.split("--scheduler-cls ")[1].split()[0].rpartition(".")
-    assert callable(getattr(importlib.import_module(name), attribute))
+    for flag in ("--scheduler-cls ", "--middleware "):
+        name, _, attribute = shell.split(flag)[1].split()[0].rpartition(".")
+        assert callable(getattr(importlib.import_module(name), attribute))
     (given,) = re.findall(r"--additional-config '(.*)'", shell)
-    assert settings_of(json.loads(given)).policy == "edf"
-    (body,) = blocks(page, '{"model"')
-    assert set(json.loads(body.replace("[...]", "[]"))["vllm_xargs"]) <= set(KEYS)
+    assert settings_of(json.loads(given)).config == "rubato.yaml"
 
 
 def test_policies_and_profiles_are_named_all_of_them() -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 if find_spec("vllm") is None:
-    collect_ignore = ["test_features.py", "test_hostile_requests.py", "test_outputs.py", "test_plans.py"]
+    collect_ignore = [
+        "test_features.py",
+        "test_hostile_requests.py",
+        "test_link.py",
+        "test_outputs.py",
+        "test_plans.py",
+    ]
 
 # vLLM's engine core in this process; nothing is fetched. Read when vllm is imported.
 os.environ.update(
@@ -17,6 +23,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CONFIGURE_LOGGING="0",  # its logger would keep what caplog should see
     VLLM_NO_USAGE_STATS="1",
+    VLLM_PLUGINS="",  # nothing is reported but where a test says so
     HF_HUB_OFFLINE="1",
 )
 
@@ -32,4 +39,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(vocab_size=256, num_key_value_heads=1, max_position_embeddings=512, **shape)
     folder = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speaking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a tokenizer, of 256 words, and a chat template."""
+    import shutil
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("speaking") / "model"
+    shutil.copytree(model, folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", chat_template=template)
+    made.save_pretrained(folder)
     return folder

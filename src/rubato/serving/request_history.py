@@ -73,10 +73,16 @@ class RequestRecord:
 
 
 class RequestHistory:
-    """A listener. ended: called with each record that is complete."""
+    """A listener. ended: called with each record that is complete. answer_of: of a request's id, the
+    one that the API gave."""
 
-    def __init__(self, ended: Callable[[RequestRecord], None] | None = None) -> None:
+    def __init__(
+        self,
+        ended: Callable[[RequestRecord], None] | None = None,
+        answer_of: Callable[[str], str] = answer_of,
+    ) -> None:
         self._ended = ended
+        self._answer_of = answer_of
         self._open: dict[str, RequestRecord] = {}
         self._answers: OrderedDict[str, list[RequestRecord]] = OrderedDict()  # by the id that the API gave
         self._done: OrderedDict[str, None] = OrderedDict()
@@ -86,12 +92,12 @@ class RequestHistory:
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(without_texts(event.request))
-            self._answers.setdefault(answer_of(event.id), []).append(record)
+            self._answers.setdefault(self._answer_of(event.id), []).append(record)
         record = self._open[event.id]
         _fold(record, event)
         if type(event) is Finished:
             del self._open[event.id]
-            if self._is_done(answer := answer_of(event.id)):
+            if self._is_done(answer := self._answer_of(event.id)):
                 self._done[answer] = None
                 self._done.move_to_end(answer)
             while len(self._done) > KEEP:

@@ -350,7 +350,7 @@ def parse(schema: type[B], raw: bytes, most_tokens: int) -> B:
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
-        raise _bad_request(error, shown=len(raw) <= SHOWN) from None
+        raise bad_request(error, shown=len(raw) <= SHOWN) from None
     _refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only allowed together with stream=true.", param="stream_options")
@@ -394,7 +394,7 @@ def _means_unused(value: Any, unused: tuple[Any, ...]) -> bool:
     return value is None or any(value == u and isinstance(value, bool) == isinstance(u, bool) for u in unused)
 
 
-def _bad_request(error: ValidationError, *, shown: bool) -> ApiError:
+def bad_request(error: ValidationError, *, shown: bool) -> ApiError:
     """shown: say what was given; each error then brings its part of the body along, maybe all of it."""
     first = error.errors(include_url=False, include_input=shown)[0]
     if first["type"] == "json_invalid":

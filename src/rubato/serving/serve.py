@@ -41,10 +41,9 @@ from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
-from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
-from rubato.serving.tenants import Quota, Tenant, Tenants
+from rubato.serving.tenants import Tenants, tenants_of, tiers_of
 
 FLUSH_SECONDS = 5.0  # for the last bytes to reach the clients
 THREAD_SECONDS = 2.0  # for threads to end when all requests have, and the interpreter after them
@@ -293,23 +292,6 @@ def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Clust
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
     """What one actor runs."""
     return engine_of(config, clock, replica), believed_of(config)
-
-
-def tiers_of(config: Config) -> Tiers:
-    return Tiers([Tier(name, tier.slo, tier.on_decline) for name, tier in config.tiers.items()], config.default_tier)
-
-
-def tenants_of(config: Config) -> list[Tenant]:
-    """The tenants with their keys' digests. Raises ConfigError for a file or a variable that holds none."""
-    found = []
-    for name, tenant in config.tenants.items():
-        try:
-            digests = tenant.digests()
-        except ConfigError as error:
-            raise ConfigError(f"tenants.{name}.{error}") from None
-        quota = Quota(tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_in_flight)
-        found.append(Tenant(name, digests, tenant.tiers, quota, tenant.admin))
-    return found
 
 
 def service_of(config: Config, clock: Clock, engine: Engine, cluster: Cluster, tenants: Tenants) -> Service:

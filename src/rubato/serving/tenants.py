@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 
-from rubato.serving.errors import ApiError
-from rubato.serving.request_slo import Tiers
+from rubato.config.schema import Config, ConfigError
+from rubato.core.did_you_mean import nearest
+from rubato.serving.errors import ApiError, invalid
+from rubato.serving.request_slo import Tier, Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Tenants:
 
     def __init__(self, tenants: Sequence[Tenant], tiers: Tiers) -> None:
         self.configured = bool(tenants)
+        self._named = {tenant.name: tenant for tenant in tenants}
         self._digests = [(digest, tenant) for tenant in tenants for digest in tenant.digests]
         seen: dict[bytes, str] = {}
         for digest, tenant in self._digests:
@@ -69,9 +72,32 @@ class Tenants:
             raise _unauthorized("The API key is not known to this server.")
         return found
 
+    def named(self, name: str) -> Tenant:
+        """Raises ApiError 400 for a name that no tenant has."""
+        if name not in self._named:
+            raise invalid("x-rubato-tenant", f"no tenant has this name{nearest(name[:64], self._named)}.")
+        return self._named[name]
+
     def tiers(self, tenant: Tenant) -> Tiers:
         return self._tiers.get(tenant.name, self._all)
 
 
 def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
+
+
+def tiers_of(config: Config) -> Tiers:
+    return Tiers([Tier(name, tier.slo, tier.on_decline) for name, tier in config.tiers.items()], config.default_tier)
+
+
+def tenants_of(config: Config) -> list[Tenant]:
+    """The tenants with their keys' digests. Raises ConfigError for a file or a variable that holds none."""
+    found = []
+    for name, tenant in config.tenants.items():
+        try:
+            digests = tenant.digests()
+        except ConfigError as error:
+            raise ConfigError(f"tenants.{name}.{error}") from None
+        quota = Quota(tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_in_flight)
+        found.append(Tenant(name, digests, tenant.tiers, quota, tenant.admin))
+    return found

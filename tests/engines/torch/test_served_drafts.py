@@ -22,8 +22,8 @@ from rubato.core.events import Event, Tokens  # noqa: E402
 from rubato.latency.affine import Model  # noqa: E402
 from rubato.latency.with_drafter import Drafted  # noqa: E402
 from rubato.serving.app import create_app  # noqa: E402
-from rubato.serving.serve import build, service_of, tiers_of  # noqa: E402
-from rubato.serving.tenants import Tenants  # noqa: E402
+from rubato.serving.serve import build, service_of  # noqa: E402
+from rubato.serving.tenants import Tenants, tiers_of  # noqa: E402
 from rubato_torch.drafters.suffix import SuffixDrafter  # noqa: E402
 
 MODEL = {

@@ -24,10 +24,14 @@ from rubato.core.plan import NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.drafts import Drafts
+from rubato.engines.vllm.link import Publisher
+from rubato.engines.vllm.lost_time import LostTime
+from rubato.engines.vllm.reports import NAME, Reports
 from rubato.engines.vllm.sequence import VllmSeq, request_of
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
 from rubato.policies import PolicyError, load, optional
+from rubato.policy_kit.fair_share import FairShare
 from rubato.replica.plan_check import check, spelled_out
 
 if TYPE_CHECKING:
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
-NAME = "vllm"  # of the one replica that an engine core is
 QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
 FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
 SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
@@ -62,10 +65,12 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A batch between its plan and its completion. sampling: requests that it brings a token at least."""
+    """A batch between its plan and its completion. decodes: of its shape, requests that decode. sampling: requests
+    that it brings a token at least."""
 
     output: Any  # vLLM's SchedulerOutput
     shape: Shape
+    decodes: Shape
     since: float
     sampling: Sequence[VllmSeq]
 
@@ -97,9 +102,22 @@ class PolicyDriver:
     steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed. deviations: steps that
     vLLM did not carry out as planned, by cause (one step may have several). faults: of the policy, of its plans and of
     these books, by place. given_up: no step is planned any more.
+
+    fair: holds requests of tenants beyond their share back from the policy. strangers: clients may state SLOs
+    themselves. publisher: to vLLM's API servers.
     """
 
-    def __init__(self, settings: Settings, limits: Limits, kv: KVView, num_spec_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits,
+        kv: KVView,
+        num_spec_tokens: int = 0,
+        *,
+        fair: FairShare | None = None,
+        strangers: bool = True,
+        publisher: Publisher | None = None,
+    ) -> None:
         self.name = settings.policy
         self.policy = load(settings.policy, settings.settings)
         self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
@@ -128,6 +146,11 @@ class PolicyDriver:
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._slo_rule = settings.slo_rule
         self._order = 0
+        self._fair = fair
+        self._held: dict[str, VllmSeq] = {}  # by `fair`
+        self._strangers = strangers
+        self._reports = Reports(publisher) if publisher is not None else None
+        self._lost_time = LostTime(self.latency)
         self._events: list[Event] = []
         self._flights: deque[Flight] = deque()
         self._last = -inf  # when the last batch completed
@@ -142,12 +165,15 @@ class PolicyDriver:
         now = self.clock()
         arrival = now - max(0.0, self.unix() - own.arrival_time)
         try:
-            request = request_of(own, arrival)
+            request, ticket = request_of(own, arrival, strangers=self._strangers)
         except ValueError as error:
             return f"rejected-invalid: {error}"
-        self._events.append(Offered(now, request.id, request))
         self._order += 1
-        self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths)
+        seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
+        self._happened(seq, Offered(now, request.id, request))
+        if self._fair is not None:
+            self._fair.enter(request, now)
+            self._held[request.id] = seq
         most = min(own.num_prompt_tokens + own.max_tokens + self._kv.ahead, self.limits.max_model_len)
         if self._kv.exact and self.limits.blocks(most) > self.limits.kv_blocks:
             reason = f"rejected-exceeds-kv: {most} tokens, there is memory for {self.limits.kv_blocks} blocks"
@@ -166,9 +192,19 @@ class PolicyDriver:
             return
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
+        if outcome == "completed" and not verdict.met:
+            verdict = replace(verdict, cause=self._lost_time.cause(seq))
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
-        self._events.append(Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
+        if self._fair is not None:
+            self._held.pop(id, None)
+            self._fair.finished(id, outcome, len(times), self.clock())
+        self._happened(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
+
+    def _happened(self, seq: VllmSeq, event: Event) -> None:
+        self._events.append(event)
+        if self._reports is not None:
+            self._reports.add(seq, event)
 
     @guarded
     def aborted(self, id: str) -> None:
@@ -182,8 +218,10 @@ class PolicyDriver:
 
     @guarded
     def preempted(self, id: str) -> None:
-        if id in self.seqs:
-            self._events.append(Preempted(self.clock(), id))
+        seq = self.seqs.get(id)
+        if seq is not None:
+            seq.waiting_since = self.clock()
+            self._happened(seq, Preempted(seq.waiting_since, id))
 
     # ----------------------------------------------------------------- one step
 
@@ -205,6 +243,9 @@ class PolicyDriver:
             seq.draft, seq.waiting = None, True
             seq.length, seq.cached = seq.own.num_tokens, kv.renewed(seq).tokens
             seq.pending = seq.length - seq.cached
+        kept_back = self._kept_back(now) if self._held else ()
+        if kept_back:
+            queued = [seq for seq in queued if seq.id not in kept_back]
         block, decodes, decode_kv, blocks = self.limits.block_size, 0, 0, 0
         holding, prefilling = [], []
         for own in running:
@@ -245,12 +286,25 @@ class PolicyDriver:
             decode_blocks=blocks,
         )
 
+    def _kept_back(self, now: float) -> Collection[str]:
+        """Requests of tenants that have their share. Those that have it not go on to the policy, for good."""
+        assert self._fair is not None
+        seqs = self.seqs.values()
+        waiting, running = [s for s in seqs if s.waiting and s.id not in self._held], [s for s in seqs if not s.waiting]
+        view = View(NAME, now, waiting, running, 0, self.limits.kv_blocks, self.limits, self.latency)
+        for request in self._fair.open([seq.request for seq in self._held.values()], [view], now):
+            self._fair.placed(request.id)
+            del self._held[request.id]
+        return self._held.keys()
+
     @guarded
     def plan(self, view: View) -> Step | None:
         """The policy's plan, checked; None where it raises or plans the impossible. One fault of a policy then does not
         end every request of the engine, but is a step in vLLM's own order."""
         events, self._events = self._events, []
         self.policy.observe(events)
+        if self._reports is not None:
+            self._reports.look_at(view, self._held)
         if not view.waiting and not view.running:
             return Step(view, Plan(), {}, {})
         plan = self.policy.plan(view)
@@ -261,6 +315,8 @@ class PolicyDriver:
         else:
             step = Step(view, plan, _chunks(plan, view), {})
         seconds = self.clock() - view.now
+        if self._reports is not None:
+            self._reports.planned.append(seconds)
         if seconds > SLOW:
             self._count_fault("slow")
             if self._due("slow"):
@@ -301,21 +357,23 @@ class PolicyDriver:
         now = self.clock()
         for id in plan.demote:
             self.seqs[id].demoted = True
-            self._events.append(Demoted(now, id))
+            self._happened(self.seqs[id], Demoted(now, id))
         for id in plan.promote:
             self.seqs[id].demoted = False
-            self._events.append(Promoted(now, id))
+            self._happened(self.seqs[id], Promoted(now, id))
 
     @guarded
     def scheduled(self, now: float, output: Any, requests: Mapping[str, Any], depths: Mapping[str, int] | None) -> None:
         """Note the batch that vLLM made. output: vLLM's SchedulerOutput; requests: its requests by id; depths: tokens
         to draft of each (None: vLLM's own)."""
         seqs, sampling, entries, drafting = self.seqs, [], [], []
-        most = self.drafts.most
+        most, decodes, kv = self.drafts.most, 0, 0
         for id, tokens in output.num_scheduled_tokens.items():
             own = requests[id]
             begun = own.num_computed_tokens - tokens
             entries.append((tokens, begun))
+            if tokens == 1:
+                decodes, kv = decodes + 1, kv + begun + 1
             seq = seqs.get(id)
             if not own.is_prefill_chunk:
                 if most and (depth := most if depths is None else depths.get(id, 0)):
@@ -324,12 +382,12 @@ class PolicyDriver:
                     seq.coming += 1
                     sampling.append(seq)
             if seq is not None and seq.waiting:
-                seq.waiting = False
-                self._events.append(Started(now, id, resumed=seq.started, cached=begun))
-                seq.started = True
+                self._happened(seq, Started(now, id, resumed=seq.started, cached=begun))
+                seq.starts_at(now, begun)
         self.steps += 1
         since = self._last if self._busy else now
-        self._flights.append(Flight(output, NO_BATCH.with_entries(entries, drafting), since, sampling))
+        shape = NO_BATCH.with_entries(entries, drafting)
+        self._flights.append(Flight(output, shape, Shape(decodes, decodes, kv), since, sampling))
 
     def deviated(self, causes: Iterable[str], about: str) -> None:
         """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
@@ -352,12 +410,44 @@ class PolicyDriver:
             self._last = now
             if seconds > 0.0:
                 self.latency.update(Sample(flight.shape, seconds))
+            self._lost_time.stepped(now, seconds, flight.shape, flight.decodes)
             self._events.append(Stepped(now, NAME, flight.shape, seconds))
+            if self._reports is not None:
+                self._reports.batches.append((flight.shape.tokens, flight.shape.seqs, seconds))
         self._busy = flight.shape.seqs > 0 and unfinished > 0
         drafted = output.scheduled_spec_decode_tokens
         for core in outputs.values():
             for out in core.outputs:
                 self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
+        self.report(idle=not self._busy)
+
+    def report(self, *, idle: bool = False) -> None:
+        """Tell the API servers what happened since they were last told. A fault ends that, and nothing else."""
+        if self._reports is None:
+            return
+        try:
+            self._reports.send(self.clock(), self._state, idle=idle)
+        except Exception:
+            self.faults["report"] += 1
+            log.exception(
+                "what happens to requests is reported to vLLM's API servers no more: their metrics stand still"
+            )
+            self._reports = None
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "policy": self.name,
+            "steps": self.steps,
+            "fallbacks": self.fallbacks,
+            "deviations": dict(self.deviations),
+            "faults": dict(self.faults),
+            "given_up": self.given_up,
+            "step_seconds_off": self.latency.spread,
+        }
+
+    def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close()
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
         seq = self.seqs.get(out.request_id)
@@ -365,6 +455,8 @@ class PolicyDriver:
             return  # over already: refused or aborted meanwhile
         if ids := out.new_token_ids:
             seq.got([now] * len(ids))
+            if self._reports is not None and not seq.reported:
+                self._reports.add_tokens(seq, len(ids), now)
             right = len(ids) - 1 if drafted else 0
             tried = min(drafted, right + 1)
             if drafted:

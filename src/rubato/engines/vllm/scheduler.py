@@ -22,10 +22,11 @@ from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
+from rubato.core.request import NOTHING
 from rubato.engines.vllm.kv_view import KVView
 from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
-from rubato.engines.vllm.settings import settings_of
+from rubato.engines.vllm.settings import Settings, settings_of
 
 
 class DraftLength:
@@ -53,7 +54,10 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     dynamic_sd_lookup: Any
     max_num_active_reqs: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, settings: Settings | None = None, around: Mapping[str, Any] = NOTHING, **kwargs: Any
+    ) -> None:
+        """settings: else those of vLLM's `additional_config`. around: further arguments of `PolicyDriver`."""
         super().__init__(*args, **kwargs)
         if problems := list(self._unsupported()):
             raise ValueError(f"Rubato cannot schedule this vLLM: {'; '.join(problems)}")
@@ -90,8 +94,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         # The policy admits: it is shown also what vLLM would hold back.
         self._rules = Rules(False, 0, self.max_num_active_reqs)
         self._rules.apply(self)
-        settings = settings_of(self.vllm_config.additional_config)
-        self.rubato = PolicyDriver(settings, limits, self._kv, self.num_spec_tokens)
+        settings = settings or settings_of(self.vllm_config.additional_config)
+        self.rubato = PolicyDriver(settings, limits, self._kv, self.num_spec_tokens, **around)
         log.info("scheduling by policy %r, limits %s", self.rubato.name, self.rubato.limits)
 
     def _unsupported(self) -> Iterator[str]:
@@ -126,6 +130,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 self.rubato.aborted(request.request_id)
             else:
                 self.rubato.end(request.request_id, "failed", str(request.get_finished_reason()))
+        self.rubato.report()
         return ended
 
     def _refuse(self, request: Any, reason: str) -> None:
@@ -423,6 +428,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             "%d steps scheduled, %d in vLLM's own order; causes of steps not as planned: %s; faults: %s",
             ours.steps, ours.fallbacks, dict(ours.deviations), dict(ours.faults),
         )  # fmt: skip
+        ours.close()
         super().shutdown()
 
 

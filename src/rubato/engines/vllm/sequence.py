@@ -1,34 +1,48 @@
-"""vLLM's requests as a policy sees them, and the SLOs that clients send with them (`vllm_xargs`)."""
+"""vLLM's requests as a policy sees them, and the SLOs that come with them (`vllm_xargs`): from clients, or from our
+middleware in vLLM's API server (`rubato.serving.vllm_middleware`), which seals what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Any, Protocol
 
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.request import LEAST_MS, MOST_MS, SLO, OnDecline, Request, Sampling, Stage
+from rubato.core.request import LEAST_MS, MOST_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
 from rubato.core.slo import TOLERANCE
+from rubato.engines.vllm import link
 from rubato.replica.sequence import Seq
 
 PREFIX = "slo_"
 MILLISECONDS = ("slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 TIER, ON_DECLINE = "slo_tier", "slo_on_decline"
 KEYS = (*MILLISECONDS, TIER, ON_DECLINE)
+TENANT, ARRIVAL, TICKET, SEAL = "slo_tenant", "slo_arrival", "slo_ticket", "slo_seal"  # the middleware's alone
 MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refusal shows of a client's text
 
 
-def request_of(own: Any, arrival: float) -> Request:
-    """What a vLLM request asks for, in our terms. arrival: seconds of our clock.
+def sealed(fields: Mapping[str, str]) -> dict[str, str]:
+    """What the middleware says of a request, as `vllm_xargs`."""
+    return {**fields, SEAL: link.seal(fields)}
+
+
+def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Request, str]:
+    """What a vLLM request asks for, in our terms, and the middleware's ticket for it, if it has one.
+    arrival: seconds of our clock, at which it came to vLLM. strangers: keys count that are not sealed.
 
     Raises ValueError, with a sentence for the client, for an invalid SLO.
     """
     params = own.sampling_params
     if params is None:
         raise ValueError("this engine schedules generation only; a pooling request has no tokens to be on time with")
-    extra: Mapping[str, Any] = params.extra_args or {}
+    extra = {key: value for key, value in (params.extra_args or {}).items() if key.startswith(PREFIX)}
+    seal = extra.pop(SEAL, "")
+    by_us = isinstance(seal, str) and seal != "" and compare_digest(seal, link.seal(extra))
+    if not by_us and not strangers:
+        extra = {}
     for key in extra:
-        if key.startswith(PREFIX) and key not in KEYS:
+        if key not in KEYS and not (by_us and key in (TENANT, ARRIVAL, TICKET)):
             raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
     ttft, tpot, e2e = (_seconds(key, extra.get(key)) for key in MILLISECONDS)
     sampling = Sampling(
@@ -37,14 +51,17 @@ def request_of(own: Any, arrival: float) -> Request:
         stop=tuple(params.stop or ()),
         ignore_eos=params.ignore_eos,
     )
-    return Request(
+    held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
+    request = Request(
         own.request_id,
         (Stage(own.num_prompt_tokens, SLO(ttft, tpot, e2e)),),
-        arrival,
+        arrival - max(0.0, held),
         tier=_tier(extra.get(TIER, "default")),
+        tenant=extra.get(TENANT, "default"),
         sampling=sampling,
         on_decline=_on_decline(extra.get(ON_DECLINE, "best_effort")),
     )
+    return request, extra.get(TICKET, "")
 
 
 def _seconds(key: str, value: object) -> float | None:
@@ -106,23 +123,37 @@ class VllmSeq(Seq):
 
     own: vLLM's Request; kv: vLLM's KV memory; order: of arrival here. coming: output tokens that the batches in flight
     bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
-    length, cached, pending: as of the last view, which sets them.
+    length, cached, pending: as of the last view, which sets them. waited: from when until when, and why.
+    cached_at_start: tokens that it had in KV when it last started. ticket: the middleware's name for it. reported:
+    output tokens that API servers know of.
     """
 
-    __slots__ = ("cached", "coming", "hit", "length", "own", "pending", "waiting")
+    __slots__ = (
+        "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "reported", "ticket", "waited",
+        "waiting",
+    )  # fmt: skip
     kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
     cached: int
     pending: int
 
-    def __init__(self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None) -> None:
+    def __init__(
+        self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None, ticket: str = ""
+    ) -> None:
         super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
         self.own = own
         self.waiting = True
         self.coming = 0
         self.hit: Hit | None = None
         self.length = self.pending = own.num_tokens
-        self.cached = 0
+        self.cached = self.cached_at_start = self.reported = 0
+        self.ticket = ticket
+        self.waited: list[tuple[float, float, Cause]] = []
+
+    def starts_at(self, now: float, cached: int) -> None:
+        """It is in a batch, for the first time since it came or was preempted."""
+        self.waited.append((self.waiting_since, now, "preemption" if self.started else "queue"))
+        self.waiting, self.started, self.cached_at_start = False, True, cached
 
     @property
     def output(self) -> int:

@@ -1,0 +1,57 @@
+"""The YAML of `rubato serve` inside vLLM: `--additional-config '{"rubato": {"config": "rubato.yaml"}}'`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rubato.config.schema import Config, ConfigError, load
+from rubato.core.did_you_mean import nearest
+from rubato.core.length_prediction import PREDICTORS
+from rubato.engines.vllm.settings import Settings, settings_of
+
+log = logging.getLogger("vllm.rubato")
+
+# What vLLM's own flags decide, or what has no place in its server.
+OF_VLLM = frozenset(
+    {
+        "model", "served_name", "engine", "replicas", "fleet", "router", "prefix_cache", "host", "port",
+        "max_connections", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log", "event_log",
+        "event_log_content", "step_log",
+    }
+)  # fmt: skip
+
+
+def configured(additional: object) -> tuple[Settings, Config]:
+    """What vLLM's `additional_config` says, filled up from the file that it names.
+
+    Raises ConfigError (ValueError) as `config.schema.load`, and for what the file asks and vLLM cannot have.
+    """
+    settings = settings_of(additional)
+    if not settings.config:
+        return settings, Config()
+    config = load(settings.config)
+    given = config.model_fields_set
+    said = additional.get("rubato", {}) if isinstance(additional, Mapping) else {}
+    fill: dict[str, Any] = {}
+    if "policy" in given and "policy" not in said:
+        fill.update(policy=config.policy.name, settings={**config.policy.settings, **said.get("settings", {})})
+    if config.latency is not None and "latency" not in said:
+        if config.latency.name != "affine":
+            raise ConfigError(f"latency: inside vLLM the model is affine, and {config.latency.name!r} is asked for")
+        fill["latency"] = config.latency.settings
+    if config.lengths is not None and "lengths" not in said:
+        if config.lengths.name not in PREDICTORS or config.lengths.settings:
+            close = nearest(config.lengths.name, PREDICTORS)
+            raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {config.lengths!r}{close}")
+        fill["lengths"] = config.lengths.name
+    if "slo_rule" in given and "slo_rule" not in said:
+        fill["slo_rule"] = config.slo_rule
+    return replace(settings, **fill), config
+
+
+def left_to_vllm(config: Config) -> list[str]:
+    """Settings of the file that have no effect inside vLLM."""
+    return sorted(OF_VLLM & config.model_fields_set)

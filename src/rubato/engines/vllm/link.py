@@ -1,0 +1,149 @@
+"""From engine cores to API servers: what became of requests, how steps went, how each engine stands.
+
+vLLM's own messages to its API servers have no place for that. Each core publishes on a socket in a folder that is open
+to this user alone; all API servers of this machine read. The folder's name, and the key with which an API server seals
+what it says of a request, are in the environment of all processes of one vLLM: `announce` runs before any is started.
+A step never waits for a reader: what one is too slow for is lost to it, and it is told how many messages that were.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from rubato.core import event_log
+from rubato.core.events import Event
+
+FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
+MOST = 20_000  # messages that wait for a reader
+LONGEST_PATH = 100  # characters; a socket file's path may have 107 bytes
+
+
+def announce() -> None:
+    """Name the folder and the key for this process and those it starts (a general plug-in of vLLM)."""
+    if FOLDER in os.environ:
+        return
+    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PATH - 50 else "/tmp"
+    os.environ[FOLDER] = os.path.join(base, f"rubato-{uuid4().hex}")
+    os.environ[KEY] = uuid4().hex
+    atexit.register(_remove, os.environ[FOLDER], os.getpid())
+
+
+def _remove(folder: str, pid: int) -> None:
+    """At the end of the process of this id; vLLM may kill its cores before they have removed anything."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def seal(fields: Mapping[str, str]) -> str:
+    """What shows that `fields` were written by an API server of this vLLM; empty where no key was announced."""
+    key = os.environ.get(KEY, "")
+    return blake2b(orjson.dumps(sorted(fields.items())), key=key.encode(), digest_size=16).hexdigest() if key else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What happened to requests of one API server. tickets: of those that were just offered, what the API server calls
+    them, by id. lost: messages that were lost before this one."""
+
+    engine: int
+    events: Sequence[Event]
+    tickets: Mapping[str, str]
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How an engine stands: `PolicyDriver.state`."""
+
+    engine: int
+    fields: Mapping[str, Any]
+    lost: int = 0
+
+
+class Publisher:
+    """A core's end. Raises OSError for a folder that cannot be made or is open to others."""
+
+    def __init__(self, folder: str, engine: int) -> None:
+        import zmq
+
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        about = os.stat(folder)
+        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise OSError(f"{folder} is not a folder of this user's alone")
+        self._engine = engine
+        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, MOST)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{_file(folder, engine)}")
+        self._sent: dict[bytes, int] = {}
+
+    def events(self, client: int, events: Iterable[Event], tickets: Mapping[str, str]) -> None:
+        """client: the API server whose requests these are."""
+        self._send(_of_client(client), {"tickets": tickets}, [event_log.encode(event) for event in events])
+
+    def state(self, fields: Mapping[str, Any]) -> None:
+        self._send(ENGINE, {"fields": fields}, [])
+
+    def _send(self, topic: bytes, head: dict[str, Any], lines: Sequence[bytes]) -> None:
+        number = self._sent[topic] = self._sent.get(topic, 0) + 1
+        self._socket.send_multipart([topic, orjson.dumps({"engine": self._engine, "n": number, **head}), *lines])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Reader:
+    """An API server's end. engines: numbers of those that may run on this machine; client: this API server's number."""
+
+    def __init__(self, folder: str, engines: Iterable[int], client: int) -> None:
+        import zmq
+
+        self._again = zmq.Again
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, MOST)
+        for topic in (_of_client(client), ENGINE):
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+        for engine in engines:
+            self._socket.connect(f"ipc://{_file(folder, engine)}")
+        self._numbers: dict[tuple[bytes, int], int] = {}
+
+    def messages(self) -> Iterator[Events | State]:
+        """What has come, without waiting."""
+        while True:
+            try:
+                topic, head, *lines = self._socket.recv_multipart(1)  # NOBLOCK
+            except self._again:
+                return
+            about = orjson.loads(head)
+            engine, number = about["engine"], about["n"]
+            lost = number - self._numbers.get((topic, engine), number - 1) - 1
+            self._numbers[topic, engine] = number
+            if topic == ENGINE:
+                yield State(engine, about["fields"], lost)
+            else:
+                yield Events(engine, [event_log.decode(line) for line in lines], about["tickets"], lost)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+ENGINE = b"engine"
+
+
+def _of_client(client: int) -> bytes:
+    return b"client-%d." % client  # ended, since subscriptions are to what begins so
+
+
+def _file(folder: str, engine: int) -> str:
+    return os.path.join(folder, str(engine))

@@ -1,0 +1,86 @@
+"""What an engine core tells vLLM's API servers: events of their requests at once, steps and sequences at times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from rubato.core.events import Event, Finished, Offered, Placed, Tokens
+from rubato.core.interfaces import View
+from rubato.core.request import without_texts
+from rubato.engines.vllm.link import Publisher
+from rubato.engines.vllm.sequence import VllmSeq
+from rubato.policy_kit.backlog import prefill_seconds
+
+NAME = "vllm"  # of the one replica that an engine core is
+REPORT, SHOW = 0.25, 1.0  # seconds from one report of steps to the next, and from one of all sequences
+
+
+class Reports:
+    """What the API servers are to be told next. planned: seconds that plans took; batches: tokens, sequences and
+    seconds of each step."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._events: dict[int, list[Event]] = {}  # by API server
+        self._tickets: dict[int, dict[str, str]] = {}
+        self._new: list[VllmSeq] = []  # in no view yet
+        self._shown: dict[str, Any] = {}  # of the last view that was reported
+        self._told = self._looked = -inf  # when steps were last reported, and all sequences
+        self.planned: list[float] = []
+        self.batches: list[tuple[int, int, float]] = []
+
+    def add(self, seq: VllmSeq, event: Event) -> None:
+        client: int = seq.own.client_index
+        events = self._events.setdefault(client, [])
+        if type(event) is Offered:
+            event = replace(event, request=without_texts(event.request))
+            self._tickets.setdefault(client, {})[seq.id] = seq.ticket
+            self._new.append(seq)
+        elif type(event) is Finished and (rest := event.output - seq.reported) > 0:
+            self.add_tokens(seq, rest, seq.times_of_stage()[-1])  # the last of them, as one
+        events.append(event)
+
+    def add_tokens(self, seq: VllmSeq, tokens: int, at: float) -> None:
+        seq.reported += tokens
+        self._events.setdefault(seq.own.client_index, []).append(Tokens(at, seq.id, tokens))
+
+    def look_at(self, view: View, held: Collection[str]) -> None:
+        """What is expected of requests that are in a view for the first time; once in SHOW seconds, all sequences."""
+        if self._new:
+            expected = prefill_seconds(view, 0)
+            for seq in self._new:
+                if not seq.ended and seq.id not in held:
+                    self.add(seq, Placed(view.now, seq.id, NAME, ttft=view.now - seq.request.arrival + expected))
+            self._new = [seq for seq in self._new if seq.id in held]
+        if view.now < self._looked + SHOW:
+            return
+        self._looked = view.now
+        queues = (("waiting", view.waiting), ("running", view.running), ("moving", view.moving))
+        self._shown = {
+            "at": view.now,
+            "kv_free": view.kv_free,
+            "kv_total": view.kv_total,
+            "held": list(held),
+            "sequences": [
+                (seq.id, name, at, seq.pending, seq.blocks, seq.best_effort, seq.due if seq.due < inf else None)
+                for name, seqs in queues
+                for at, seq in enumerate(seqs)
+            ],
+        }
+
+    def send(self, now: float, state: Callable[[], dict[str, Any]], *, idle: bool) -> None:
+        for client, events in self._events.items():
+            self._publisher.events(client, events, self._tickets.get(client, {}))
+        self._events, self._tickets = {}, {}
+        if not idle and now < self._told + REPORT:
+            return
+        self._told = now
+        shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown
+        self._publisher.state({**state(), "planned": self.planned, "batches": self.batches, **shown})
+        self.planned, self.batches, self._shown = [], [], {}
+
+    def close(self) -> None:
+        self._publisher.close()

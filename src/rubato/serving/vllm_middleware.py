@@ -1,0 +1,546 @@
+"""ASGI middleware in vLLM's API server: SLOs, tiers and tenants on the way in, tier served and verdict on the way out.
+
+    vllm serve MODEL --scheduler-cls rubato.vllm.Scheduler --middleware rubato.vllm.Middleware \\
+        --additional-config '{"rubato": {"config": "rubato.yaml"}}'
+
+What a client states (headers, `slo` in the body, `service_tier`, keys of `vllm_xargs`) becomes what the server grants,
+sealed, in `vllm_xargs`; the rest of the body goes on to vLLM as it is. Chunks of a stream pass as they are but for the
+last one. A request that a scheduler refuses is a 429 where vLLM makes it a 500; admission itself is the policy's: one
+that is predicted to be late is served as best effort, unless its client or its tier asks for refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+from uuid import uuid4
+
+import orjson
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from rubato.config.build import BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT
+from rubato.config.for_vllm import configured
+from rubato.config.schema import Config
+from rubato.core.clock import unix_time
+from rubato.core.did_you_mean import nearest
+from rubato.core.events import Event, Finished, Offered
+from rubato.core.request import SATURATED, Request
+from rubato.engines.vllm.sequence import ARRIVAL, KEYS, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
+from rubato.fleet.cluster import retry_after
+from rubato.serving import intake, request_history, slo_report
+from rubato.serving.errors import ApiError, from_finished, invalid
+from rubato.serving.rate_limits import RATE, TenantUsage
+from rubato.serving.request_slo import HEADERS, GrantedSLO, grant
+from rubato.serving.schemas import LONGEST_NAME, Body, SLOBody, bad_request
+from rubato.serving.tenants import Tenant, Tenants, tenants_of, tiers_of
+from rubato.serving.vllm_reports import EngineReports, reports_of
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Paths that make requests of `vllm_xargs`, and of these those whose responses have OpenAI's form of chunks.
+GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
+OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
+KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
+OURS = ("slo", "service_tier")  # fields of a body
+WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
+RECENT = 64  # requests whose ends say how fast the server gets through them
+DONE, ROLE = b"data: [DONE]", b'"delta":{"role":'
+
+log = logging.getLogger("vllm.rubato")
+
+
+class Stated(Body):
+    """Of a body, what is ours."""
+
+    slo: SLOBody | None = None
+    service_tier: str | None = None
+
+
+class Middleware:
+    """For vLLM's `--middleware`; the endpoint plug-in adds the same. Twice in an app, it works once."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._front: FrontEnd | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" or "rubato" in scope:
+            return await self._app(scope, receive, send)
+        if self._front is None:
+            try:
+                self._front = front_end_of(scope["app"].state.vllm_config)
+            except ValueError as error:  # vLLM's server would go on without us
+                log.error("%s", error)
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        await self._front.serve(self._app, {**scope, "rubato": True}, receive, send)
+        return None
+
+
+class EndpointPlugin:
+    """For vLLM's endpoint plug-ins, where `VLLM_PLUGINS` names `rubato`."""
+
+    name = "rubato"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        app.add_middleware(Middleware)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        pass
+
+
+def front_end_of(vllm_config: Any) -> FrontEnd:
+    """Raises ConfigError (ValueError) for settings that cannot be."""
+    _, config = configured(vllm_config.additional_config)
+    places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
+    return FrontEnd(config, places, reports_of(vllm_config.parallel_config))
+
+
+@dataclass(slots=True)
+class _Call:
+    """One API request at the engines. requests: what vLLM made of it, a choice each; ends: of those that are over."""
+
+    path: str
+    tenant: Tenant
+    granted: GrantedSLO
+    reserved: int  # output tokens charged beforehand
+    ticket: str = field(default_factory=lambda: uuid4().hex)
+    requests: dict[str, Request] = field(default_factory=dict)
+    ends: dict[str, Finished] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.requests) and len(self.ends) == len(self.requests)
+
+
+class FrontEnd:
+    """places: requests that the engines run at once."""
+
+    def __init__(self, config: Config, places: int, reports: EngineReports) -> None:
+        self._tiers = tiers_of(config)
+        self._tenants = Tenants(tenants_of(config), self._tiers)
+        self._usage = {name: TenantUsage(quota) for name, quota in self._tenants.quotas.items()}
+        self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+        auto = max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
+        self._most = auto if config.max_in_flight == "auto" else config.max_in_flight
+        self._largest = config.max_body_bytes if "max_body_bytes" in config.model_fields_set else None
+        self._reports = reports
+        self._in_flight: Counter[str] = Counter()  # API requests, by tenant
+        self._completed: deque[float] = deque(maxlen=RECENT)
+
+    # ----------------------------------------------------------------- which path
+
+    async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        usage = None
+        try:
+            if scope["method"] == "OPTIONS" or path.startswith(OPEN):
+                self._reports.read()
+                return await app(scope, receive, send)
+            tenant = self._tenant(headers)
+            usage = self._usage.get(tenant.name)
+            if path.startswith("/rubato/"):
+                return await self._own_page(path, tenant)(scope, receive, send)
+            if scope["method"] != "POST":
+                return await app(scope, receive, send)
+            self._enter(tenant)
+            if path not in GENERATE:
+                return await app(scope, receive, send)
+            raw = await self._body(receive)
+            if (body := _json(raw)) is None:  # vLLM has an error for that
+                return await app(scope, _replayed(raw, receive), send)
+            call = self._admit(path, headers, tenant, body)
+        except ApiError as error:
+            reply = error.response()
+            for name, value in usage.headers(self._reports.clock.now()) if usage is not None else ():
+                reply.headers[name.decode()] = value.decode()
+            return await reply(scope, receive, send)
+        raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
+        answer = _Answer(self, call, send)
+        try:
+            await app(scope, _replayed(raw, receive), answer.send)
+        finally:
+            self._ended(call)
+
+    def _tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """By its key. A gateway with an admin's key may name the tenant it speaks for. Raises ApiError 401, 400."""
+        if "authorization" not in headers and (key := headers.get("x-api-key")):  # Anthropic's clients
+            headers = {**headers, "authorization": f"Bearer {key}"}
+        tenant = self._tenants.of(headers)
+        named = headers.get("x-rubato-tenant")
+        if named is None or not self._tenants.configured:
+            return tenant
+        if not tenant.admin:
+            raise invalid("x-rubato-tenant", "only an admin's key may name another tenant.")
+        return self._tenants.named(named)
+
+    def _enter(self, tenant: Tenant) -> None:
+        """Charge one API request. Raises ApiError 429 beyond the tenant's rate."""
+        usage = self._usage.get(tenant.name)
+        if usage is not None and (wait := usage.enter(self._reports.clock.now())):
+            raise from_finished(self._refuse(tenant, RATE), wait)
+
+    async def _body(self, receive: Receive) -> bytes:
+        """Raises ApiError 413, and 400 for a client that left."""
+        raw = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "The client went away before its body was read.")
+            raw += message.get("body", b"")
+            if self._largest is not None and len(raw) > self._largest:
+                raise ApiError(413, f"The body is larger than {self._largest} bytes.", code="request_too_large")
+            if not message.get("more_body", False):
+                return bytes(raw)
+
+    # ----------------------------------------------------------------- on the way in
+
+    def _admit(self, path: str, headers: Mapping[str, str], tenant: Tenant, body: dict[str, Any]) -> _Call:
+        """Grant an SLO and write it into the body. Raises ApiError 400 and 429."""
+        _check_headers(headers)
+        xargs = body.get("vllm_xargs")
+        theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
+        stated = _stated(body, theirs)
+        granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
+        call = _Call(path, tenant, granted, _most_tokens(body))
+        self._charge(call)
+        fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
+        for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
+            if seconds is not None:
+                fields[key] = repr(seconds * 1e3)
+        if self._reports.connected:
+            fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
+            fields = sealed(fields)
+            self._reports.listen(call.ticket, lambda event: self._heard(call, event))
+        for name in OURS:
+            body.pop(name, None)
+        if xargs is None or isinstance(xargs, dict):
+            body["vllm_xargs"] = {**{k: v for k, v in (xargs or {}).items() if k not in theirs}, **fields}
+        return call
+
+    def _charge(self, call: _Call) -> None:
+        """Raises ApiError 429 where the server is full, or the tenant has used up what it may."""
+        now, tenant = self._reports.clock.now(), call.tenant.name
+        if self._most is not None and self._in_flight.total() >= self._most:
+            # a tenant with less than its share of the places gets one: another's flood must not take them all
+            active = {name for name, count in self._in_flight.items() if count} | {tenant}
+            weights = {name: self._weights.get(name, 1.0) for name in active}
+            if self._in_flight[tenant] >= max(1.0, self._most * weights[tenant] / sum(weights.values())):
+                raise from_finished(
+                    self._refuse(call.tenant, SATURATED, call.granted.tier),
+                    retry_after(self._completed, self._in_flight.total()),
+                )
+        if (usage := self._usage.get(tenant)) is not None:
+            if refusal := usage.charge(1, call.reserved, now):
+                reason, wait = refusal
+                raise from_finished(
+                    self._refuse(call.tenant, reason, call.granted.tier),
+                    wait or retry_after(self._completed, self._in_flight.total()),
+                )
+            usage.tokens.take(call.reserved, now)
+            usage.in_flight += 1
+        self._in_flight[tenant] += 1
+
+    def _refuse(self, tenant: Tenant, reason: str, tier: str | None = None) -> Finished:
+        granted = self._tenants.tiers(tenant).resolve(tier)
+        now = self._reports.clock.now()
+        return self._reports.refuse(intake.unread("chat", arrival=now, tenant=tenant.name, tier=granted), reason)
+
+    # ----------------------------------------------------------------- while it is served
+
+    def _heard(self, call: _Call, event: Event) -> None:
+        usage = self._usage.get(call.tenant.name)
+        if type(event) is Offered:
+            prompt = 0 if _is_further_choice(event.id) else event.request.prompt
+            call.requests[event.id] = event.request
+            if usage is not None:
+                usage.tokens.take(prompt, event.at)
+        elif type(event) is Finished:
+            call.ends[event.id] = event
+            if event.outcome == "completed":
+                self._completed.append(event.at)
+            if usage is not None:
+                usage.tokens.take(event.output, event.at)
+
+    async def ends(self, call: _Call) -> tuple[list[Request], list[Finished]]:
+        """What became of an API request whose response is at its end; what is not known in time is left out."""
+        until = self._reports.clock.now() + WAIT
+        while True:
+            self._reports.read()
+            if call.over or not self._reports.connected or self._reports.clock.now() > until:
+                ids = [id for id in call.requests if id in call.ends]
+                return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
+            await asyncio.sleep(POLL)
+
+    def refused(self, end: Finished) -> ApiError:
+        return from_finished(end, retry_after(self._completed, self._in_flight.total()))
+
+    def headers(self, call: _Call) -> list[tuple[bytes, bytes]]:
+        """What a response's head says beside vLLM's."""
+        clamped, usage = call.granted.clamped, self._usage.get(call.tenant.name)
+        found = [(b"x-rubato-clamped", ", ".join(clamped).encode())] if clamped else []
+        return found + (usage.headers(self._reports.clock.now()) if usage is not None else [])
+
+    def _ended(self, call: _Call) -> None:
+        self._reports.forget(call.ticket)
+        self._in_flight[call.tenant.name] -= 1
+        if (usage := self._usage.get(call.tenant.name)) is not None:
+            usage.in_flight -= 1
+            usage.tokens.take(-call.reserved, self._reports.clock.now())
+
+    # ----------------------------------------------------------------- pages
+
+    def _own_page(self, path: str, tenant: Tenant) -> Response:
+        """`/rubato/requests/ID`, `/rubato/state`. Raises ApiError 404."""
+        reports, id = self._reports, path.removeprefix("/rubato/requests/")
+        reports.read()
+        now = reports.clock.now()
+        if path == "/rubato/state":
+            if not tenant.admin:
+                raise ApiError(403, "Only an admin's key may see how the server stands.", code="admin_only")
+            engines = [_engine(number, now, fields) for number, fields in sorted(reports.engines.items())]
+            return _page({"in_flight": +self._in_flight, "engines": engines})
+        records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
+        if not records:
+            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
+        return _page(request_history.shown(id, records, reports.views(), now, fair=self._tenants.configured))
+
+
+class _Answer:
+    """A response on its way from vLLM to the client."""
+
+    def __init__(self, front: FrontEnd, call: _Call, send: Send) -> None:
+        self._front, self._call, self._send = front, call, send
+        self._start: Message | None = None  # held back until it is known what the response is
+        self._stream = False
+        self._whole: bytearray | None = None  # the body so far of a response that is changed at its end
+        self._roles = b""  # what comes before the first token
+        self._last: bytes | None = None  # a chunk that may be the last one
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._stream = any(b"text/event-stream" in value for value in types)
+            if not self._stream and any(b"json" in value for value in types):
+                self._whole = bytearray()
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._whole is not None:
+            self._whole += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._json(bytes(self._whole))
+        elif self._stream and self._call.path in CHUNKED:
+            await self._chunks(message)
+        else:
+            await self._begin()
+            await self._send(message)
+
+    async def _begin(self) -> None:
+        """The head, once."""
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send({**start, "headers": [*start["headers"], *self._front.headers(self._call)]})
+
+    async def _json(self, raw: bytes) -> None:
+        """A response that is whole: with the verdict, or a 429 in the place of an error that is a refusal."""
+        if self._start is None:
+            return  # it was replaced
+        status = self._start["status"]
+        requests, ends = await self._front.ends(self._call) if status == 200 or status >= 500 else ([], [])
+        if status >= 500 and (error := self._refusal(ends)) is not None:
+            await self._instead(error)
+            return
+        body = _json(raw)
+        if status == 200 and body is not None and ends:
+            raw = orjson.dumps({**body, **_verdict(requests, ends)})
+        kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": raw, "more_body": False})
+
+    async def _chunks(self, message: Message) -> None:
+        """Part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
+        part, more = message.get("body", b""), message.get("more_body", False)
+        if self._start is not None:
+            if (
+                more and ROLE in part and not _may_be_last(part)
+            ):  # comes with the first token, also where that is an error
+                self._roles += part
+                return
+            if b'"error"' in part[:32]:
+                _, ends = await self._front.ends(self._call)
+                if (error := self._refusal(ends)) is not None:
+                    self._whole = bytearray()  # whatever comes is no part of the response any more
+                    await self._instead(error)
+                    return
+            await self._begin()
+            part = self._roles + part
+        if self._last is None and not _may_be_last(part):
+            await self._send({**message, "body": part})
+            return
+        out = []
+        for chunk in filter(None, part.split(b"\n\n")):
+            if self._last is not None:
+                ended = chunk.startswith(DONE)
+                out.append(_with(self._last, _verdict(*await self._front.ends(self._call))) if ended else self._last)
+                self._last = None
+            if _may_be_last(chunk):
+                self._last = chunk
+            else:
+                out.append(chunk)
+        if not more and self._last is not None:
+            out.append(self._last)
+        await self._send({**message, "body": b"".join(chunk + b"\n\n" for chunk in out)})
+
+    def _refusal(self, ends: list[Finished]) -> ApiError | None:
+        refused = [end for end in ends if end.outcome == "refused"]
+        return self._front.refused(refused[0]) if refused else None
+
+    async def _instead(self, error: ApiError) -> None:
+        self._start = None
+        reply = error.response()
+        for name, value in self._front.headers(self._call):
+            reply.headers[name.decode()] = value.decode()
+        await reply({"type": "http", "method": "POST"}, _nothing, self._send)
+
+
+# --------------------------------------------------------------------------- bodies
+
+
+def _json(raw: bytes) -> dict[str, Any] | None:
+    """The object in a body, as vLLM's own parser reads it; None for anything else."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    """Raises ApiError 400 for a header that looks like an SLO and is none."""
+    for name in headers:
+        if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
+            raise invalid(name[:LONGEST_NAME], f"unknown header{nearest(name[:LONGEST_NAME], KNOWN_HEADERS)}")
+
+
+def _stated(body: Mapping[str, Any], theirs: Mapping[str, Any]) -> Stated:
+    """What a body asks for. theirs: its keys in `vllm_xargs`, which say what its own fields do not. Raises ApiError
+    400."""
+    for key in theirs:
+        if key not in KEYS:
+            raise invalid(f"vllm_xargs.{key}"[:LONGEST_NAME], f"unknown key{nearest(key[:LONGEST_NAME], KEYS)}")
+    for name in body:
+        near = get_close_matches(name.lower(), OURS, 1, 0.8) if name not in OURS and len(name) < LONGEST_NAME else []
+        if near:
+            message = f"{name}: unknown parameter; did you mean {near[0]}?"
+            raise ApiError(400, message, param=name, code="unknown_parameter")
+    said = body.get("slo")
+    slo = {key.removeprefix(PREFIX): _number(value) for key, value in theirs.items() if key != TIER}
+    tier = body.get("service_tier") or theirs.get(TIER)
+    try:
+        whole = {**slo, **said} if isinstance(said, dict) else said or slo or None
+        stated = Stated.model_validate({"slo": whole, "service_tier": tier})
+    except ValidationError as error:
+        raise bad_request(error, shown=True) from None
+    if stated.slo is not None and stated.slo.stages is not None:
+        raise ApiError(400, "slo.stages: inside vLLM a request has one stage.", param="slo.stages")
+    return stated
+
+
+def _number(value: Any) -> Any:
+    """Of a key of `vllm_xargs`, which may be written as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
+    slo = granted.stages((0,))[0].slo
+    return slo.ttft, slo.tpot, slo.e2e
+
+
+def _most_tokens(body: Mapping[str, Any]) -> int:
+    """Output tokens that a body asks for, as far as it says."""
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        tokens, choices = body.get(name), body.get("n") or 1
+        if type(tokens) is int and type(choices) is int and 0 < tokens < 1 << 31 and 0 < choices < 1 << 16:
+            return tokens * choices
+    return 0
+
+
+def _is_further_choice(id: str) -> bool:
+    """Whether vLLM's request of this id shares its prompt with one before it (vLLM's ids: `CHOICE_...`)."""
+    choice = id.partition("_")[0]
+    return choice.isdecimal() and choice != "0"
+
+
+def _may_be_last(chunk: bytes) -> bool:
+    """A chunk with a finish reason, or without a choice (`usage`). In a text the quotes would be escaped."""
+    return b'"finish_reason":"' in chunk or b'"choices":[]' in chunk
+
+
+def _with(chunk: bytes, more: Mapping[str, Any]) -> bytes:
+    """A chunk `data: {...}` with further fields."""
+    return chunk[:-1] + b"," + orjson.dumps(more)[1:] if more and chunk.endswith(b"}") else chunk
+
+
+def _verdict(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
+    if not ends:
+        return {}
+    return {
+        "service_tier": slo_report.served_tier(requests[0], ends),
+        "rubato": slo_report.report(requests[0], ends),
+    }
+
+
+def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """How an engine stands, as `/rubato/state` says it."""
+    queues = Counter(row[1] for row in fields.get("sequences", ()))
+    left_out = ("sequences", "planned", "batches", "at", "held")
+    return {
+        "engine": number,
+        "age_ms": slo_report.ms(now - fields["at"]) if "at" in fields else None,
+        **{queue: queues[queue] for queue in ("running", "waiting", "moving")},
+        "held": len(fields.get("held", ())),
+        **{name: value for name, value in fields.items() if name not in left_out},
+    }
+
+
+def _page(content: Mapping[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _replayed(raw: bytes, receive: Receive) -> Receive:
+    """A body that was read, and then what comes of the client."""
+    parts = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def next_message() -> Message:
+        return parts.pop() if parts else await receive()
+
+    return next_message
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

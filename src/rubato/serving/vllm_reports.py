@@ -1,0 +1,210 @@
+"""What the engine cores of a vLLM report, in its API server: metrics in vLLM's `/metrics`, histories of requests.
+
+One in each API server, made by whichever of the stat logger and the middleware is there first (`reports_of`). It is
+read where something is asked of it: at each of vLLM's records of stats, at the end of a response, at a scrape.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+
+from rubato.core.clock import WallClock
+from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
+from rubato.core.interfaces import View
+from rubato.core.plan import Shape
+from rubato.core.request import Request
+from rubato.engines.vllm import link
+from rubato.engines.vllm.link import Events, Reader, State
+from rubato.serving.metrics import STEP, SLOMetrics
+from rubato.serving.request_history import RequestHistory
+
+log = logging.getLogger("vllm.rubato")
+PLAN = tuple(seconds / 100 for seconds in STEP)
+LOST = "the end was not reported"
+
+
+def answer_of(id: str) -> str:
+    """The id of the response that vLLM's request of this id is for: without the number of its choice, that of its
+    prompt, and what vLLM adds to tell requests apart."""
+    id = re.sub(r"^\d+_", "", id)
+    id = re.sub(r"-[0-9a-f]{8}$", "", id)
+    return re.sub(r"^(cmpl-.+)-\d+$", r"\1", id)
+
+
+class PluginMetrics(SLOMetrics):
+    """With what the plug-in's steps were like. counts: totals of engines are counted here, by no other API server."""
+
+    def __init__(self, registry: CollectorRegistry, *, counts: bool) -> None:
+        super().__init__(registry)
+        self._counts = counts
+        self._plan = self.histogram("plan_seconds", "Time to plan a step", "replica", PLAN)
+        self._totals = {
+            "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order", "replica"),
+            "deviations": self.counter("plan_deviations", "Steps not carried out as planned", "replica", "cause"),
+            "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
+        }
+        self.lost = self.counter("reports_lost", "Messages of an engine that this server was too slow for", "replica")
+        self._given_up = Gauge(
+            "rubato_given_up",
+            "1: too many faults, the engine schedules in vLLM's own order until it is started again",
+            ["replica"],
+            registry=registry,
+            multiprocess_mode="max",
+        )
+        self._seen: dict[tuple[str, ...], int] = {}
+
+    def begin(self, replicas: Iterable[str]) -> None:
+        """Show what there is to count as 0: of a counter that begins at 1 no rate can be told."""
+        for replica in replicas if self._counts else ():
+            for metric in (self._plan, self._step, self._totals["fallbacks"], self.lost, self._given_up):
+                metric.labels(replica)
+
+    def state(self, replica: str, fields: Mapping[str, Any]) -> None:
+        """Count what an engine reports."""
+        if not self._counts:
+            return
+        for seconds in fields["planned"]:
+            self._plan.labels(replica).observe(seconds)
+        for tokens, seqs, seconds in fields["batches"]:
+            self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
+        self._total("fallbacks", fields["fallbacks"], replica)
+        for name in ("deviations", "faults"):
+            for label, count in fields[name].items():
+                self._total(name, count, replica, label)
+        self._given_up.labels(replica).set(fields["given_up"])
+
+    def _total(self, name: str, count: int, *labels: str) -> None:
+        before = self._seen.get((name, *labels), 0)
+        self._seen[name, *labels] = count
+        self._totals[name].labels(*labels).inc(max(0, count - before))
+
+
+class EngineReports:
+    """metrics, history: listeners to the events of this API server's requests. engines: what each reported last."""
+
+    def __init__(self, reader: Reader | None, metrics: PluginMetrics) -> None:
+        self._reader = reader
+        self.metrics = metrics
+        self.history = RequestHistory(answer_of=answer_of)
+        self.engines: dict[int, dict[str, Any]] = {}
+        self.clock = WallClock()
+        self._open: dict[str, int] = {}  # the engine of each request that has not ended
+        self._tickets: dict[str, Callable[[Event], None]] = {}  # listeners, of API requests
+        self._listening: dict[str, Callable[[Event], None]] = {}  # the same by id, of engines' requests
+        self._gaps: set[int] = set()  # engines whose messages were lost: some end may not be known
+
+    @property
+    def connected(self) -> bool:
+        return self._reader is not None
+
+    def listen(self, ticket: str, listener: Callable[[Event], None]) -> None:
+        """Events of the engine's requests for the API request of this ticket go to the listener, until `forget`; of one
+        that is in an engine by then, until it ends."""
+        self._tickets[ticket] = listener
+
+    def forget(self, ticket: str) -> None:
+        self._tickets.pop(ticket, None)
+
+    def read(self) -> None:
+        """Take in what has come, without waiting."""
+        if self._reader is None:
+            return
+        for message in self._reader.messages():
+            replica = str(message.engine)
+            if message.lost:
+                self.metrics.lost.labels(replica).inc(message.lost)
+                self._gaps.add(message.engine)
+            if isinstance(message, Events):
+                for event in message.events:
+                    self._take(message, event)
+            else:
+                self._stands(message)
+
+    def refuse(self, request: Request, reason: str) -> Finished:
+        """Count a request that is refused here as offered and refused. Its end."""
+        now = self.clock.now()
+        end = Finished(now, request.id, "refused", reason, Verdict(False, "deadline", "refused"))
+        for event in (Offered(now, request.id, request), end):
+            self._tell(event)
+        return end
+
+    def views(self) -> list[View]:
+        """The sequences of each engine, as of its last report."""
+        return [
+            cast(
+                View,
+                SimpleNamespace(
+                    id=str(engine),
+                    **{
+                        queue: [_Shown(*row) for row in fields.get("sequences", ()) if row[1] == queue]
+                        for queue in ("waiting", "running")
+                    },
+                ),
+            )
+            for engine, fields in self.engines.items()
+        ]
+
+    def _take(self, message: Events, event: Event) -> None:
+        if type(event) is Offered:
+            self._open[event.id] = message.engine
+            if (listener := self._tickets.get(message.tickets.get(event.id, ""))) is not None:
+                self._listening[event.id] = listener
+        elif event.id not in self._open:
+            return  # its offer was lost
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        self.metrics(event)
+        self.history(event)
+        listener = self._listening.get(event.id)
+        if type(event) is Finished:
+            self._open.pop(event.id, None)
+            self._listening.pop(event.id, None)
+        if listener is not None:
+            listener(event)
+
+    def _stands(self, state: State) -> None:
+        engine, fields = state.engine, state.fields
+        self.metrics.state(str(engine), fields)
+        whole = "sequences" in fields
+        self.engines[engine] = {**(self.engines.get(engine, {})), **fields, "planned": [], "batches": []}
+        if whole and engine in self._gaps:
+            self._gaps.discard(engine)
+            known = {row[0] for row in fields["sequences"]}.union(fields["held"])
+            for id in [id for id, at in self._open.items() if at == engine and id not in known]:
+                verdict = Verdict(False, "deadline", "failed")
+                self._tell(Finished(self.clock.now(), id, "failed", LOST, verdict))
+
+
+class _Shown:
+    """One sequence of a report, with what a history shows of it."""
+
+    def __init__(
+        self, id: str, queue: str, at: int, pending: int, blocks: int, best_effort: bool, due: float | None
+    ) -> None:
+        self.id, self.pending, self.blocks, self.best_effort, self.due = id, pending, blocks, best_effort, due
+
+
+_made: list[EngineReports] = []  # the one of this process
+
+
+def reports_of(parallel_config: Any) -> EngineReports:
+    """The reports of this API server. parallel_config: vLLM's."""
+    if _made:
+        return _made[0]
+    folder, client = os.environ.get(link.FOLDER, ""), parallel_config._api_process_rank
+    engines = range(parallel_config.data_parallel_size)
+    metrics = PluginMetrics(REGISTRY, counts=client == 0)
+    if folder:
+        metrics.begin(map(str, engines))
+    else:
+        log.warning("no metrics and no verdicts: VLLM_PLUGINS is set and leaves `rubato` out")
+    _made.append(EngineReports(Reader(folder, engines, client) if folder else None, metrics))
+    return _made[0]

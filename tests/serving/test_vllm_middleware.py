@@ -1,0 +1,536 @@
+"""The middleware in front of vLLM's API server: what goes in, what comes out, whatever vLLM answers. The server is a
+stand-in that answers in vLLM's words; the engine's reports are made here (tests/vllm/test_server.py has the real ones).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rubato.config.schema import load
+from rubato.core.events import Event, Finished, Offered, Tokens, Verdict
+from rubato.core.request import SLO, Outcome, Request, Stage
+from rubato.engines.vllm import link
+from rubato.engines.vllm.link import Events, State
+from rubato.engines.vllm.sequence import request_of
+from rubato.serving.vllm_middleware import FrontEnd, Middleware
+from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
+
+TIERS = {"chat": {"ttft_ms": 500, "tpot_ms": 50}, "batch": {"e2e_ms": 60_000}}
+TENANTS = {
+    "acme": {"keys": ["acme-key"], "tiers": ["chat", "flex"]},
+    "bulk": {
+        "keys": ["bulk-key"],
+        "tiers": ["flex"],
+        "requests_per_minute": 5,
+        "tokens_per_minute": 100,
+        "max_in_flight": 1,
+    },
+    "ops": {"keys": ["ops-key"], "admin": True},
+}
+STATE = {"policy": "edf", "steps": 3, "fallbacks": 0, "deviations": {}, "faults": {}, "given_up": False}
+
+
+class Link:
+    """What engines would have sent (a `Reader`)."""
+
+    def __init__(self) -> None:
+        self.sent: list[Events | State] = []
+
+    def messages(self) -> list[Events | State]:
+        sent, self.sent = self.sent, []
+        return sent
+
+    def tell(self, *events: Event, lost: int = 0, **tickets: str) -> None:
+        self.sent.append(Events(0, events, tickets, lost))
+
+
+@dataclass
+class VLLM:
+    """A stand-in of vLLM's server. answer: the chunks of a stream, or one body. ends: what became of the request, told
+    while it answers."""
+
+    link: Link
+    answer: Any = None
+    status: int = 200
+    outcome: Outcome = "completed"
+    reason: str = "length"
+    verdict: Verdict = field(
+        default_factory=lambda: Verdict(True, "deadline", ttft=0.1, tpot=0.02, e2e=0.3, margin=0.2)
+    )
+    best_effort: bool = False
+    choices: int = 1
+    late: float = 0.0  # seconds after which the end is told
+    silent: bool = False
+    went_in: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    hold: asyncio.Event | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        body = json.loads(message["body"]) if message.get("body") else {}
+        self.went_in.append(body)
+        if not self.silent and "vllm_xargs" in body:
+            self._serve(body["vllm_xargs"])
+        if self.hold is not None:
+            await self.hold.wait()
+        stream = isinstance(self.answer, list)
+        kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
+        parts = self.answer if stream else [json.dumps(self.answer or {"id": "x", "choices": []}).encode()]
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _serve(self, xargs: dict[str, Any]) -> None:
+        """As an engine does, told by what came in."""
+        params = SimpleNamespace(extra_args=xargs, temperature=0.0, stop=None, ignore_eos=False)
+        for choice in range(self.choices):
+            prefix = f"{choice}_" if self.choices > 1 else ""
+            own = SimpleNamespace(
+                sampling_params=params,
+                request_id=f"{prefix}chatcmpl-abc-0123abcd",
+                num_prompt_tokens=10,
+                max_tokens=4,
+                arrival_time=0.0,
+            )
+            request, ticket = request_of(own, 0.0)
+            self.requests.append(request)
+            self.link.tell(Offered(0.0, request.id, request), **{request.id: ticket})
+            end = Finished(0.5, request.id, self.outcome, self.reason, self.verdict, 4, self.best_effort)
+            events = [Tokens(0.1, request.id, 4), end] if self.outcome == "completed" else [end]
+            if self.late:
+                asyncio.get_running_loop().call_later(self.late, self.link.tell, *events)
+            else:
+                self.link.tell(*events)
+
+
+@dataclass
+class Client:
+    http: httpx2.AsyncClient
+    vllm: VLLM
+    reports: EngineReports
+
+    async def chat(self, key: str = "ops-key", path: str = "/v1/chat/completions", **more: Any) -> httpx2.Response:
+        headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **more}
+        return await self.http.post(path, json=body, headers=headers)
+
+    async def arrived(self, requests: int) -> None:
+        """That many have come to vLLM."""
+        for _ in range(10_000):
+            if len(self.vllm.went_in) >= requests:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError(f"only {len(self.vllm.went_in)} came")
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.reports.metrics.registry.get_sample_value(name, labels)
+        return value or 0.0
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self.reports._open)
+
+
+Scenario = Callable[[Client], Awaitable[None]]
+
+
+def run(scenario: Scenario, config: dict[str, Any] | None = None, **vllm: Any) -> None:
+    """A scenario with a fresh server."""
+
+    async def main() -> None:
+        wire = Link()
+        reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+        server = VLLM(wire, **vllm)
+        middleware = Middleware(server)
+        middleware._front = FrontEnd(load({"tiers": TIERS, "default_tier": "chat", **(config or {})}), 4, reports)
+        transport = httpx2.ASGITransport(middleware)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://vllm") as http:
+            await scenario(Client(http, server, reports))
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "a key")
+
+
+# ----------------------------------------------------------------- on the way in
+
+
+@pytest.mark.parametrize(
+    ("sent", "tier", "slo"),
+    [
+        ({}, "chat", SLO(0.5, 0.05)),
+        ({"service_tier": "batch"}, "batch", SLO(e2e=60.0)),
+        ({"service_tier": "flex"}, "flex", SLO()),
+        ({"headers": {"x-slo-ttft-ms": "900"}}, "chat", SLO(0.9, 0.05)),
+        ({"headers": {"x-llm-d-slo-tpot-ms": "90"}}, "chat", SLO(0.5, 0.09)),
+        ({"slo": {"ttft_ms": 700}, "service_tier": "auto"}, "chat", SLO(0.7, 0.05)),
+        ({"slo": {"ttft_ms": 700}, "headers": {"x-slo-ttft-ms": "900"}}, "chat", SLO(0.9, 0.05)),
+        ({"vllm_xargs": {"slo_ttft_ms": "600", "slo_tier": "batch"}}, "batch", SLO(0.6, None, 60.0)),
+        ({"vllm_xargs": {"slo_ttft_ms": 600}, "slo": {"ttft_ms": 700}}, "chat", SLO(0.7, 0.05)),
+        ({"path": "/v1/messages"}, "chat", SLO(0.5, 0.05)),
+        ({"path": "/v1/responses", "service_tier": "batch"}, "batch", SLO(e2e=60.0)),
+    ],
+)
+def test_what_a_client_states_is_granted(sent: dict[str, Any], tier: str, slo: SLO) -> None:
+    async def scenario(client: Client) -> None:
+        assert (await client.chat(**sent)).status_code == 200
+        (request,) = client.vllm.requests
+        assert (request.tier, request.stages, request.tenant) == (tier, (Stage(10, slo),), "default")
+
+    run(scenario)
+
+
+def test_the_rest_of_a_body_goes_on_as_it_is() -> None:
+    async def scenario(client: Client) -> None:
+        more = {"logit_bias": {"5": -100}, "tools": [{"type": "function"}], "vllm_xargs": {"own": 3, "slo_e2e_ms": 5}}
+        await client.chat(slo={"ttft_ms": 1}, service_tier="flex", seed=1 << 70, stop="😀", **more)
+        (body,) = client.vllm.went_in
+        assert body["seed"] == 1 << 70
+        assert (body["logit_bias"], body["tools"], body["stop"]) == ({"5": -100}, [{"type": "function"}], "😀")
+        assert not {"slo", "service_tier"} & body.keys()
+        assert body["vllm_xargs"]["own"] == 3
+        assert float(body["vllm_xargs"]["slo_e2e_ms"]) == 5.0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("sent", "param", "hint"),
+    [
+        ({"headers": {"x-slo-tppt-ms": "5"}}, "x-slo-tppt-ms", "'x-slo-tpot-ms'"),
+        ({"headers": {"x-llm-d-slo-tftt-ms": "5"}}, "x-llm-d-slo-tftt-ms", "'x-llm-d-slo-ttft-ms'"),
+        ({"headers": {"x-slo-ttft-ms": "soon"}}, "x-slo-ttft-ms", "milliseconds"),
+        ({"slo": {"ttf_ms": 5}}, "slo.ttf_ms", "ttft_ms"),
+        ({"slo": {"ttft_ms": "5"}}, "slo.ttft_ms", "number"),
+        ({"slo": 5}, "slo", ""),
+        ({"slo": {"stages": [{}]}}, "slo.stages", "one stage"),
+        ({"slos": {}}, "slos", "slo"),
+        ({"service_teir": "chat"}, "service_teir", "service_tier"),
+        ({"service_tier": "chatt"}, "service_tier", "'chat'"),
+        ({"vllm_xargs": {"slo_tfft_ms": 5}}, "vllm_xargs.slo_tfft_ms", "'slo_ttft_ms'"),
+        ({"vllm_xargs": {"slo_tenant": "acme"}}, "vllm_xargs.slo_tenant", ""),
+        ({"vllm_xargs": {"slo_seal": "00"}}, "vllm_xargs.slo_seal", ""),
+    ],
+)
+def test_a_typo_is_a_400_that_names_what_was_meant(sent: dict[str, Any], param: str, hint: str) -> None:
+    async def scenario(client: Client) -> None:
+        answer = await client.chat(**sent)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert hint in error["message"]
+        assert not client.vllm.went_in
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"5", b"\xff\xfe"])
+def test_what_is_no_object_is_left_to_vllm(raw: bytes) -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        client.vllm.hold.set()
+
+        async def takes(scope: Any, receive: Any, send: Any) -> None:
+            assert (await receive())["body"] == raw
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": b"vLLM's"})
+
+        client.http._transport.app._app = takes  # type: ignore[attr-defined]
+        answer = await client.http.post("/v1/completions", content=raw)
+        assert (answer.status_code, answer.text) == (400, "vLLM's")
+
+    run(scenario)
+
+
+def test_strangers_state_nothing_past_their_tenant() -> None:
+    async def scenario(client: Client) -> None:
+        assert (await client.chat("nobody")).status_code == 401
+        answer = await client.chat("bulk-key", service_tier="chat", vllm_xargs={"slo_ttft_ms": 1})
+        assert answer.headers["x-rubato-clamped"] == "service_tier, ttft"
+        await client.chat("acme-key", headers={"x-slo-ttft-ms": "1"})
+        bulk, acme = client.vllm.requests
+        assert (bulk.tenant, bulk.tier, bulk.best_effort) == ("bulk", "flex", True)
+        assert (acme.tenant, acme.stages[0].slo) == ("acme", SLO(0.5, 0.05))
+        # without the middleware's seal, or with another's, no key counts
+        xargs = client.vllm.went_in[1]["vllm_xargs"]
+        for changed in ({**xargs, "slo_ttft_ms": "1"}, {**xargs, "slo_seal": "00"}, {"slo_ttft_ms": 1}):
+            params = SimpleNamespace(extra_args=changed, temperature=0.0, stop=None, ignore_eos=False)
+            own = SimpleNamespace(
+                sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0
+            )
+            request, ticket = request_of(own, 0.0, strangers=False)
+            assert (request.best_effort, request.tenant, ticket) == (True, "default", "")
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_a_tenants_key_may_come_as_anthropic_has_it_and_an_admin_may_speak_for_another() -> None:
+    async def scenario(client: Client) -> None:
+        body = {"model": "m", "messages": [], "max_tokens": 1}
+        answer = await client.http.post("/v1/messages", json=body, headers={"x-api-key": "acme-key"})
+        assert answer.status_code == 200
+        await client.chat("ops-key", headers={"x-rubato-tenant": "acme"})
+        assert [r.tenant for r in client.vllm.requests] == ["acme", "acme"]
+        assert (await client.chat("acme-key", headers={"x-rubato-tenant": "ops"})).status_code == 400
+        answer = await client.chat("ops-key", headers={"x-rubato-tenant": "acmee"})
+        assert answer.status_code == 400
+        assert "'acme'" in answer.json()["error"]["message"]
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_limits_of_a_tenant() -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        running = asyncio.create_task(client.chat("bulk-key"))
+        await client.arrived(1)
+        second = await client.chat("bulk-key")
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "rejected-tenant-saturated")
+        client.vllm.hold.set()
+        first = await running
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
+        # 10 of the prompt and 4 of output, and not what was reserved beside them
+        third = await client.chat("bulk-key", max_tokens=86)
+        assert third.status_code == 200
+        fourth = await client.chat("bulk-key", max_tokens=100)
+        assert (fourth.status_code, fourth.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(fourth.headers["retry-after"]) == pytest.approx(17, abs=1)  # 28 tokens at 100 a minute
+        await client.chat("bulk-key", max_tokens=1)
+        assert (await client.chat("bulk-key", max_tokens=1)).status_code == 429  # the sixth in a minute
+        assert client.metric("rubato_requests_offered_total", tier="flex", tenant="bulk") == 6
+        assert client.metric("rubato_requests_finished_total", tier="flex", tenant="bulk", outcome="refused") == 3
+        refused = [client.metric("rubato_requests_refused_total", tier="flex", reason=why) for why in (
+            "rejected-tenant-saturated", "rejected-rate-limit")]  # fmt: skip
+        assert refused == [1, 2]
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_a_full_server_refuses_with_the_time_after_which_to_come_again() -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        running = [asyncio.create_task(client.chat("acme-key")) for _ in range(2)]
+        await client.arrived(2)
+        refused = await client.chat("acme-key")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
+        other = asyncio.create_task(client.chat("ops-key"))  # another tenant's flood leaves it its share
+        await client.arrived(3)
+        client.vllm.hold.set()
+        assert [r.status_code for r in await asyncio.gather(*running, other)] == [200] * 3
+        assert (await client.chat("acme-key")).status_code == 200
+
+    run(scenario, {"tenants": TENANTS, "max_in_flight": 2})
+
+
+# ----------------------------------------------------------------- on the way out
+
+
+def chunk(finish: str | None = None, text: str = "a", **more: Any) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": "x", "choices": [choice], **more}, separators=(",", ":")).encode() + b"\n\n"
+
+
+ROLE = b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+USAGE = b'data: {"id":"x","choices":[],"usage":{"total_tokens":3}}\n\n'
+DONE = b"data: [DONE]\n\n"
+ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+
+
+def parsed(text: str) -> list[Any]:
+    found = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+    assert found.pop() == "[DONE]"
+    return [json.loads(part) for part in found]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [ROLE, chunk(), chunk("length"), DONE],
+        [ROLE, chunk(), chunk("stop"), USAGE, DONE],
+        [chunk(text='"finish_reason":"'), chunk("stop"), chunk(), chunk("length"), DONE],  # two choices
+        [ROLE + chunk("stop") + DONE],
+        [ROLE, ROLE, chunk("stop"), USAGE + DONE],
+    ],
+)
+def test_the_last_chunk_has_the_verdict_and_no_other_is_changed(chunks: list[bytes]) -> None:
+    async def scenario(client: Client) -> None:
+        answer = await client.chat(stream=True)
+        *others, last = parsed(answer.text)
+        *sent, final = parsed(b"".join(chunks).decode())
+        assert others == sent
+        assert last.pop("service_tier") == "chat"
+        assert last.pop("rubato")["met"] is True
+        assert last == final
+
+    run(scenario, answer=chunks)
+
+
+def test_a_verdict_that_comes_late_is_waited_for_and_one_that_never_comes_is_not() -> None:
+    async def late(client: Client) -> None:
+        assert parsed((await client.chat(stream=True)).text)[-1]["rubato"]["met"] is True
+
+    run(late, answer=[chunk("stop"), DONE], late=0.05)
+
+    async def never(client: Client) -> None:
+        assert "rubato" not in parsed((await client.chat(stream=True)).text)[-1]
+        assert not client.in_flight
+
+    run(never, answer=[chunk("stop"), DONE], silent=True)
+
+
+def test_a_whole_answer_has_the_verdict_of_its_worst_choice() -> None:
+    async def scenario(client: Client) -> None:
+        answer = (await client.chat(n=2)).json()
+        assert answer["service_tier"] == "flex"
+        assert answer["rubato"]["served"] == "best_effort"
+        assert (answer["rubato"]["met"], answer["rubato"]["cause"]) == (False, "queue")
+        assert len(answer["rubato"]["choices"]) == 2
+        assert client.metric("rubato_slo_missed_total", tier="chat", tenant="default", cause="queue") == 2
+
+    verdict = Verdict(False, "deadline", "queue", ttft=2.0, margin=-1.5)
+    run(scenario, verdict=verdict, best_effort=True, choices=2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"), [([ROLE, ERROR, DONE], 200), ([ERROR, DONE], 200), ({"error": {"code": 500}}, 500)]
+)
+def test_a_refusal_is_a_429_before_the_first_byte(answer: Any, status: int) -> None:
+    async def scenario(client: Client) -> None:
+        refused = await client.chat(stream=isinstance(answer, list), slo={"on_decline": "refuse"})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert client.vllm.requests[0].on_decline == "refuse"
+
+    run(scenario, answer=answer, status=status, outcome="refused", reason="rejected-slo-infeasible")
+
+
+def test_an_error_that_is_no_refusal_stays_vllms() -> None:
+    async def scenario(client: Client) -> None:
+        answer = await client.chat()
+        assert (answer.status_code, answer.json()) == (500, {"error": {"code": 500}})
+
+    run(scenario, answer={"error": {"code": 500}}, status=500, outcome="failed", reason="error")
+
+    async def stream(client: Client) -> None:
+        assert (await client.chat(stream=True)).content == ROLE + ERROR + DONE
+
+    run(stream, answer=[ROLE, ERROR, DONE], outcome="failed", reason="error")
+
+
+def test_a_client_that_leaves_takes_its_place_along() -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        left = asyncio.create_task(client.chat())
+        await client.arrived(1)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        client.vllm.hold.set()
+        assert (await client.chat()).status_code == 200
+        state = (await client.http.get("/rubato/state")).json()
+        assert state["in_flight"] == {}
+
+    run(scenario, {"max_in_flight": 1})
+
+
+# ----------------------------------------------------------------- pages
+
+
+def test_the_history_of_a_request_is_for_its_tenant() -> None:
+    async def scenario(client: Client) -> None:
+        await client.chat("acme-key")
+        get = client.http.get
+        for name in ("acme", "ops"):
+            page = await get("/rubato/requests/chatcmpl-abc", headers={"authorization": f"Bearer {name}-key"})
+            assert (page.json()["state"], page.json()["choices"][0]["output_tokens"]) == ("finished", 4)
+        assert (
+            await get("/rubato/requests/chatcmpl-abc", headers={"authorization": "Bearer bulk-key"})
+        ).status_code == 404
+        assert (await get("/rubato/requests/chatcmpl-abc")).status_code == 401
+        assert (await get("/rubato/state", headers={"authorization": "Bearer acme-key"})).status_code == 403
+        assert (await get("/metrics")).status_code == 200  # vLLM's
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_the_state_of_the_engines() -> None:
+    async def scenario(client: Client) -> None:
+        rows = [("r", "running", 0, 1, 2, False, None), ("w", "waiting", 0, 5, 0, True, 3.0)]
+        client.vllm.link.sent.append(
+            State(0, {**STATE, "at": 0.0, "held": [], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows})
+        )
+        deviations = {**STATE, "steps": 9, "deviations": {"kv": 2}, "given_up": True, "planned": [], "batches": []}
+        client.vllm.link.sent.append(State(0, deviations))
+        (engine,) = (await client.http.get("/rubato/state")).json()["engines"]
+        assert (engine["running"], engine["waiting"], engine["steps"], engine["policy"]) == (1, 1, 9, "edf")
+        assert client.metric("rubato_plan_deviations_total", replica="0", cause="kv") == 2
+        assert client.metric("rubato_given_up", replica="0") == 1
+        assert client.metric("rubato_step_seqs_sum", replica="0") == 2
+        assert client.metric("rubato_plan_seconds_count", replica="0") == 1
+
+    run(scenario)
+
+
+# ----------------------------------------------------------------- reports
+
+
+def request(id: str, tier: str = "chat") -> Request:
+    return Request(id, (Stage(1),), 0.0, tier=tier)
+
+
+def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
+    wire = Link()
+    reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+    wire.tell(Offered(0.0, "a", request("a")), Offered(0.0, "b", request("b")))
+    wire.tell(Offered(0.0, "d", request("d")), lost=2)
+    wire.tell(Tokens(0.0, "never offered", 1))
+    fields = {**STATE, "planned": [], "batches": [], "at": 1.0, "held": ["d"]}
+    wire.sent.append(State(0, {**fields, "sequences": [("b", "running", 0, 1, 1, False, None)]}))
+    reports.read()
+    value = reports.metrics.registry.get_sample_value
+    assert value("rubato_reports_lost_total", {"replica": "0"}) == 2
+    assert value("rubato_requests_finished_total", {"tier": "chat", "tenant": "default", "outcome": "failed"}) == 1
+    (record,) = reports.history.find("a")
+    assert record.end is not None
+    assert record.end.reason == LOST
+    assert reports.history.find("b")[0].end is None
+    assert reports.history.find("d")[0].end is None
+
+
+def test_ten_thousand_names_are_a_hundred_labels() -> None:
+    wire = Link()
+    reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+    for i in range(10_000):
+        wire.tell(Offered(0.0, str(i), request(str(i), f"tier-{i}")))
+    reports.read()
+    text = generate_latest(reports.metrics.registry).decode()
+    lines = [line for line in text.splitlines() if line.startswith("rubato_requests_offered_total")]
+    assert len(lines) == 101
+    assert 'rubato_requests_offered_total{tenant="default",tier="other"} 9900.0' in lines
+
+
+@pytest.mark.parametrize(
+    ("id", "answer"),
+    [
+        ("chatcmpl-9d5a5637b4f86717-0123abcd", "chatcmpl-9d5a5637b4f86717"),
+        ("1_chatcmpl-my-own-id-0123abcd", "chatcmpl-my-own-id"),
+        ("3_cmpl-8bba81538e900bea-1-0123abcd", "cmpl-8bba81538e900bea"),
+        ("q0", "q0"),
+    ],
+)
+def test_the_response_that_a_request_is_for(id: str, answer: str) -> None:
+    assert answer_of(id) == answer

@@ -1,0 +1,201 @@
+"""What engine cores tell API servers: over the real sockets, with vLLM's real scheduler and the formula for a model."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
+from rubato.core.request import Request, Stage
+from rubato.engines.vllm import link, reports
+from rubato.engines.vllm.link import Events, Publisher, Reader, State
+from rubato.engines.vllm.sequence import sealed
+from rubato.policy_kit.fair_share import FairShare
+from tests.vllm.harness import harness
+
+
+def drained(reader: Reader) -> list[Events | State]:
+    """All that was published: ZeroMQ delivers from a thread of its own."""
+    found: list[Events | State] = []
+    for _ in range(20):
+        reader._socket.poll(20)
+        found += reader.messages()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "link")
+
+
+def request(id: str) -> Request:
+    return Request(id, (Stage(1),), 0.0)
+
+
+def test_each_api_server_hears_of_its_own_requests_and_all_of_every_engine(folder: str) -> None:
+    publishers = [Publisher(folder, engine) for engine in (0, 1)]
+    readers = [Reader(folder, (0, 1), client) for client in (0, 1, 10)]
+    for reader in readers:
+        assert reader._socket.poll(100) == 0  # time for the subscriptions to arrive
+    for engine, publisher in enumerate(publishers):
+        for client in (0, 1, 10):
+            id = f"{engine}-{client}"
+            publisher.events(client, [Offered(0.0, id, request(id))], {id: "ticket"})
+        publisher.state({"steps": engine})
+    for client, reader in zip((0, 1, 10), readers, strict=True):
+        found = drained(reader)
+        heard = {event.id for message in found if isinstance(message, Events) for event in message.events}
+        assert heard == {f"0-{client}", f"1-{client}"}
+        assert sorted(message.engine for message in found if isinstance(message, State)) == [0, 1]
+        assert not any(message.lost for message in found)
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    for end in (*readers, *publishers):
+        end.close()
+
+
+def test_a_reader_that_is_too_slow_is_told_what_it_lost_and_no_step_waits(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "MOST", 10)
+    publisher, reader = Publisher(folder, 0), Reader(folder, [0], 0)
+    reader._socket.poll(100)
+    for step in range(20_000):
+        publisher.state({"step": step, "filler": "x" * 1000})
+    found = drained(reader)
+    publisher.state({"step": 20_000})
+    (last,) = drained(reader)[-1:]
+    lost = sum(message.lost for message in [*found, last])
+    assert 0 < lost == 20_001 - len(found) - 1
+    reader.close()
+    publisher.close()
+
+
+def test_a_folder_that_others_may_enter_is_refused(folder: str) -> None:
+    os.makedirs(folder, mode=0o755)
+    os.chmod(folder, 0o755)
+    with pytest.raises(OSError, match="not a folder of this user's alone"):
+        Publisher(folder, 0)
+
+
+def watched(model: Path, folder: str, **around: Any) -> tuple[Any, Reader]:
+    """A scheduler of the harness that reports."""
+    made = harness(model, **{"policy": "edf", "blocks": 30, **around})
+    made.scheduler.rubato._reports = reports.Reports(Publisher(folder, 0))
+    reader = Reader(folder, [0], 0)
+    reader._socket.poll(100)
+    return made, reader
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: int) -> None:
+    made, reader = watched(model, folder)
+    rng = random.Random(seed)
+    for i in range(40):
+        made.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12))
+        for _ in range(rng.randint(0, 3)):
+            made.step()
+        if rng.random() < 0.1:
+            made.abort(f"r{rng.randrange(i + 1)}")
+    while made.scheduler.has_requests():
+        made.step()
+    made.step()
+    messages = drained(reader)
+    heard: list[Event] = [event for message in messages if isinstance(message, Events) for event in message.events]
+    kinds = Counter((type(event), event.id) for event in heard)
+    output: Counter[str] = Counter()
+    for event in heard:
+        if isinstance(event, Tokens):
+            output[event.id] += event.tokens
+    for i in range(40):
+        id = f"r{i}"
+        assert kinds[Offered, id] == kinds[Finished, id] == 1
+        assert kinds[Placed, id] <= 1
+        assert kinds[Tokens, id] <= 2  # the first, and the rest as one
+        assert output[id] == len(made.out[id])
+    own = [e for e in made.policy.events if isinstance(e, Finished)]
+    assert [e for e in heard if isinstance(e, Finished)] == own
+    started = [e for e in made.policy.events if isinstance(e, Started)]
+    assert [e for e in heard if isinstance(e, Started)] == started
+    expected = [e.ttft for e in heard if isinstance(e, Placed)]
+    assert expected
+    assert all(ttft is not None and ttft > 0.0 for ttft in expected)
+    states = [message.fields for message in messages if isinstance(message, State)]
+    assert states[-1]["steps"] == made.scheduler.rubato.steps
+    assert states[-1]["sequences"] == []
+    assert sum(tokens for state in states for tokens, _, _ in state["batches"]) == sum(
+        sum(batch.values()) for batch in made.scheduled
+    )
+    assert not made.scheduler.rubato.faults
+    made.scheduler.rubato.close()
+    reader.close()
+
+
+def test_a_link_that_fails_ends_the_reports_and_nothing_else(model: Path, folder: str) -> None:
+    made, reader = watched(model, folder)
+    made.scheduler.rubato._reports._publisher._socket.close()
+    for i in range(20):
+        made.add(f"r{i}", [i] * 10, 5)
+    while made.scheduler.has_requests():
+        made.step()
+    assert made.scheduler.rubato.faults == {"report": 1}
+    assert not made.scheduler.rubato.given_up
+    assert all(made.ended[f"r{i}"] == 1 for i in range(20))
+    reader.close()
+
+
+def test_a_miss_is_put_down_to_its_cause(model: Path, folder: str) -> None:
+    """Four places, each request 20 steps long: who waits for one of them misses its TTFT by the queue, who decodes
+    beside a long prompt its TPOT by that."""
+    made, _ = watched(model, folder, policy="vllm", seqs=4, tokens=64, blocks=200)
+    for i in range(8):
+        made.add(f"q{i}", [i] * 10, 20, slo_ttft_ms=100)
+    while made.scheduler.has_requests():
+        made.step()
+    made.add("decodes", [1] * 10, 30, slo_tpot_ms=12)
+    for _ in range(3):
+        made.step()
+    for i in range(3):
+        made.add(f"long{i}", list(range(150)), 2)
+    while made.scheduler.has_requests():
+        made.step()
+    made.step()
+    ends = {e.id: e.verdict for e in made.policy.events if isinstance(e, Finished)}
+    assert [ends[f"q{i}"].met for i in range(8)] == [True] * 4 + [False] * 4
+    assert {ends[f"q{i}"].cause for i in range(4, 8)} == {"queue"}
+    assert (ends["decodes"].met, ends["decodes"].cause) == (False, "prefill interference")
+    made.scheduler.rubato.close()
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_a_flood_leaves_another_tenant_its_share(
+    model: Path, folder: str, monkeypatch: pytest.MonkeyPatch, fair: bool
+) -> None:
+    """A tenant with one request at a time beside one with 60 at once, in the order of arrival."""
+    monkeypatch.setenv(link.KEY, "key")
+    made = harness(model, policy="vllm", seqs=4, tokens=64, blocks=200)
+    if fair:
+        made.scheduler.rubato._fair = FairShare({"flood": 1.0, "quiet": 1.0}, window=4)
+    for i in range(60):
+        made.add(f"f{i}", [i] * 20, 10, **sealed({"slo_tenant": "flood", "slo_arrival": "0.0"}))
+    waits = []
+    for i in range(5):
+        made.add(f"q{i}", [i] * 20, 10, **sealed({"slo_tenant": "quiet", "slo_arrival": repr(made.now)}))
+        begun = made.now
+        while not made.ended[f"q{i}"]:
+            made.step()
+        waits.append(made.now - begun)
+    while made.scheduler.has_requests():
+        made.step()
+    assert all(made.ended[f"f{i}"] == 1 for i in range(60))
+    assert not made.scheduler.rubato.faults
+    assert not made.scheduler.rubato._held
+    if fair:
+        assert max(waits) < 1.0  # a request takes 0.3 s alone
+    else:
+        assert waits[0] > 3.0
