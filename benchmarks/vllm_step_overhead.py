@@ -5,8 +5,9 @@
 `schedule` and `update_from_output` of both, step by step in turns in one process, with a token at once for each request
 of the batch and a clock that goes `STEP` seconds a step. All that run decode, with an SLO each; as many may run as do,
 so those that wait stay. Of these a third have a TTFT of 2 s, a third of 10 s, a third none. Prefix caching is on, as it
-is by default. --asynchronous: vLLM's AsyncScheduler with two batches in flight. Reported: the median over steps of CPU
-ms, for each part, and of the difference, with the middle half of the rounds.
+is by default. The plug-in plans each step, and, as by default, only those in which not every SLO has room.
+--asynchronous: vLLM's AsyncScheduler with two batches in flight. Reported: the median over steps of CPU ms, for each
+part, and of the difference, with the middle half of the rounds.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ SLOS: list[dict[str, Any]] = [
 class Side:
     """One scheduler with its load."""
 
-    def __init__(self, model: str, policy: str, running: int, waiting: int, *, asynchronous: bool) -> None:
+    def __init__(
+        self, model: str, policy: str, running: int, waiting: int, *, asynchronous: bool, stand_aside: bool
+    ) -> None:
         from tests.vllm.harness import harness
 
         most = 2 * (WARM + ROUNDS * STEPS) + 64
         self.made = harness(
             model, policy, blocks=running * (PROMPT + most) // BLOCK + 1000, block=BLOCK, tokens=2048, seqs=running,
             prefix=True, asynchronous=asynchronous, change=_change, watched=False,
+            rubato={"stand_aside": stand_aside},
         )  # fmt: skip
         self.made.pace = STEP
         self.spent: list[tuple[float, float]] = []
@@ -94,33 +98,48 @@ def _change(config: Any) -> None:
 
 
 def measured(model: str, policy: str, running: int, waiting: int, *, asynchronous: bool) -> dict[str, Any]:
-    sides = [Side(model, name, running, waiting, asynchronous=asynchronous) for name in ("", policy)]
-    rounds: list[list[list[tuple[float, float]]]] = []
+    ways = {"stock": ("", False), "plans": (policy, False), "stands aside": (policy, True)}
+    sides = {
+        label: Side(model, name, running, waiting, asynchronous=asynchronous, stand_aside=aside)
+        for label, (name, aside) in ways.items()
+    }
+    rounds: list[dict[str, float]] = []
     for _ in range(ROUNDS):
         for _ in range(STEPS):
-            for side in sides:
+            for side in sides.values():
                 side.step()
-        rounds.append([side.spent[-STEPS:] for side in sides])
-    both = [[median(1e3 * (a + b) for a, b in one) for one in pair] for pair in rounds]
+        rounds.append({k: median(1e3 * (a + b) for a, b in side.spent[-STEPS:]) for k, side in sides.items()})
     row: dict[str, Any] = {"running": running, "waiting": waiting}
-    for name, side in zip(("stock", policy), sides, strict=True):
-        row[f"{name}: schedule"] = 1e3 * median(a for a, _ in side.spent)
-        row[f"{name}: update"] = 1e3 * median(b for _, b in side.spent)
-    added = [ours - theirs for theirs, ours in both]
-    row["added"], row["added, middle half of rounds"] = median(added), quantiles(added, n=4)[::2]
+    for label, side in sides.items():
+        row[label] = {
+            "schedule": 1e3 * median(a for a, _ in side.spent),
+            "update": 1e3 * median(b for _, b in side.spent),
+        }
+        if label != "stock":
+            driver, added = side.made.scheduler.rubato, [each[label] - each["stock"] for each in rounds]
+            row[label] |= {
+                "added": median(added),
+                "added, middle half of rounds": quantiles(added, n=4)[::2],
+                "added, times stock": median(each[label] / each["stock"] - 1.0 for each in rounds),
+                "steps left to vLLM": driver.stood_aside / driver.steps,
+            }
     return row
 
 
 def told(rows: Sequence[dict[str, Any]], policy: str) -> str:
     lines = [
-        f"| running | waiting | stock: schedule + update, ms | `{policy}`: schedule + update, ms | added, ms |",
-        "|---|---|---|---|---|",
+        f"| running | waiting | stock: schedule + update, ms | `{policy}`: ms added | times stock | where it may stand "
+        "aside: ms added | times stock | steps left to vLLM |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        parts = [f"{row[f'{name}: schedule']:.2f} + {row[f'{name}: update']:.2f}" for name in ("stock", policy)]
-        low, high = row["added, middle half of rounds"]
-        added = f"{row['added']:.2f} [{low:.2f}, {high:.2f}]"
-        lines.append(f"| {row['running']} | {row['waiting']} | {' | '.join(parts)} | {added} |")
+        cells = [f"{row['stock']['schedule']:.2f} + {row['stock']['update']:.2f}"]
+        for label in ("plans", "stands aside"):
+            one = row[label]
+            low, high = one["added, middle half of rounds"]
+            cells += [f"{one['added']:.2f} [{low:.2f}, {high:.2f}]", f"{one['added, times stock']:.2f}"]
+        cells.append(f"{row['stands aside']['steps left to vLLM']:.0%}")
+        lines.append(f"| {row['running']} | {row['waiting']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

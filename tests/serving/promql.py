@@ -26,6 +26,7 @@ PLUGIN = {  # in vLLM's /metrics only
     "rubato_plan_seconds_sum": {"replica"},
     "rubato_plan_deviations_total": {"replica", "cause"},
     "rubato_plan_fallbacks_total": {"replica"},
+    "rubato_plan_stood_aside_total": {"replica"},
     "rubato_plan_faults_total": {"replica", "place"},
     "rubato_given_up": {"replica"},
     "rubato_reports_lost_total": {"replica"},

@@ -36,7 +36,15 @@ TENANTS = {
     },
     "ops": {"keys": ["ops-key"], "admin": True},
 }
-STATE = {"policy": "edf", "steps": 3, "fallbacks": 0, "deviations": {}, "faults": {}, "given_up": False}
+STATE = {
+    "policy": "edf",
+    "steps": 3,
+    "fallbacks": 0,
+    "stood_aside": 0,
+    "deviations": {},
+    "faults": {},
+    "given_up": False,
+}
 
 
 class Link:

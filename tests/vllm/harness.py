@@ -262,7 +262,9 @@ def harness(
     run at once (2 with asynchronous scheduling, else 1). kv: the spec of each group of layers (one of full attention).
     change: of vLLM's configuration. policy "": vLLM's own scheduler, not watched."""
     config = copy.deepcopy(engine_config(str(model), json.dumps(speculative)))
-    config.additional_config = {"rubato": {"policy": policy, "settings": settings or {}, **(rubato or {})}}
+    config.additional_config = {
+        "rubato": {"policy": policy, "settings": settings or {}, "stand_aside": False, **(rubato or {})}
+    }
     config.cache_config.num_gpu_blocks = blocks + 1
     config.cache_config.block_size = block
     config.cache_config.enable_prefix_caching = prefix

@@ -94,7 +94,7 @@ def engine(model: Path, cls: type, dtype: str, speculative: Any = None, **rubato
             scheduler_reserve_full_isl=False,
             scheduler_cls=cls,
             speculative_config=speculative,
-            additional_config={"rubato": rubato} if rubato else {},
+            additional_config={"rubato": {"stand_aside": False, **rubato}} if rubato else {},
         )
     )
     try:

@@ -177,7 +177,10 @@ def _counts(client: Client) -> None:
     assert client.metrics("rubato_requests_offered_total") == client.metrics("rubato_requests_finished_total") > 15
     met, missed = client.metrics('rubato_slo_met_total{dimension="all".*'), client.metrics("rubato_slo_missed_total")
     assert met + missed == client.metrics("rubato_requests_offered_total")
-    assert client.metrics("rubato_plan_seconds_count") > 20
+    assert client.metrics("rubato_step_seconds_count") > 20
+    assert client.metrics("rubato_plan_seconds_count") > 0
+    assert client.metrics("rubato_plan_stood_aside_total") > 0
+    assert client.metrics("rubato_plan_fallbacks_total") == 0
     assert client.metrics("rubato_plan_deviations_total") == client.metrics("rubato_plan_faults_total") == 0
     refused = client.metrics("rubato_requests_refused_total")  # for which vLLM counts a first token
     assert client.metrics("vllm:time_to_first_token_seconds_count") == (

@@ -47,6 +47,7 @@ class PluginMetrics(SLOMetrics):
         self._plan = self.histogram("plan_seconds", "Time to plan a step", "replica", PLAN)
         self._totals = {
             "fallbacks": self.counter("plan_fallbacks", "Steps in vLLM's own order", "replica"),
+            "stood_aside": self.counter("plan_stood_aside", "Steps left to vLLM, every SLO having room", "replica"),
             "deviations": self.counter("plan_deviations", "Steps not carried out as planned", "replica", "cause"),
             "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
         }
@@ -63,7 +64,14 @@ class PluginMetrics(SLOMetrics):
     def begin(self, replicas: Iterable[str]) -> None:
         """Show what there is to count as 0: of a counter that begins at 1 no rate can be told."""
         for replica in replicas if self._counts else ():
-            for metric in (self._plan, self._step, self._totals["fallbacks"], self.lost, self._given_up):
+            for metric in (
+                self._plan,
+                self._step,
+                self._totals["fallbacks"],
+                self._totals["stood_aside"],
+                self.lost,
+                self._given_up,
+            ):
                 metric.labels(replica)
 
     def state(self, replica: str, fields: Mapping[str, Any]) -> None:
@@ -74,7 +82,8 @@ class PluginMetrics(SLOMetrics):
             self._plan.labels(replica).observe(seconds)
         for tokens, seqs, seconds in fields["batches"]:
             self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
-        self._total("fallbacks", fields["fallbacks"], replica)
+        for name in ("fallbacks", "stood_aside"):
+            self._total(name, fields[name], replica)
         for name in ("deviations", "faults"):
             for label, count in fields[name].items():
                 self._total(name, count, replica, label)

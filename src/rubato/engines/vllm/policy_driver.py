@@ -27,6 +27,7 @@ from rubato.engines.vllm.drafts import Drafts
 from rubato.engines.vllm.link import Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
+from rubato.engines.vllm.room import SETTLED, Room
 from rubato.engines.vllm.sequence import VllmSeq, request_of
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
@@ -41,6 +42,7 @@ log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
 QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
 FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
+
 SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
 
 ORDER = attrgetter("order")
@@ -99,7 +101,8 @@ class VllmView(View):
 class PolicyDriver:
     """One policy over one vLLM engine core.
 
-    steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed. deviations: steps that
+    steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed; stood_aside: because
+    every SLO had room. deviations: steps that
     vLLM did not carry out as planned, by cause (one step may have several). faults: of the policy, of its plans and of
     these books, by place. given_up: no step is planned any more.
 
@@ -131,7 +134,7 @@ class PolicyDriver:
         self.clock: Callable[[], float] = WallClock().now
         self.unix: Callable[[], float] = unix_time
         self.seqs: dict[str, VllmSeq] = {}
-        self.steps = self.fallbacks = 0
+        self.steps = self.fallbacks = self.stood_aside = 0
         self.deviations: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.given_up = False
@@ -140,6 +143,10 @@ class PolicyDriver:
             planned="draft" in self.policy.needs | optional(self.policy),
             uniform=settings.uniform_drafts,
         )
+        # (a policy that plans drafts decides more than an order)
+        plans_drafts = self.drafts.planned and num_spec_tokens > 0
+        self._room = Room() if settings.stand_aside and not plans_drafts else None
+        self._settled = 0  # steps that may be left to vLLM without a look
         self._kv = kv
         self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were
         self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
@@ -171,6 +178,9 @@ class PolicyDriver:
         self._order += 1
         seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
         self._happened(seq, Offered(now, request.id, request))
+        self._settled = 0
+        if self._room is not None:
+            self._room.offered(request)
         if self._fair is not None:
             self._fair.enter(request, now)
             self._held[request.id] = seq
@@ -190,6 +200,7 @@ class PolicyDriver:
         seq = self.seqs.pop(id, None)
         if seq is None:
             return
+        self._settled = 0
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
         if outcome == "completed" and not verdict.met:
@@ -218,6 +229,7 @@ class PolicyDriver:
 
     @guarded
     def preempted(self, id: str) -> None:
+        self._settled = 0
         seq = self.seqs.get(id)
         if seq is not None:
             seq.waiting_since = self.clock()
@@ -298,13 +310,33 @@ class PolicyDriver:
         return self._held.keys()
 
     @guarded
+    def begin(self, view: View) -> bool:
+        """Before a step: the policy hears what happened. Returns whether the step is left to vLLM, with room for every
+        SLO."""
+        if self._reports is not None:
+            self._reports.look_at(view, self._held)
+        events, self._events = self._events, []
+        self.policy.observe(events)
+        if self._room is None or self._held or not self._room.for_all(view):
+            return False
+        self.stood_aside += 1
+        self._settled = SETTLED if not view.waiting and not view.prefilling else 0
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether this step, too, is left to vLLM, as those before: only decodes run, each within its TPOT, and nothing
+        came or went."""
+        if not self._settled:
+            return False
+        self._settled -= 1
+        self.stood_aside += 1
+        return True
+
+    @guarded
     def plan(self, view: View) -> Step | None:
         """The policy's plan, checked; None where it raises or plans the impossible. One fault of a policy then does not
         end every request of the engine, but is a step in vLLM's own order."""
-        events, self._events = self._events, []
-        self.policy.observe(events)
-        if self._reports is not None:
-            self._reports.look_at(view, self._held)
         if not view.waiting and not view.running:
             return Step(view, Plan(), {}, {})
         plan = self.policy.plan(view)
@@ -439,6 +471,7 @@ class PolicyDriver:
             "policy": self.name,
             "steps": self.steps,
             "fallbacks": self.fallbacks,
+            "stood_aside": self.stood_aside,
             "deviations": dict(self.deviations),
             "faults": dict(self.faults),
             "given_up": self.given_up,
@@ -453,10 +486,17 @@ class PolicyDriver:
         seq = self.seqs.get(out.request_id)
         if seq is None:
             return  # over already: refused or aborted meanwhile
-        if ids := out.new_token_ids:
+        ids = out.new_token_ids
+        if len(ids) == 1 and not drafted and seq.reported:  # most of all: in every step, for each that decodes
+            seq.times[-1].append(now)
+            seq._output += 1
+            self._events.append(Tokens(now, seq.id, 1, "", tuple(ids)))
+        elif ids:
             seq.got([now] * len(ids))
-            if self._reports is not None and not seq.reported:
-                self._reports.add_tokens(seq, len(ids), now)
+            if not seq.reported:
+                seq.reported = len(ids)
+                if self._reports is not None:
+                    self._reports.add_tokens(seq, len(ids), now)
             right = len(ids) - 1 if drafted else 0
             tried = min(drafted, right + 1)
             if drafted:

@@ -40,11 +40,11 @@ class Reports:
             self._tickets.setdefault(client, {})[seq.id] = seq.ticket
             self._new.append(seq)
         elif type(event) is Finished and (rest := event.output - seq.reported) > 0:
+            seq.reported = event.output
             self.add_tokens(seq, rest, seq.times_of_stage()[-1])  # the last of them, as one
         events.append(event)
 
     def add_tokens(self, seq: VllmSeq, tokens: int, at: float) -> None:
-        seq.reported += tokens
         self._events.setdefault(seq.own.client_index, []).append(Tokens(at, seq.id, tokens))
 
     def look_at(self, view: View, held: Collection[str]) -> None:

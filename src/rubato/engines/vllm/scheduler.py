@@ -161,22 +161,28 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         now = self.rubato.clock()
         self._adapters.clear()
         self._short_of_kv.clear()
-        step = None if self.rubato.given_up else self._planned()
+        aside = self.rubato.settled
+        view = None if aside or self.rubato.given_up else self._seen()
+        aside = aside or (view is not None and bool(self.rubato.begin(view)))
+        step = None if view is None or aside else self._planned(view)
         if step is None:
-            self.rubato.fallbacks += 1
+            self.rubato.fallbacks += not aside
             output = self._in_vllms_order(throttle_prefills)
         else:
             output = self._carried_out(step, throttle_prefills)
         self.rubato.scheduled(now, output, self.requests, self._depths)
         return output
 
-    def _planned(self) -> Step | None:
-        """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
+    def _seen(self) -> View | None:
+        """What can be scheduled; None after a fault."""
         try:
-            view = self.view()
+            return self.view()
         except Exception:
             self.rubato.fault("view")
             return None
+
+    def _planned(self, view: View) -> Step | None:
+        """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
         step: Step | None = self.rubato.plan(view)
         if step is None:
             return None
@@ -425,8 +431,9 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def shutdown(self) -> None:
         ours = self.rubato
         log.info(
-            "%d steps scheduled, %d in vLLM's own order; causes of steps not as planned: %s; faults: %s",
-            ours.steps, ours.fallbacks, dict(ours.deviations), dict(ours.faults),
+            "%d steps scheduled, %d left to vLLM with room for every SLO, %d after a fault; causes of steps not as "
+            "planned: %s; faults: %s", ours.steps, ours.stood_aside, ours.fallbacks, dict(ours.deviations),
+            dict(ours.faults),
         )  # fmt: skip
         ours.close()
         super().shutdown()

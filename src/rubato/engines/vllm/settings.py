@@ -21,8 +21,8 @@ class Settings:
     """settings: the policy's own. latency: coefficients of `affine` to begin with (it learns from the first step on).
     lengths: what a policy may know of output lengths, one of `PREDICTORS` or nothing. slo_rule: how finished requests
     are judged, for policies that learn from it. uniform_drafts: all requests of a batch verify as many drafted tokens,
-    which CUDA graphs of decodes need. config: path of a server's YAML, for what is left out here and for tiers and
-    tenants (`rubato.config.for_vllm`)."""
+    which CUDA graphs of decodes need. stand_aside: a step is vLLM's own while every SLO has room. config: path of a
+    server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`)."""
 
     policy: str = "edf"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class Settings:
     lengths: str = ""
     slo_rule: str = "deadline"
     uniform_drafts: bool = False
+    stand_aside: bool = True
     config: str = ""
 
     def __post_init__(self) -> None:
@@ -38,6 +39,7 @@ class Settings:
             ("settings", Mapping, "an object"),
             ("latency", Mapping, "an object"),
             ("uniform_drafts", bool, "true or false"),
+            ("stand_aside", bool, "true or false"),
             ("config", str, "the path of a YAML file"),
         ):
             if not isinstance(value := getattr(self, name), kind):

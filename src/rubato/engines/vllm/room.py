@@ -1,0 +1,70 @@
+"""Whether vLLM's own order keeps every SLO: then its step is left to it, as if there were no plug-in.
+
+Below capacity a policy has nothing to decide that serves requests better, and its plan costs CPU time. What is checked
+is more than enough: the longest step that vLLM may make now fits between any two tokens that are due, all that waits is
+prefilled before its first token is due, and there is KV for all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.request import Request
+
+MARGIN = 1.25  # times what is predicted, a step may take
+TTFT_SHARE = 0.3  # of the tightest TTFT stated lately, a step may take: the next request must not wait for longer
+RECENT = 64  # requests that count as lately
+SETTLED = 16  # steps that may be left to vLLM one after another without a look, while only decodes run
+
+
+class Room:
+    """Remembers what was promised lately."""
+
+    def __init__(self) -> None:
+        self._ttfts: deque[float] = deque(maxlen=RECENT)
+
+    def offered(self, request: Request) -> None:
+        ttft = request.stages[0].slo.ttft
+        if ttft is not None:
+            self._ttfts.append(ttft)
+
+    def for_all(self, view: View) -> bool:
+        """Whether every request of the view keeps its SLO, should vLLM schedule this step by its own rule."""
+        now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
+        starting = (*view.waiting, *view.prefilling)
+        growth = 2 * len(running)  # blocks
+        if view.waiting:
+            places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
+            if len(running) + len(view.waiting) > places:
+                return False
+            growth += sum([limits.blocks(seq.pending) for seq in view.waiting])
+        if growth > view.kv_free:
+            return False
+        pending = sum([seq.pending for seq in starting])
+        chunk = min(pending, max(0, limits.max_num_batched_tokens - decodes.tokens))
+        if pending and not chunk:
+            return False
+        shape = decodes.plus(chunk, max([seq.cached for seq in starting])) if chunk else decodes
+        step = MARGIN * view.latency.step_time(shape) if shape.seqs else 0.0
+        if step > TTFT_SHARE * min(self._ttfts, default=inf):
+            return False
+        through = now + step * (-(-pending // chunk) if chunk else 1)  # all that is here has been prefilled
+        return all(_in_time(seq, now + step, through, step) for seq in (*view.waiting, *running))
+
+
+def _in_time(seq: SeqView, next_step: float, through: float, step: float) -> bool:
+    """Whether a request keeps its SLO with steps of `step` seconds, the first over at `next_step`, until all prompts
+    are prefilled at `through`."""
+    if seq.best_effort:
+        return True
+    due, slo = seq.due, seq.request.stages[seq.stage].slo
+    if due < (through if seq.pending > 1 else next_step):
+        return False
+    if slo.tpot is not None and step > slo.tpot and due < through + SETTLED * step:
+        return False
+    if slo.e2e is None:
+        return True
+    most = seq.request.sampling.max_tokens - seq.output
+    return through + most * step <= seq.request.arrival + slo.e2e

@@ -1,0 +1,98 @@
+"""While every SLO has room a step is vLLM's own; else, and where a policy decides more than an order, it is planned."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rubato.core.events import Finished
+from tests.vllm.harness import Harness, harness
+
+LOOSE = {"slo_ttft_ms": 100_000, "slo_tpot_ms": 10_000, "slo_e2e_ms": 10_000_000}
+
+
+def made(model: Path, policy: str, stand_aside: bool = True, **more: Any) -> Harness:
+    settings = {"blocks": 200, "rubato": {"stand_aside": stand_aside}, **more}
+    own = harness(model, policy, **settings)
+    own.exact = False  # of steps without a plan there is nothing to compare with
+    return own
+
+
+def loaded(own: Harness, seed: int, requests: int = 30, **slo: Any) -> Harness:
+    rng = random.Random(seed)
+    for i in range(requests):
+        own.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12), **slo)
+        for _ in range(rng.randint(0, 6)):
+            own.step()
+    while own.scheduler.has_requests():
+        own.step()
+    return own
+
+
+@pytest.mark.parametrize("policy", ["edf", "sarathi", "slos_serve"])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_room_each_batch_is_the_one_that_stock_makes(model: Path, policy: str, seed: int) -> None:
+    stock = loaded(harness(model, "", blocks=200, seqs=40), seed)
+    own = loaded(made(model, policy, seqs=40), seed, **LOOSE)
+    assert own.scheduled == stock.scheduled
+    assert own.scheduler.rubato.stood_aside == own.scheduler.rubato.steps
+    assert own.out == stock.out
+    assert not own.policy.plans
+
+
+@pytest.mark.parametrize(
+    ("slo", "more"),
+    [
+        ({"slo_ttft_ms": 300}, {}),  # 0.3 of it is less than a step of 64 tokens takes
+        ({"slo_tpot_ms": 15}, {}),
+        ({"slo_e2e_ms": 500}, {}),
+        (LOOSE, {"blocks": 20}),
+        (LOOSE, {"seqs": 2}),
+        (LOOSE, {"rubato": {"stand_aside": False}}),
+    ],
+)
+def test_without_room_the_policy_plans(model: Path, slo: dict[str, Any], more: dict[str, Any]) -> None:
+    own = made(model, "edf", **{"seqs": 40, **more})
+    for i in range(8):
+        own.add(f"r{i}", [i] * 60, 20, **slo)
+    for _ in range(30):
+        own.step()
+    assert len(own.policy.plans) >= 5
+
+
+def test_drafts_are_always_planned(model: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    own = made(model, "smart_spec", seqs=40, speculative=ngram)
+    loaded(own, 1, requests=3, **LOOSE)
+    assert own.scheduler.rubato.stood_aside == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int) -> None:
+    """Now and then no room, scarce KV: nothing is lost, and each request has the tokens it should have."""
+    own = made(model, "edf", blocks=40, seqs=6, asynchronous=asynchronous)
+    rng = random.Random(seed)
+    for i in range(60):
+        slo = rng.choice(
+            [{"slo_ttft_ms": rng.choice([50, 400, 5_000]), "slo_tpot_ms": rng.choice([15, 100])}, {}, LOOSE]
+        )
+        own.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12), **slo)
+        for _ in range(rng.randint(0, 9)):
+            own.step()
+        if rng.random() < 0.1:
+            own.abort(f"r{rng.randrange(i + 1)}")
+    while own.scheduler.has_requests():
+        own.step()
+    own.step()
+    driver = own.scheduler.rubato
+    assert 0 < driver.stood_aside < driver.steps
+    assert not driver.faults
+    assert not driver.deviations
+    assert driver.fallbacks == 0
+    ends = [e.id for e in own.policy.events if isinstance(e, Finished)]
+    assert sorted(ends) == sorted(f"r{i}" for i in range(60))
+    assert max(own.ended.values()) == 1
