@@ -411,7 +411,7 @@ def test_a_policy_that_raises_costs_nobody_a_token(
     monkeypatch.setattr(made.policy.inner, part, asked)
     made.finish()
     driver = made.scheduler.rubato
-    assert driver.faults == {"plan": calls // 3}
+    assert driver.faults == {part: calls // 3}
     assert driver.given_up == (calls // 3 == FAULTS)
     assert driver.fallbacks >= calls // 3 > 0
     assert not driver.deviations

@@ -96,3 +96,14 @@ def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int
     ends = [e.id for e in own.policy.events if isinstance(e, Finished)]
     assert sorted(ends) == sorted(f"r{i}" for i in range(60))
     assert max(own.ended.values()) == 1
+
+
+def test_a_fault_of_the_check_costs_nothing_but_the_order(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = made(model, "edf", seqs=40)
+    monkeypatch.setattr(own.scheduler.rubato._room, "for_all", lambda view: 1 / 0)
+    loaded(own, 1, **LOOSE)
+    driver = own.scheduler.rubato
+    assert driver.given_up
+    assert driver.faults == {"observe": 10}
+    assert driver.fallbacks == driver.steps
+    assert set(own.ended.values()) == {1}

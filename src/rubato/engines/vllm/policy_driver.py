@@ -310,7 +310,7 @@ class PolicyDriver:
         return self._held.keys()
 
     @guarded
-    def begin(self, view: View) -> bool:
+    def observe(self, view: View) -> bool:
         """Before a step: the policy hears what happened. Returns whether the step is left to vLLM, with room for every
         SLO."""
         if self._reports is not None:

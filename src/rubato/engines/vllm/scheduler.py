@@ -161,10 +161,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         now = self.rubato.clock()
         self._adapters.clear()
         self._short_of_kv.clear()
-        aside = self.rubato.settled
-        view = None if aside or self.rubato.given_up else self._seen()
-        aside = aside or (view is not None and bool(self.rubato.begin(view)))
-        step = None if view is None or aside else self._planned(view)
+        aside: bool | None = self.rubato.settled
+        step = None
+        if not aside and not self.rubato.given_up and (view := self._seen()) is not None:
+            aside = self.rubato.observe(view)  # None after a fault
+            step = self._planned(view) if aside is False else None
         if step is None:
             self.rubato.fallbacks += not aside
             output = self._in_vllms_order(throttle_prefills)
