@@ -1,26 +1,285 @@
-"""What production needs: each row has a state, and what is present is a section that one can read.
+"""What production needs: each row of the page is held against the code.
 
-That the sections exist is held by the site's strict build.
+What is present or partial stands on tests, settings, metrics, files and options, by name; of what is absent, and of
+what a partial row lacks, something is looked at that would be there if it were not so. That the sections exist is held
+by the site's strict build.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
+import yaml
+from prometheus_client import CollectorRegistry
 
-from tests.docs.pages import PAGES
+from rubato import policies
+from rubato.config.schema import Config, TenantSettings
+from rubato.engines.vllm.settings import TESTED, Settings
+from rubato.latency import profiles
+from rubato.serving.schemas import UNSUPPORTED
+from rubato.serving.vllm_reports import PluginMetrics
+from tests.docs.pages import PAGES, ROOT
+from tests.docs.test_commands import subcommands
 
 ROWS = re.findall(r"^\| (.+?) \| (present|partial|absent) \| (.+) \|$", PAGES["production.md"], re.MULTILINE)
+STATES = {need: state for need, state, _ in ROWS}
+
+# Of each need, what there is: KIND:NAME as `there` has it.
+EVIDENCE = {
+    "several replicas in one server": """
+        setting:replicas setting:router setting:fleet src:fleet/ray_host.py
+        test:fleet/test_router.py::one_request_leaves_as_each_step_ends
+        test:processes/test_fleet.py::a_killed_replica_costs_no_request""",
+    "replicas across machines": """
+        setting:fleet src:fleet/remote_view.py test:fleet/test_ray_host.py::stages_and_cancelling_across_processes
+        test:fleet/test_ray_host.py::what_hands_requests_off_is_refused""",
+    "SLOs from headers, body, tiers and tenants, with clamping": """
+        setting:tiers setting:tenants setting:default_tier test:serving/test_request_slo.py::precedence
+        test:serving/test_tenants.py::stated_slos_are_clamped_and_judged_as_promised""",
+    "the same in vLLM's server": """
+        plugin:endpoint_plugins test:serving/test_vllm_middleware.py::what_a_client_states_is_granted
+        test:serving/test_vllm_middleware.py::strangers_state_nothing_past_their_tenant
+        test:vllm/test_server.py::a_server_with_the_middleware""",
+    "a guide to SLOs": """
+        page:choosing-an-slo.md test:planning/test_feasibility.py::it_says_how_many_of_which_tier_and_why""",
+    "keys, rate limits, fair shares": """
+        tenant:keys tenant:requests_per_minute tenant:tokens_per_minute tenant:max_in_flight tenant:weight
+        setting:fair_share test:serving/test_tenants.py::who_has_no_key_gets_nothing
+        test:serving/test_rate_limits.py::requests_per_minute
+        test:fleet/test_fair_share.py::weights_divide_the_tokens_of_those_who_all_want_more
+        test:serving/test_vllm_middleware.py::limits_of_a_tenant
+        test:vllm/test_link.py::a_flood_leaves_another_tenant_its_share""",
+    "metrics and a dashboard of our server": """
+        metric:rubato_requests_offered_total metric:rubato_slo_met_total page:grafana.json
+        test:serving/test_metrics.py::counts
+        test:serving/test_dashboard.py::every_metric_and_label_of_the_dashboard_is_exported""",
+    "metrics of the plug-in": """
+        plugin:stat_logger_plugins metric:rubato_plan_seconds metric:rubato_plan_deviations_total
+        metric:rubato_given_up test:vllm/test_link.py::reports_are_the_events_of_the_engine""",
+    "alert rules": """
+        alert:RubatoDown alert:RubatoBurnFast alert:RubatoBurnSustained alert:RubatoBurnSlow alert:RubatoPlugInGaveUp
+        test:serving/test_alerts.py::every_alert_has_a_unit_test_that_fires_and_one_that_does_not""",
+    "probes, drain": """
+        setting:drain_seconds test:serving/test_dashboard.py::a_draining_server_is_alive_but_not_ready
+        test:processes/test_serving.py::sigterm_under_load_finishes_what_runs_and_refuses_the_rest""",
+    "tracing of a request": """
+        setting:event_log src:serving/request_history.py
+        test:serving/test_request_history.py::a_finished_request test:core/test_event_log.py::round_trip""",
+    "logs without prompts": """
+        setting:log test:serving/test_request_history.py::one_json_line_a_finished_request
+        test:serving/test_request_history.py::no_text_of_a_client_is_kept
+        test:core/test_event_log.py::prompts_and_outputs_stay_out_unless_asked_for""",
+    "TLS": "setting:tls test:processes/test_tls.py::the_official_client_over_tls",
+    "limits against hostile clients": """
+        setting:max_connections setting:max_body_bytes setting:stall_seconds
+        test:processes/test_abuse.py::clients_that_do_not_read_are_cut_off_and_hold_up_nobody
+        test:vllm/test_hostile_requests.py::everybody_ends_once_and_no_step_is_vllms""",
+    "canary, upgrade, rollback of the plug-in": """
+        page:canary.md test:vllm/test_outputs.py::equal_batches_give_equal_tokens
+        test:vllm/test_environment.py::every_package_of_vllm_is_there_as_before
+        test:vllm/test_settings.py::any_other_version_is_an_error_that_says_which""",
+    "falling back to vLLM's order": """
+        metric:rubato_plan_fallbacks_total test:vllm/test_plans.py::a_policy_that_raises_costs_nobody_a_token
+        test:vllm/test_plans.py::ten_faults_in_a_minute_are_the_last""",
+    "asynchronous scheduling in vLLM": """
+        test:vllm/test_plans.py::vllms_configuration_chooses_the_scheduler
+        test:vllm/test_plans.py::while_a_batch_runs_the_next_token_is_due_after_those_in_flight""",
+    "speculative decoding, LoRA, pipeline or data parallelism in vLLM": """
+        plugin-setting:uniform_drafts test:vllm/test_outputs.py::drafts_change_no_token
+        test:vllm/test_features.py::lora test:vllm/test_features.py::data_parallel
+        test:vllm/test_features.py::pipeline_parallel_and_asynchronous""",
+    "prefix caching in vLLM": "test:vllm/test_plans.py::a_hit_that_was_planned_on_is_not_given_to_others_first",
+    "speculative decoding in our engine": """
+        policy:adaserve test:engines/torch/test_lossless.py::greedy_output_is_that_of_each_alone
+        test:engines/torch/test_served_drafts.py::answers_are_the_same_with_a_drafter""",
+    "batches over night": """
+        test:serving/test_request_slo.py::openai_tiers_are_always_known_and_others_are_not
+        test:policies/test_tables.py::edf_gives_best_effort_what_is_left""",
+    "planning cost and size": """
+        command:plan command:capacity command:profile profile:a100 profile:h200 profile:v100 profile:cpu
+        test:planning/test_fleet_size.py::n_is_enough_and_one_fewer_is_not
+        test:planning/test_fleet_size.py::what_it_costs""",
+}  # fmt: skip
+
+
+def names() -> dict[str, set[str]]:
+    """Of each kind that is a closed list, what there is."""
+    metrics = {s.name for m in PluginMetrics(CollectorRegistry(), counts=True).registry.collect() for s in m.samples}
+    families = PluginMetrics(CollectorRegistry(), counts=True).registry.collect()
+    metrics |= {f"{m.name}_total" if m.type == "counter" else m.name for m in families}
+    alerts = yaml.load((ROOT / "docs" / "alerts.yml").read_text(encoding="utf-8"), yaml.CSafeLoader)["groups"]
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    verbs = subcommands()
+    return {
+        "setting": set(Config.model_fields),
+        "tenant": set(TenantSettings.model_fields),
+        "plugin-setting": set(Settings.__dataclass_fields__),
+        "plugin": {name.removeprefix("vllm.") for name, here in entries.items() if "rubato" in here},
+        "metric": metrics,
+        "alert": {rule["alert"] for group in alerts for rule in group["rules"] if "alert" in rule},
+        "command": set(verbs),
+        "option": {f"{verb}:{word}" for verb, sub in verbs.items() for word in sub._option_string_actions},
+        "policy": set(policies.names()),
+        "profile": {re.sub(r"^\d+x", "", word) for name in profiles.names() for word in name.split("-")},
+    }
+
+
+@cache
+def functions_of(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    path = ROOT / "tests" / file
+    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+    return {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def there(item: str, known: dict[str, set[str]]) -> bool:
+    """test: FILE::NAME, a test that does something and is not always skipped. src, page: a file."""
+    kind, _, name = item.partition(":")
+    if kind == "test":
+        file, _, function = name.partition("::")
+        found = functions_of(file).get(f"test_{function}")
+        if found is None:
+            return False
+        off = {getattr(part, "attr", "") for mark in found.decorator_list for part in ast.walk(mark)} & {
+            "skip",
+            "xfail",
+        }
+        return not off and any(isinstance(part, ast.Assert | ast.Call) for part in ast.walk(found))
+    if kind in ("src", "page"):
+        return ((ROOT / "src" / "rubato" if kind == "src" else ROOT / "docs") / name).is_file()
+    return name in known[kind]
+
+
+# ------------------------------------------------------------------- what there is not
+
+
+def sources(*folders: str) -> Iterator[tuple[str, str]]:
+    for folder in folders or ("src", "packages"):
+        for file in (ROOT / folder).rglob("*.py"):
+            yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+def imported(pattern: str, *folders: str) -> list[str]:
+    """Files that import such a module."""
+    found = re.compile(rf"^\s*(?:from|import) (?:{pattern})\b", re.MULTILINE)
+    return [name for name, text in sources(*folders) if found.search(text)]
+
+
+def said(pattern: str, *folders: str) -> list[str]:
+    """Files that say so."""
+    return [name for name, text in sources(*folders) if re.search(pattern, text)]
+
+
+def fields(pattern: str) -> list[str]:
+    """Settings of a server and of the plug-in that are named so."""
+    return [name for name in (*Config.model_fields, *Settings.__dataclass_fields__) if re.search(pattern, name)]
+
+
+def deployments() -> list[str]:
+    """Files for containers and clusters, wherever they are in the tree."""
+    found = []
+    for folder, below, files in os.walk(ROOT):
+        below[:] = [name for name in below if name[0] != "." and name not in ("build", "results", "__pycache__")]
+        for name in files:
+            path = Path(folder) / name
+            image = re.search(
+                r"dockerfile|containerfile|^(docker-)?compose\.|^chart\.ya?ml$|^kustomization\.", name, re.I
+            )
+            cluster = path.suffix in (".yml", ".yaml") and re.search(
+                r"^apiVersion:", path.read_text(encoding="utf-8"), re.MULTILINE
+            )
+            if image or cluster:
+                found.append(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def runs_on_gpus() -> list[str]:
+    """Measured results, kept or in progress, that name CUDA or a GPU's maker."""
+    kept = (ROOT / "docs" / "measurements").glob("*.json")
+    return [file.name for file in kept if re.search(r"cuda|nvidia", file.read_text(encoding="utf-8"), re.I)]
+
+
+def versions_beside_one() -> list[str]:
+    first, after = TESTED
+    return [] if after == (first[0], first[1] + 1) else [f"{first} to {after}"]
+
+
+def beyond_our_models() -> list[str]:
+    """Architectures of our engine that are mixtures of experts, and modules for tensor parallelism."""
+    family = r'"\w*(?:Moe|Mixtral|Deepseek)\w*ForCausalLM"'
+    return said(family, "packages") + imported(r"torch\.distributed", "src/rubato/engines", "packages")
+
+
+# Of each need, what would be there if it were met: of those that are absent, and of some that are partial.
+LACKS: dict[str, Callable[[], list[str]]] = {
+    "a GPU run": runs_on_gpus,
+    "a gateway of ours in front of vLLM servers that run": lambda: imported(
+        r"aiohttp|httpx|urllib|http\.client|requests", "src/rubato/fleet", "src/rubato/engines", "src/rubato/replica"
+    ),
+    "tracing of a request": lambda: imported("opentelemetry"),
+    "high availability": lambda: fields("standby|peer|leader|failover|state_file|redis"),
+    "a lost replica comes back": lambda: fields("restart|respawn|revive") + said(r"\b(?:restart|respawn)_replica\b"),
+    "Kubernetes manifests, container image": deployments,
+    "tensor parallelism, CUDA graphs, FP8, MLA in vLLM": lambda: said(
+        r"tensor_parallel_size=|fp8|cudagraph|enforce_eager=False", "tests/vllm"
+    ),
+    "more than one vLLM version": versions_beside_one,
+    "tools, JSON mode": lambda: [name for name in ("tools", "response_format") if name not in UNSUPPORTED],
+    "quantised weights, tensor parallelism, mixture of experts in our engine": beyond_our_models,
+    "batches over night": lambda: said(r"""["']/v1/batches"""),
+    "autoscaling": lambda: fields("scal") + said(r"\bautoscaler\b", "src/rubato/serving", "src/rubato/config"),
+}
 
 
 def test_every_row_has_a_state() -> None:
     lines = re.findall(r"^\| (?!need|-)", PAGES["production.md"], re.MULTILINE)
-    assert len(ROWS) == len(lines) > 30
-    assert {state for _, state, _ in ROWS} == {"present", "partial", "absent"}
-    assert len({need for need, _, _ in ROWS}) == len(ROWS)
+    assert len(ROWS) == len(lines) == len(STATES) > 30
+    assert set(STATES.values()) == {"present", "partial", "absent"}
 
 
 @pytest.mark.parametrize(("need", "where"), [(need, where) for need, state, where in ROWS if state == "present"])
 def test_what_is_present_is_a_section(need: str, where: str) -> None:
     assert re.search(r"\]\([a-z-]+\.md#[a-z-]+\)", where), need
+
+
+def test_every_row_is_held_against_something() -> None:
+    there_is = {need for need, state in STATES.items() if state != "absent"}
+    assert not set(EVIDENCE) ^ there_is, "in EVIDENCE or said to be there, and not both"
+    assert {need for need, state in STATES.items() if state == "absent"} <= set(LACKS)
+    assert not [need for need in LACKS if STATES.get(need, "present") == "present"]
+
+
+def test_what_is_said_to_be_there_is_there() -> None:
+    known = names()
+    gone = [f"{need}: {item}" for need, items in EVIDENCE.items() for item in items.split() if not there(item, known)]
+    assert not gone, "\n".join(gone)
+
+
+@pytest.mark.parametrize("need", LACKS)
+def test_what_is_said_to_be_absent_is_absent(need: str) -> None:
+    found = LACKS[need]()
+    assert not found, f"{need}: {found}"
+
+
+def test_the_canarys_expressions_ask_for_metrics_that_there_are() -> None:
+    """Of ours; what a rule records is in the rules."""
+    families = {m.name: m for m in PluginMetrics(CollectorRegistry(), counts=True).registry.collect()}
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    known = {name + suffix for name, m in families.items() for suffix in suffixes[m.type]}
+    rules = (ROOT / "docs" / "alerts.yml").read_text(encoding="utf-8")
+    page = PAGES["canary.md"]
+    named = set(re.findall(r"(?<![\w:])rubato_\w+", page))
+    assert len(named) > 5
+    assert named <= known
+    recorded = set(re.findall(r"tier:[\w:]+", page))
+    assert recorded
+    assert recorded <= set(re.findall(r"record: (\S+)", rules))
+    (burn,) = re.findall(r"^\| fast burn \| `([^`]+)`", page, re.MULTILINE)
+    (alert,) = re.findall(r"alert: RubatoBurnFast\n +expr: >-\n((?: {10}.*\n)+)", rules)
+    assert burn.split() == alert.split()
