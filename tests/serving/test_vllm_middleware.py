@@ -343,6 +343,55 @@ def test_a_full_server_refuses_with_the_time_after_which_to_come_again() -> None
     run(scenario, {"tenants": TENANTS, "max_in_flight": 2})
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": ["a"] * 2},  # two requests, of one that may be in flight
+        {"max_tokens": 1, "max_output_tokens": 4000},
+        {"max_completion_tokens": 1, "max_tokens": 4000},
+        {"max_tokens": "4000"},
+        {"n": 1000},
+    ],
+)
+def test_what_a_body_says_otherwise_is_charged_all_the_same(more: dict[str, Any]) -> None:
+    async def scenario(client: Client) -> None:
+        await client.chat("bulk-key", max_tokens=90)  # 100 a minute
+        assert (await client.chat("bulk-key", path="/v1/completions", **more)).status_code == 429
+        assert len(client.vllm.went_in) == 1
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_no_way_past_the_tenants() -> None:
+    async def scenario(client: Client) -> None:
+        await client.chat("bulk-key", path="/v1/chat/completions%0A", service_tier="chat")
+        assert client.vllm.requests[0].tier == "flex"
+        assert (await client.chat("acme-key", use_beam_search=True)).status_code == 400
+        for path in ("/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/load_lora_adapter"):
+            assert (await client.chat("acme-key", path=path)).status_code == 403
+            assert (await client.chat("ops-key", path=path)).status_code == 200
+        assert (await client.chat("acme-key", path="/tokenize")).status_code == 200
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        middleware = client.http._transport.app  # type: ignore[attr-defined]
+        await middleware({"type": "websocket", "headers": [], "path": "/v1/realtime"}, None, send)
+        assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 1008)]
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_an_id_that_clients_use_again_keeps_one_history() -> None:
+    async def scenario(client: Client) -> None:
+        for _ in range(20):
+            await client.chat()  # the stand-in gives all the same id
+        assert len(client.reports.history.find("chatcmpl-abc")) == 1
+
+    run(scenario)
+
+
 # ----------------------------------------------------------------- on the way out
 
 
@@ -537,6 +586,7 @@ def test_ten_thousand_names_are_a_hundred_labels() -> None:
         ("chatcmpl-9d5a5637b4f86717-0123abcd", "chatcmpl-9d5a5637b4f86717"),
         ("1_chatcmpl-my-own-id-0123abcd", "chatcmpl-my-own-id"),
         ("3_cmpl-8bba81538e900bea-1-0123abcd", "cmpl-8bba81538e900bea"),
+        ("resp_8bba81538e900bea_0-0123abcd", "resp_8bba81538e900bea"),
         ("q0", "q0"),
     ],
 )

@@ -7,15 +7,17 @@ import random
 import stat
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
 from rubato.core.request import Request, Stage
 from rubato.engines.vllm import link, reports
 from rubato.engines.vllm.link import Events, Publisher, Reader, State
-from rubato.engines.vllm.sequence import sealed
+from rubato.engines.vllm.sequence import request_of, sealed
 from rubato.policy_kit.fair_share import FairShare
 from tests.vllm.harness import harness
 
@@ -199,3 +201,32 @@ def test_a_flood_leaves_another_tenant_its_share(
         assert max(waits) < 1.0  # a request takes 0.3 s alone
     else:
         assert waits[0] > 3.0
+
+
+def test_an_engine_that_gave_up_keeps_nothing(model: Path, folder: str) -> None:
+    made, reader = watched(model, folder)
+    made.exact = False
+    made.scheduler.rubato.policy.plan = lambda view: 1 / 0
+    for i in range(60):
+        made.add(f"r{i}", [i] * 10, 5)
+        made.step()
+    while made.scheduler.has_requests():
+        made.step()
+    driver = made.scheduler.rubato
+    assert driver.given_up
+    assert driver._events == driver._reports._new == []
+    assert not driver.seqs
+    ends = [e for m in drained(reader) if isinstance(m, Events) for e in m.events if isinstance(e, Finished)]
+    assert len(ends) == 60
+    reader.close()
+    driver.close()
+
+
+def test_what_another_nodes_server_sealed_is_dropped_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(link.KEY, "theirs")
+    said = sealed({"slo_ttft_ms": "300", "slo_tenant": "a", "slo_ticket": "t"})
+    monkeypatch.setenv(link.KEY, "ours")
+    params = SamplingParams(max_tokens=1, extra_args=said)
+    own = SimpleNamespace(sampling_params=params, request_id="r", num_prompt_tokens=1, max_tokens=1, arrival_time=0.0)
+    request, ticket = request_of(own, 0.0)
+    assert (request.stages[0].slo.ttft, request.tenant, ticket) == (0.3, "default", "")

@@ -107,3 +107,19 @@ def test_a_fault_of_the_check_costs_nothing_but_the_order(model: Path, monkeypat
     assert driver.faults == {"observe": 10}
     assert driver.fallbacks == driver.steps
     assert set(own.ended.values()) == {1}
+
+
+def test_what_no_view_shows_yet_is_looked_for_at_each_step(model: Path) -> None:
+    """A request that waits for its grammar: it may be ready in any step."""
+    own = made(model, "edf", seqs=40)
+    own.add("decodes", [1] * 10, 40, **LOOSE)
+    for _ in range(3):
+        own.step()
+    driver = own.scheduler.rubato
+    assert driver._settled > 0
+    own.add("hidden", [2] * 10, 5, **LOOSE)
+    view = own.scheduler.view()
+    hidden = driver.seqs["hidden"]
+    view.waiting.remove(hidden)  # type: ignore[attr-defined]
+    assert driver.observe(view)
+    assert driver._settled == 0

@@ -92,7 +92,11 @@ class RequestHistory:
             return
         if type(event) is Offered:
             record = self._open[event.id] = RequestRecord(without_texts(event.request))
-            self._answers.setdefault(self._answer_of(event.id), []).append(record)
+            answer = self._answer_of(event.id)
+            if answer in self._answers and self._is_done(answer):  # an id that clients use again, as inside vLLM
+                del self._answers[answer]
+                self._done.pop(answer, None)
+            self._answers.setdefault(answer, []).append(record)
         record = self._open[event.id]
         _fold(record, event)
         if type(event) is Finished:

@@ -52,6 +52,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Paths that make requests of `vllm_xargs`, and of these those whose responses have OpenAI's form of chunks.
 GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+PLAIN = frozenset(  # that generate nothing
+    {
+        "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
+        "/v1/rerank", "/v2/rerank",
+    }
+)  # fmt: skip
 CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
 OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
 KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
@@ -78,7 +84,7 @@ class Middleware:
         self._front: FrontEnd | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket" or "rubato" in scope:
+        if "rubato" in scope:
             return await self._app(scope, receive, send)
         if self._front is None:
             try:
@@ -87,8 +93,10 @@ class Middleware:
                 log.error("%s", error)
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise
-        if scope["type"] == "lifespan":
+        if scope["type"] == "lifespan" or (scope["type"] == "websocket" and self._front.lets_in(scope)):
             return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008, "reason": "no known API key, or its limit"})
         await self._front.serve(self._app, {**scope, "rubato": True}, receive, send)
         return None
 
@@ -120,6 +128,7 @@ class _Call:
     path: str
     tenant: Tenant
     granted: GrantedSLO
+    prompts: int
     reserved: int  # output tokens charged beforehand
     ticket: str = field(default_factory=lambda: uuid4().hex)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -148,8 +157,8 @@ class FrontEnd:
     # ----------------------------------------------------------------- which path
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/\n") or "/"  # as vLLM's routes match
+        headers = _headers(scope)
         usage = None
         try:
             if scope["method"] == "OPTIONS" or path.startswith(OPEN):
@@ -163,6 +172,7 @@ class FrontEnd:
                 return await app(scope, receive, send)
             self._enter(tenant)
             if path not in GENERATE:
+                self._check_plain(path, tenant)
                 return await app(scope, receive, send)
             raw = await self._body(receive)
             if (body := _json(raw)) is None:  # vLLM has an error for that
@@ -181,6 +191,19 @@ class FrontEnd:
             await app(scope, _replayed(raw, receive), answer.send)
         finally:
             self._ended(call)
+
+    def _check_plain(self, path: str, tenant: Tenant) -> None:
+        """Raises ApiError 403 for what would generate past a tenant's limits, or is an operator's."""
+        if self._tenants.configured and not tenant.admin and path not in PLAIN:
+            raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
+
+    def lets_in(self, scope: Scope) -> bool:
+        """Whether a websocket's client has a key, and may come now."""
+        try:
+            self._enter(self._tenant(_headers(scope)))
+        except ApiError:
+            return False
+        return True
 
     def _tenant(self, headers: Mapping[str, str]) -> Tenant:
         """By its key. A gateway with an admin's key may name the tenant it speaks for. Raises ApiError 401, 400."""
@@ -222,7 +245,9 @@ class FrontEnd:
         theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
         stated = _stated(body, theirs)
         granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
-        call = _Call(path, tenant, granted, _most_tokens(body))
+        if body.get("use_beam_search"):
+            raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
+        call = _Call(path, tenant, granted, _prompts(body), _most_tokens(body))
         self._charge(call)
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
         for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
@@ -251,15 +276,15 @@ class FrontEnd:
                     retry_after(self._completed, self._in_flight.total()),
                 )
         if (usage := self._usage.get(tenant)) is not None:
-            if refusal := usage.charge(1, call.reserved, now):
+            if refusal := usage.charge(call.prompts, call.reserved, now):
                 reason, wait = refusal
                 raise from_finished(
                     self._refuse(call.tenant, reason, call.granted.tier),
                     wait or retry_after(self._completed, self._in_flight.total()),
                 )
             usage.tokens.take(call.reserved, now)
-            usage.in_flight += 1
-        self._in_flight[tenant] += 1
+            usage.in_flight += call.prompts
+        self._in_flight[tenant] += call.prompts
 
     def _refuse(self, tenant: Tenant, reason: str, tier: str | None = None) -> Finished:
         granted = self._tenants.tiers(tenant).resolve(tier)
@@ -303,9 +328,9 @@ class FrontEnd:
 
     def _ended(self, call: _Call) -> None:
         self._reports.forget(call.ticket)
-        self._in_flight[call.tenant.name] -= 1
+        self._in_flight[call.tenant.name] -= call.prompts
         if (usage := self._usage.get(call.tenant.name)) is not None:
-            usage.in_flight -= 1
+            usage.in_flight -= call.prompts
             usage.tokens.take(-call.reserved, self._reports.clock.now())
 
     # ----------------------------------------------------------------- pages
@@ -373,7 +398,7 @@ class _Answer:
             return
         body = _json(raw)
         if status == 200 and body is not None and ends:
-            raw = orjson.dumps({**body, **_verdict(requests, ends)})
+            raw = json.dumps({**body, **_verdict(requests, ends)}, ensure_ascii=False).encode()
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
@@ -432,7 +457,7 @@ def _json(raw: bytes) -> dict[str, Any] | None:
     """The object in a body, as vLLM's own parser reads it; None for anything else."""
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
@@ -481,13 +506,29 @@ def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
     return slo.ttft, slo.tpot, slo.e2e
 
 
+def _prompts(body: Mapping[str, Any]) -> int:
+    """Prompts of a body: several in a list of them."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return len(prompt) if several and isinstance(prompt, list) else 1
+
+
 def _most_tokens(body: Mapping[str, Any]) -> int:
-    """Output tokens that a body asks for, as far as it says."""
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        tokens, choices = body.get(name), body.get("n") or 1
-        if type(tokens) is int and type(choices) is int and 0 < tokens < 1 << 31 and 0 < choices < 1 << 16:
-            return tokens * choices
-    return 0
+    """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes."""
+    limits = [_whole(body.get(name)) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")]
+    return max(limits) * max(1, _whole(body.get("n"))) * _prompts(body)
+
+
+def _whole(value: Any) -> int:
+    """A number as leniently as vLLM reads it; 0 for anything else."""
+    try:
+        return max(0, min(int(float(value)), 1 << 31))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _is_further_choice(id: str) -> bool:

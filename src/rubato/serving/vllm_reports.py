@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ def answer_of(id: str) -> str:
     prompt, and what vLLM adds to tell requests apart."""
     id = re.sub(r"^\d+_", "", id)
     id = re.sub(r"-[0-9a-f]{8}$", "", id)
-    return re.sub(r"^(cmpl-.+)-\d+$", r"\1", id)
+    return re.sub(r"^(cmpl-.+)-\d+$|^(resp_.+)_\d+$", r"\1\2", id)
 
 
 class PluginMetrics(SLOMetrics):
@@ -198,7 +199,8 @@ class _Shown:
     def __init__(
         self, id: str, queue: str, at: int, pending: int, blocks: int, best_effort: bool, due: float | None
     ) -> None:
-        self.id, self.pending, self.blocks, self.best_effort, self.due = id, pending, blocks, best_effort, due
+        self.id, self.pending, self.blocks, self.best_effort = id, pending, blocks, best_effort
+        self.due = inf if due is None else due
 
 
 _made: list[EngineReports] = []  # the one of this process

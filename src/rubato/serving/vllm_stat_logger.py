@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from rubato.serving.vllm_reports import EngineReports, reports_of
+
+log = logging.getLogger("vllm.rubato")
 
 
 class StatLogger(AggregateStatLoggerBase):  # type: ignore[misc]
@@ -19,7 +22,11 @@ class StatLogger(AggregateStatLoggerBase):  # type: ignore[misc]
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         if self._reports is not None:
-            self._reports.read()
+            try:
+                self._reports.read()
+            except Exception:  # it would end vLLM's server
+                log.exception("what the engines report is not read any more: our metrics stand still")
+                self._reports = None
 
     def log_engine_initialized(self) -> None:
         pass

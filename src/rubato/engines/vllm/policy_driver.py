@@ -213,9 +213,14 @@ class PolicyDriver:
         self._happened(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
 
     def _happened(self, seq: VllmSeq, event: Event) -> None:
-        self._events.append(event)
+        self._to_observe(event)
         if self._reports is not None:
             self._reports.add(seq, event)
+
+    def _to_observe(self, event: Event) -> None:
+        """Keep it for the policy, which is not asked any more once it is given up."""
+        if not self.given_up:
+            self._events.append(event)
 
     @guarded
     def aborted(self, id: str) -> None:
@@ -320,7 +325,8 @@ class PolicyDriver:
         if self._room is None or self._held or not self._room.for_all(view):
             return False
         self.stood_aside += 1
-        self._settled = SETTLED if not view.waiting and not view.prefilling else 0
+        here = len(view.running)  # of all: what waits for a grammar or for KV may be in no View
+        self._settled = SETTLED if here == len(self.seqs) and not view.prefilling else 0
         return True
 
     @property
@@ -332,6 +338,10 @@ class PolicyDriver:
         self._settled -= 1
         self.stood_aside += 1
         return True
+
+    def unsettle(self) -> None:
+        """Something came that no View shows."""
+        self._settled = 0
 
     @guarded
     def plan(self, view: View) -> Step | None:
@@ -370,6 +380,9 @@ class PolicyDriver:
         self._recent.append(now)
         if not self.given_up and len(self._recent) == FAULTS and now - self._recent[0] <= WITHIN:
             self.given_up = True
+            self._events.clear()
+            if self._reports is not None:
+                self._reports.views_end()
             log.error(
                 "policy %r: %d faults in %.0f s: from now on this engine schedules in vLLM's own order, until it is "
                 "started again", self.name, FAULTS, now - self._recent[0],
@@ -443,7 +456,7 @@ class PolicyDriver:
             if seconds > 0.0:
                 self.latency.update(Sample(flight.shape, seconds))
             self._lost_time.stepped(now, seconds, flight.shape, flight.decodes)
-            self._events.append(Stepped(now, NAME, flight.shape, seconds))
+            self._to_observe(Stepped(now, NAME, flight.shape, seconds))
             if self._reports is not None:
                 self._reports.batches.append((flight.shape.tokens, flight.shape.seqs, seconds))
         self._busy = flight.shape.seqs > 0 and unfinished > 0
@@ -490,7 +503,8 @@ class PolicyDriver:
         if len(ids) == 1 and not drafted and seq.reported:  # most of all: in every step, for each that decodes
             seq.times[-1].append(now)
             seq._output += 1
-            self._events.append(Tokens(now, seq.id, 1, "", tuple(ids)))
+            if not self.given_up:
+                self._events.append(Tokens(now, seq.id, 1, "", tuple(ids)))
         elif ids:
             seq.got([now] * len(ids))
             if not seq.reported:
@@ -501,7 +515,7 @@ class PolicyDriver:
             tried = min(drafted, right + 1)
             if drafted:
                 self.drafts.verified(seq, tried, right)
-            self._events.append(
+            self._to_observe(
                 Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
             )
         if out.finish_reason is not None:

@@ -27,6 +27,7 @@ class Reports:
         self._events: dict[int, list[Event]] = {}  # by API server
         self._tickets: dict[int, dict[str, str]] = {}
         self._new: list[VllmSeq] = []  # in no view yet
+        self._viewed, self._idle = True, False
         self._shown: dict[str, Any] = {}  # of the last view that was reported
         self._told = self._looked = -inf  # when steps were last reported, and all sequences
         self.planned: list[float] = []
@@ -38,7 +39,8 @@ class Reports:
         if type(event) is Offered:
             event = replace(event, request=without_texts(event.request))
             self._tickets.setdefault(client, {})[seq.id] = seq.ticket
-            self._new.append(seq)
+            if self._viewed:
+                self._new.append(seq)
         elif type(event) is Finished and (rest := event.output - seq.reported) > 0:
             seq.reported = event.output
             self.add_tokens(seq, rest, seq.times_of_stage()[-1])  # the last of them, as one
@@ -46,6 +48,11 @@ class Reports:
 
     def add_tokens(self, seq: VllmSeq, tokens: int, at: float) -> None:
         self._events.setdefault(seq.own.client_index, []).append(Tokens(at, seq.id, tokens))
+
+    def views_end(self) -> None:
+        """No view is made any more."""
+        self._viewed = False
+        self._new.clear()
 
     def look_at(self, view: View, held: Collection[str]) -> None:
         """What is expected of requests that are in a view for the first time; once in SHOW seconds, all sequences."""
@@ -75,9 +82,9 @@ class Reports:
         for client, events in self._events.items():
             self._publisher.events(client, events, self._tickets.get(client, {}))
         self._events, self._tickets = {}, {}
-        if not idle and now < self._told + REPORT:
+        if now < self._told + REPORT and (self._idle or not idle):  # an engine with nothing to run may spin
             return
-        self._told = now
+        self._told, self._idle = now, idle
         shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown
         self._publisher.state({**state(), "planned": self.planned, "batches": self.batches, **shown})
         self.planned, self.batches, self._shown = [], [], {}

@@ -122,6 +122,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             self._refuse(request, why)
         elif id not in self.rubato.seqs:
             self._unseen.add(id)
+            self.rubato.unsettle()
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
         ended: list[Any] = super().finish_requests(request_ids, finished_status)

@@ -39,8 +39,8 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
     extra = {key: value for key, value in (params.extra_args or {}).items() if key.startswith(PREFIX)}
     seal = extra.pop(SEAL, "")
     by_us = isinstance(seal, str) and seal != "" and compare_digest(seal, link.seal(extra))
-    if not by_us and not strangers:
-        extra = {}
+    if not by_us:  # nobody's word, or that of an API server whose key this core has not: another node's
+        extra = {k: v for k, v in extra.items() if strangers and not (seal and k in (TENANT, ARRIVAL, TICKET))}
     for key in extra:
         if key not in KEYS and not (by_us and key in (TENANT, ARRIVAL, TICKET)):
             raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
