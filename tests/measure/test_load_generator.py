@@ -354,6 +354,15 @@ def test_the_body_says_what_the_server_must_know(tier_field, stated):
     ]
 
 
+def test_a_tiers_priority_is_its_place_among_the_tiers():
+    fields = {"tier_field": "priority", "order": ("strict", "chat"), "ignore_eos": False}
+    _, server = offer(load("good", tokens=7), fields=fields)
+    assert server.bodies[0]["priority"] == 1
+    assert not {"slo", "service_tier", "vllm_xargs"} & server.bodies[0].keys()
+    with pytest.raises(BenchError, match="tier 'chat' has no priority: name it in `order`, which has strict"):
+        offer(load("good", tokens=7), fields={"tier_field": "priority", "order": ("strict",)})
+
+
 def test_a_server_that_is_not_known_gets_standard_fields_only():
     fields = {"tier_field": "none", "ignore_eos": False, "continuous_usage": False}
     _, server = offer(load("good", tokens=7), fields=fields)

@@ -19,7 +19,7 @@ import orjson
 from rubato.core.request import SLO, Outcome
 from rubato.workloads import Arrival
 
-TierField = Literal["slo", "body", "tier", "none", "vllm-xargs"]
+TierField = Literal["slo", "body", "tier", "none", "vllm-xargs", "priority"]
 EndpointKind = Literal["chat", "completions"]
 PATHS: Mapping[EndpointKind, str] = {"chat": "chat/completions", "completions": "completions"}
 FIXED_LENGTHS = frozenset({"rubato", "vllm", "sglang"})  # owners whose servers take ignore_eos and usage in each chunk
@@ -36,15 +36,17 @@ class Endpoint:
     """A server, and how to ask it. base_url: with or without "/v1".
 
     tier_field: "slo" states each tier's SLO in the body (ms) and its name as service_tier, "body" only the SLO (for a
-    server that has no such tiers), "tier" only the name, "vllm-xargs" both as flat keys in vLLM's `vllm_xargs`, "none"
-    neither (for a server that knows no SLOs). ignore_eos: ask for exactly as many tokens as the workload says.
-    continuous_usage: ask for token counts with each chunk, beside those at the end. extra: fields to add to each body.
+    server that has no such tiers), "tier" only the name, "vllm-xargs" both as flat keys in vLLM's `vllm_xargs`,
+    "priority" only vLLM's `priority`, the tier's place in `order` (tiers, the most urgent first), "none" neither (for a
+    server that knows no SLOs). ignore_eos: ask for exactly as many tokens as the workload says. continuous_usage: ask
+    for token counts with each chunk, beside those at the end. extra: fields to add to each body.
     """
 
     base_url: str
     model: str
     endpoint: EndpointKind = "chat"
     tier_field: TierField = "slo"
+    order: tuple[str, ...] = ()
     ignore_eos: bool = True
     continuous_usage: bool = True
     api_key: str | None = None
@@ -62,7 +64,7 @@ class Endpoint:
         return values
 
     def body(self, arrival: Arrival, slo: SLO) -> bytes:
-        """Raises BenchError for a request without a text, or of several stages."""
+        """Raises BenchError for a request without a text, of several stages, or of a tier that has no priority."""
         if not arrival.messages:
             raise BenchError(f"request {arrival.id!r} has no prompt text: make some of its length with --texts")
         if arrival.parts:
@@ -83,6 +85,12 @@ class Endpoint:
         return {"messages": [{"role": role, "content": content} for role, content in arrival.messages]}
 
     def _promise(self, tier: str, slo: SLO) -> dict[str, Any]:
+        if self.tier_field == "priority":
+            if tier not in self.order:
+                raise BenchError(
+                    f"tier {tier!r} has no priority: name it in `order`, which has {', '.join(self.order)}"
+                )
+            return {"priority": self.order.index(tier)}
         stated = {f"{name}_ms": value * 1000.0 for name, value in slo.promised.items()}
         if self.tier_field == "vllm-xargs":
             return {"vllm_xargs": {f"slo_{name}": value for name, value in stated.items()} | {"slo_tier": tier}}
