@@ -128,7 +128,7 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
     assert expected
     assert all(ttft is not None and ttft > 0.0 for ttft in expected)
     states = [message.fields for message in messages if isinstance(message, State)]
-    assert states[-1]["steps"] == made.scheduler.rubato.steps
+    assert 0 <= made.scheduler.rubato.steps - states[-1]["steps"] <= 2  # empty ones at the end
     assert states[-1]["sequences"] == []
     assert sum(tokens for state in states for tokens, _, _ in state["batches"]) == sum(
         sum(batch.values()) for batch in made.scheduled
