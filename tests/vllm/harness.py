@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,27 @@ class Harness:
         request = Request(id, list(prompt), arrival_time=self.now, **{**given, **(fields or {})})
         self.out[id] = []
         self.scheduler.add_request(request)
+
+    def serve(
+        self,
+        rng: random.Random,
+        requests: int,
+        most_steps: int,
+        *,
+        aborts: float = 0.0,
+        slo: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """Requests `r0` to ... of random lengths with up to so many steps between them, until all have ended. aborts:
+        after so many of them one is aborted. slo: of the next request."""
+        for i in range(requests):
+            stated = slo()
+            self.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12), **stated)
+            for _ in range(rng.randint(0, most_steps)):
+                self.step()
+            if aborts and rng.random() < aborts:
+                self.abort(f"r{rng.randrange(i + 1)}")
+        while self.scheduler.has_requests():
+            self.step()
 
     def abort(self, id: str) -> None:
         self.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)

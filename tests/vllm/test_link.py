@@ -97,15 +97,7 @@ def watched(model: Path, folder: str, **around: Any) -> tuple[Any, Reader]:
 @pytest.mark.parametrize("seed", range(3))
 def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: int) -> None:
     made, reader = watched(model, folder)
-    rng = random.Random(seed)
-    for i in range(40):
-        made.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12))
-        for _ in range(rng.randint(0, 3)):
-            made.step()
-        if rng.random() < 0.1:
-            made.abort(f"r{rng.randrange(i + 1)}")
-    while made.scheduler.has_requests():
-        made.step()
+    made.serve(random.Random(seed), 40, 3, aborts=0.1)
     made.step()
     messages = drained(reader)
     heard: list[Event] = [event for message in messages if isinstance(message, Events) for event in message.events]

@@ -22,13 +22,7 @@ def made(model: Path, policy: str, stand_aside: bool = True, **more: Any) -> Har
 
 
 def loaded(own: Harness, seed: int, requests: int = 30, **slo: Any) -> Harness:
-    rng = random.Random(seed)
-    for i in range(requests):
-        own.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12), **slo)
-        for _ in range(rng.randint(0, 6)):
-            own.step()
-    while own.scheduler.has_requests():
-        own.step()
+    own.serve(random.Random(seed), requests, 6, slo=lambda: slo)
     return own
 
 
@@ -76,17 +70,12 @@ def test_steps_of_both_kinds_in_turns(model: Path, asynchronous: bool, seed: int
     """Now and then no room, scarce KV: nothing is lost, and each request has the tokens it should have."""
     own = made(model, "edf", blocks=40, seqs=6, asynchronous=asynchronous)
     rng = random.Random(seed)
-    for i in range(60):
-        slo = rng.choice(
-            [{"slo_ttft_ms": rng.choice([50, 400, 5_000]), "slo_tpot_ms": rng.choice([15, 100])}, {}, LOOSE]
-        )
-        own.add(f"r{i}", [rng.randrange(200) for _ in range(rng.randint(5, 60))], rng.randint(1, 12), **slo)
-        for _ in range(rng.randint(0, 9)):
-            own.step()
-        if rng.random() < 0.1:
-            own.abort(f"r{rng.randrange(i + 1)}")
-    while own.scheduler.has_requests():
-        own.step()
+
+    def slo() -> dict[str, Any]:
+        tight = {"slo_ttft_ms": rng.choice([50, 400, 5_000]), "slo_tpot_ms": rng.choice([15, 100])}
+        return rng.choice([tight, {}, LOOSE])
+
+    own.serve(rng, 60, 9, aborts=0.1, slo=slo)
     own.step()
     driver = own.scheduler.rubato
     assert 0 < driver.stood_aside < driver.steps

@@ -255,10 +255,15 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
 
 
 def most_in_flight(config: Config, limits: Limits) -> int | None:
-    """`max_in_flight`; auto: so many times what the batches of all replicas hold. limits: of one of the engines."""
+    """`max_in_flight` of our server. limits: of one of the engines."""
+    return in_flight_bound(config, config.replicas * limits.max_num_seqs)
+
+
+def in_flight_bound(config: Config, places: int) -> int | None:
+    """`max_in_flight`; auto: so many times what the batches of all replicas hold, `places` requests."""
     if config.max_in_flight != "auto":
         return config.max_in_flight
-    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * config.replicas * limits.max_num_seqs)
+    return max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
 
 
 def choice_of(config: Config) -> PolicyChoice:

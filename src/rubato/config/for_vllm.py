@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ from rubato.config.schema import Config, ConfigError, load
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import Settings, settings_of
-
-log = logging.getLogger("vllm.rubato")
 
 # What vLLM's own flags decide, or what has no place in its server.
 OF_VLLM = frozenset(

@@ -47,7 +47,7 @@ class MissCauses:
         # it waits before it runs, and before it is handed off
         for wait, ran in zip_longest(seq.waits, seq.running_spans):
             if wait.until <= last:
-                _book(delays, wait.cause, wait.seconds)
+                book(delays, wait.cause, wait.seconds)
             if ran is None:
                 break
             begin, end = ran
@@ -58,7 +58,7 @@ class MissCauses:
                     continue
                 for at in range(first, after):
                     for cause, seconds in self._of_step(seq, at, decodes):
-                        _book(delays, cause, seconds)
+                        book(delays, cause, seconds)
         return delays
 
     def _shares(self, first: int, after: int) -> NDArray[np.float64]:
@@ -132,7 +132,8 @@ class MissCauses:
         return self._steps.tick
 
 
-def _book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
+def book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
+    """Add seconds that were lost to a cause; what is no loss is not booked."""
     if seconds > 0.0:
         delays[cause] = delays.get(cause, 0.0) + seconds
 

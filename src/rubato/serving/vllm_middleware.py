@@ -27,7 +27,7 @@ import orjson
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from rubato.config.build import BATCHES_IN_FLIGHT, LEAST_IN_FLIGHT
+from rubato.config.build import in_flight_bound
 from rubato.config.for_vllm import configured
 from rubato.config.schema import Config
 from rubato.core.clock import unix_time
@@ -143,12 +143,10 @@ class FrontEnd:
     """places: requests that the engines run at once."""
 
     def __init__(self, config: Config, places: int, reports: EngineReports) -> None:
-        self._tiers = tiers_of(config)
-        self._tenants = Tenants(tenants_of(config), self._tiers)
+        self._tenants = Tenants(tenants_of(config), tiers_of(config))
         self._usage = {name: TenantUsage(quota) for name, quota in self._tenants.quotas.items()}
         self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
-        auto = max(LEAST_IN_FLIGHT, BATCHES_IN_FLIGHT * places)
-        self._most = auto if config.max_in_flight == "auto" else config.max_in_flight
+        self._most = in_flight_bound(config, places)
         self._largest = config.max_body_bytes if "max_body_bytes" in config.model_fields_set else None
         self._reports = reports
         self._in_flight: Counter[str] = Counter()  # API requests, by tenant
@@ -179,10 +177,8 @@ class FrontEnd:
                 return await app(scope, _replayed(raw, receive), send)
             call = self._admit(path, headers, tenant, body)
         except ApiError as error:
-            reply = error.response()
-            for name, value in usage.headers(self._reports.clock.now()) if usage is not None else ():
-                reply.headers[name.decode()] = value.decode()
-            return await reply(scope, receive, send)
+            left = usage.headers(self._reports.clock.now()) if usage is not None else []
+            return await _reply(error, left)(scope, receive, send)
         raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
         kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
@@ -221,7 +217,7 @@ class FrontEnd:
         """Charge one API request. Raises ApiError 429 beyond the tenant's rate."""
         usage = self._usage.get(tenant.name)
         if usage is not None and (wait := usage.enter(self._reports.clock.now())):
-            raise from_finished(self._refuse(tenant, RATE), wait)
+            raise self.refused(self._refuse(tenant, RATE), wait)
 
     async def _body(self, receive: Receive) -> bytes:
         """Raises ApiError 413, and 400 for a client that left."""
@@ -271,17 +267,11 @@ class FrontEnd:
             active = {name for name, count in self._in_flight.items() if count} | {tenant}
             weights = {name: self._weights.get(name, 1.0) for name in active}
             if self._in_flight[tenant] >= max(1.0, self._most * weights[tenant] / sum(weights.values())):
-                raise from_finished(
-                    self._refuse(call.tenant, SATURATED, call.granted.tier),
-                    retry_after(self._completed, self._in_flight.total()),
-                )
+                raise self.refused(self._refuse(call.tenant, SATURATED, call.granted.tier))
         if (usage := self._usage.get(tenant)) is not None:
             if refusal := usage.charge(call.prompts, call.reserved, now):
                 reason, wait = refusal
-                raise from_finished(
-                    self._refuse(call.tenant, reason, call.granted.tier),
-                    wait or retry_after(self._completed, self._in_flight.total()),
-                )
+                raise self.refused(self._refuse(call.tenant, reason, call.granted.tier), wait)
             usage.tokens.take(call.reserved, now)
             usage.in_flight += call.prompts
         self._in_flight[tenant] += call.prompts
@@ -317,8 +307,9 @@ class FrontEnd:
                 return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
             await asyncio.sleep(POLL)
 
-    def refused(self, end: Finished) -> ApiError:
-        return from_finished(end, retry_after(self._completed, self._in_flight.total()))
+    def refused(self, end: Finished, wait: float = 0.0) -> ApiError:
+        """wait: seconds until room is expected; 0: as what is in flight lets expect."""
+        return from_finished(end, wait or retry_after(self._completed, self._in_flight.total()))
 
     def headers(self, call: _Call) -> list[tuple[bytes, bytes]]:
         """What a response's head says beside vLLM's."""
@@ -408,10 +399,8 @@ class _Answer:
         """Part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
         part, more = message.get("body", b""), message.get("more_body", False)
         if self._start is not None:
-            if (
-                more and ROLE in part and not _may_be_last(part)
-            ):  # comes with the first token, also where that is an error
-                self._roles += part
+            if more and ROLE in part and not _may_be_last(part):
+                self._roles += part  # comes with the first token, also where that is an error
                 return
             if b'"error"' in part[:32]:
                 _, ends = await self._front.ends(self._call)
@@ -444,9 +433,7 @@ class _Answer:
 
     async def _instead(self, error: ApiError) -> None:
         self._start = None
-        reply = error.response()
-        for name, value in self._front.headers(self._call):
-            reply.headers[name.decode()] = value.decode()
+        reply = _reply(error, self._front.headers(self._call))
         await reply({"type": "http", "method": "POST"}, _nothing, self._send)
 
 
@@ -567,6 +554,14 @@ def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any
         "held": len(fields.get("held", ())),
         **{name: value for name, value in fields.items() if name not in left_out},
     }
+
+
+def _reply(error: ApiError, more: list[tuple[bytes, bytes]]) -> Response:
+    """An error as a response, with further headers."""
+    reply = error.response()
+    for name, value in more:
+        reply.headers[name.decode()] = value.decode()
+    return reply
 
 
 def _page(content: Mapping[str, Any]) -> Response:

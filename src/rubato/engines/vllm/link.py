@@ -64,7 +64,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How an engine stands: `PolicyDriver.state`."""
+    """How an engine stands, as its `Reports` have it."""
 
     engine: int
     fields: Mapping[str, Any]

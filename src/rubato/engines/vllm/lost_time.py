@@ -17,7 +17,7 @@ from rubato.core.plan import Shape
 from rubato.core.request import Cause
 from rubato.core.slo import TOLERANCE
 from rubato.engines.vllm.sequence import VllmSeq
-from rubato.replica.miss_cause import Shares, of_decode
+from rubato.replica.miss_cause import Shares, book, of_decode
 
 KEPT = 8192  # steps that are remembered, at least
 
@@ -58,7 +58,7 @@ class LostTime:
         times, late = seq.times_of_stage(), _first_late(seq)
         waited = [*seq.waited, (inf, inf, "queue")]
         for at, (begin, until, cause) in enumerate(waited[:-1]):
-            _book(delays, cause, min(until, late) - begin)
+            book(delays, cause, min(until, late) - begin)
             runs_until = min(waited[at + 1][0], late)
             came = bisect_right(times, until)
             token = min(times[came] if came < len(times) else inf, runs_until)
@@ -77,16 +77,16 @@ class LostTime:
         alone = min(seconds, self._latency.step_time(Shape().plus(max(1, tokens), 0)))
         together = sum(self._latency.step_time(step.decodes) for step in steps if step.decodes.seqs)
         by_decode = min(seconds - alone, together)
-        _book(delays, "preemption", alone if again else 0.0)
-        _book(delays, "prefill interference", seconds - alone - by_decode)
-        _book(delays, "decode interference", by_decode)
+        book(delays, "preemption", alone if again else 0.0)
+        book(delays, "prefill interference", seconds - alone - by_decode)
+        book(delays, "decode interference", by_decode)
 
     def _decode(self, delays: dict[Cause, float], begin: float, end: float) -> None:
         for step in self._between(begin, end):
             if step.shares is None:
                 step.shares = self._shares(step)
-            _book(delays, "prefill interference", step.shares[0])
-            _book(delays, "decode interference", step.shares[1])
+            book(delays, "prefill interference", step.shares[0])
+            book(delays, "decode interference", step.shares[1])
 
     def _shares(self, step: _Step) -> Shares:
         if not step.decodes.seqs:
@@ -104,8 +104,3 @@ def _first_late(seq: VllmSeq) -> float:
         return inf
     late = np.array(times) > seq.deadlines.tokens(len(times)) + TOLERANCE
     return float(times[int(np.argmax(late))]) if late.any() else float(times[-1])
-
-
-def _book(delays: dict[Cause, float], cause: Cause, seconds: float) -> None:
-    if seconds > 0.0:
-        delays[cause] = delays.get(cause, 0.0) + seconds

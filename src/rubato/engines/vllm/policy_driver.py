@@ -329,10 +329,9 @@ class PolicyDriver:
         self._settled = SETTLED if here == len(self.seqs) and not view.prefilling else 0
         return True
 
-    @property
-    def settled(self) -> bool:
-        """Whether this step, too, is left to vLLM, as those before: only decodes run, each within its TPOT, and nothing
-        came or went."""
+    def goes_on_aside(self) -> bool:
+        """Whether the step that begins is left to vLLM as those before, and counted so: only decodes run, each within
+        its TPOT, and nothing came or went."""
         if not self._settled:
             return False
         self._settled -= 1

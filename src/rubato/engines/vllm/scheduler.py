@@ -162,7 +162,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         now = self.rubato.clock()
         self._adapters.clear()
         self._short_of_kv.clear()
-        aside: bool | None = self.rubato.settled
+        aside: bool | None = self.rubato.goes_on_aside()
         step = None
         if not aside and not self.rubato.given_up and (view := self._seen()) is not None:
             aside = self.rubato.observe(view)  # None after a fault
