@@ -287,8 +287,9 @@ def search(server: Server, load: Load, base: Baseline, count: int, path: Path) -
         say(f"  stock at {rate:.2f}/s: attainment {base.tries[rate]:.0%} of {len(run.records)}")
 
 
-def measured(server: Server, cell: Cell, load: Workload) -> dict[str, Any]:
-    """One contender at one rate with one seed, as its file keeps it; CPU that others used as a share of one core."""
+def measured(server: Server, cell: Cell, load: Workload, code_of: dict[str, Any]) -> dict[str, Any]:
+    """One contender at one rate with one seed, as its file keeps it; CPU that others used as a share of one core.
+    code_of: the `commit` that the servers were started from."""
     forget(server)
     group, before = server.process.pid, plans(server)
     begin, busy = time.monotonic(), _machine_cpu() - _group_cpu(group) - sum(os.times()[:2])
@@ -305,7 +306,7 @@ def measured(server: Server, cell: Cell, load: Workload) -> dict[str, Any]:
         "factor": cell.factor,
         "seed": cell.seed,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit(),
+        **code_of,
         "seconds": end - begin,
         "others": max(0.0, rest) / (end - begin),
         "plans": {name: count - before.get(name, 0.0) for name, count in plans(server).items()},
@@ -395,7 +396,7 @@ def main() -> None:
     from rubato_torch import bundled_model
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
-    began = time.monotonic()
+    began, code_of = time.monotonic(), commit()
     args.out.mkdir(parents=True, exist_ok=True)
     model, python = Path(bundled_model.ensure()), ensure_env()
     load, path = Load(model, args), args.out / "baseline.json"
@@ -437,9 +438,8 @@ def main() -> None:
         rate = args.rate or base.rate()
         say(f"stock holds {rate:.2f}/s; some {duration(missing, args.requests, rate) / 3600:.1f} h from here")
         for cell in missing:
-            row = measured(
-                servers[cell.contender], cell, load.mix("cell", cell.factor * rate, args.requests, cell.seed)
-            )
+            part = load.mix("cell", cell.factor * rate, args.requests, cell.seed)
+            row = measured(servers[cell.contender], cell, part, code_of)
             scratch = args.out / "writing"
             scratch.write_bytes(results.as_json(row))
             scratch.replace(args.out / cell.file)  # whole or not at all
