@@ -154,7 +154,7 @@ def serving(contender: Contender, python: Path, model: Path, args: argparse.Name
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT / "src"))),  # the code of this tree
         "STEPS_FILE": str(steps),
     }
     if not contender.plugin:

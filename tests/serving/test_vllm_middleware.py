@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,10 +20,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rubato.config.schema import load
 from rubato.core.events import Event, Finished, Offered, Tokens, Verdict
 from rubato.core.request import SLO, Outcome, Request, Stage
-from rubato.engines.vllm import link
+from rubato.engines.vllm import link, settings
 from rubato.engines.vllm.link import Events, State
 from rubato.engines.vllm.sequence import request_of
-from rubato.serving.vllm_middleware import FrontEnd, Middleware
+from rubato.serving import vllm_middleware
+from rubato.serving.vllm_middleware import FrontEnd, Middleware, front_end_of
 from rubato.serving.vllm_reports import LOST, EngineReports, PluginMetrics, answer_of
 
 TIERS = {"chat": {"ttft_ms": 500, "tpot_ms": 50}, "batch": {"e2e_ms": 60_000}}
@@ -144,6 +147,9 @@ class Client:
         value = self.reports.metrics.registry.get_sample_value(name, labels)
         return value or 0.0
 
+    def _in_flight_of(self, tenant: str) -> int:
+        return self.http._transport.app._front._in_flight[tenant]  # type: ignore[attr-defined, no-any-return]
+
     @property
     def in_flight(self) -> bool:
         return bool(self.reports._open)
@@ -189,6 +195,8 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"vllm_xargs": {"slo_ttft_ms": "600", "slo_tier": "batch"}}, "batch", SLO(0.6, None, 60.0)),
         ({"vllm_xargs": {"slo_ttft_ms": 600}, "slo": {"ttft_ms": 700}}, "chat", SLO(0.7, 0.05)),
         ({"path": "/v1/messages"}, "chat", SLO(0.5, 0.05)),
+        ({"path": "/v1/messages", "service_tier": "standard_only"}, "chat", SLO(0.5, 0.05)),
+        ({"service_tier": "scale"}, "chat", SLO(0.5, 0.05)),
         ({"path": "/v1/responses", "service_tier": "batch"}, "batch", SLO(e2e=60.0)),
     ],
 )
@@ -392,6 +400,69 @@ def test_an_id_that_clients_use_again_keeps_one_history() -> None:
     run(scenario)
 
 
+def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
+    """`app.state` of vLLM's server."""
+    parallel = SimpleNamespace(data_parallel_size=1, _api_process_rank=0)
+    config = SimpleNamespace(
+        additional_config=additional, scheduler_config=SimpleNamespace(max_num_seqs=4), parallel_config=parallel
+    )
+    args = SimpleNamespace(
+        allowed_origins=["http://page"], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"]
+    )
+    return SimpleNamespace(vllm_config=config, args=args)
+
+
+def test_a_browser_may_read_our_errors_where_it_may_read_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_middleware, "check_version", lambda: None)
+
+    async def scenario(client: Client) -> None:
+        monkeypatch.setattr(vllm_middleware, "reports_of", lambda parallel: client.reports)
+        client.http._transport.app._front = front_end_of(state_of_vllm({}))  # type: ignore[attr-defined]
+        for origin, allowed in (("http://page", "http://page"), ("http://other", None)):
+            answer = await client.chat(service_tier="typo", headers={"origin": origin})
+            assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (400, allowed)
+        client.vllm.outcome, client.vllm.status, client.vllm.answer = "refused", 500, {"error": {"code": 500}}
+        answer = await client.chat(headers={"origin": "http://page"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (429, "http://page")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("additional", "version", "said"),
+    [
+        ({}, "0.31.2", "vLLM 0.31.2 is installed"),
+        ({"rubato": {"polcy": "edf"}}, "0.32.0", "polcy"),
+    ],
+)
+def test_a_server_that_cannot_be_served_is_ended_with_a_sentence(
+    additional: dict[str, Any],
+    version: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(vllm_middleware, "check_version", lambda: settings.check_version(version))
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=state_of_vllm(additional))}
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        asyncio.run(Middleware(VLLM(Link()))(scope, None, None))  # type: ignore[arg-type]
+    assert ended == [signal.SIGTERM]
+    assert said in caplog.text
+
+
+def test_ten_thousand_names_in_a_body_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(vllm_middleware, "get_close_matches", lambda name, *rest: compared.append(name))
+
+    async def scenario(client: Client) -> None:
+        assert (await client.chat(**{f"name{i}": 1 for i in range(10_000)})).status_code == 200
+        assert len(compared) <= vllm_middleware.MOST_NAMES
+
+    run(scenario)
+
+
 # ----------------------------------------------------------------- on the way out
 
 
@@ -476,6 +547,47 @@ def test_a_refusal_is_a_429_before_the_first_byte(answer: Any, status: int) -> N
     run(scenario, answer=answer, status=status, outcome="refused", reason="rejected-slo-infeasible")
 
 
+def test_what_begins_goes_out_at_once_whatever_follows() -> None:
+    """The role's chunk does not wait for the first text, which a reasoning parser may hold back for long."""
+
+    async def scenario(client: Client) -> None:
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        async def app(scope: Any, receive: Any, forward: Any) -> None:
+            body = json.loads((await receive())["body"])
+            client.vllm._serve(body["vllm_xargs"])
+            types = [(b"content-type", b"text/event-stream")]
+            await forward({"type": "http.response.start", "status": 200, "headers": types})
+            await forward({"type": "http.response.body", "body": ROLE, "more_body": True})
+            assert sent == [b"", ROLE]
+            await forward({"type": "http.response.body", "body": b"", "more_body": False})
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b'{"stream": true}'}
+
+        middleware = client.http._transport.app  # type: ignore[attr-defined]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await middleware._front.serve(app, scope, receive, send)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("outcome", ["completed", "refused"])
+def test_a_comment_that_keeps_a_stream_open_waits_for_nothing(outcome: Outcome) -> None:
+    chunks = [b": keep-alive\n\n", *([ERROR] if outcome == "refused" else [chunk("stop")]), DONE]
+
+    async def scenario(client: Client) -> None:
+        answer = await client.chat(stream=True)
+        assert answer.status_code == 200
+        assert answer.content.startswith(b": keep-alive\n\n")
+        assert (ERROR in answer.content) is (outcome == "refused")
+
+    run(scenario, answer=chunks, outcome=outcome)
+
+
 def test_an_error_that_is_no_refusal_stays_vllms() -> None:
     async def scenario(client: Client) -> None:
         answer = await client.chat()
@@ -502,6 +614,42 @@ def test_a_client_that_leaves_takes_its_place_along() -> None:
         assert state["in_flight"] == {}
 
     run(scenario, {"max_in_flight": 1})
+
+
+@pytest.mark.parametrize("offered_late", [True, False])
+def test_a_client_that_leaves_is_charged_what_was_made_for_it(offered_late: bool) -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        client.vllm.silent = offered_late
+        left = asyncio.create_task(client.chat("bulk-key", max_tokens=80))
+        await client.arrived(1)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        if offered_late:
+            client.vllm._serve(client.vllm.went_in[0]["vllm_xargs"])
+        client.reports.read()
+        client.vllm.silent = False
+        client.vllm.hold.set()
+        answer = await client.chat("bulk-key", max_tokens=1)
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "71"  # of 100: two of 10 and 4, and 1 reserved
+        assert client.metric("rubato_requests_finished_total", tier="flex", tenant="bulk", outcome="completed") == 2
+
+    run(scenario, {"tenants": TENANTS})
+
+
+def test_a_request_that_goes_on_behind_its_response_keeps_its_place() -> None:
+    """`background` of /v1/responses."""
+
+    async def scenario(client: Client) -> None:
+        assert (await client.chat("bulk-key", path="/v1/responses", background=True)).status_code == 200
+        assert (await client.chat("bulk-key")).status_code == 429
+        await asyncio.sleep(1.0)
+        client.reports.read()
+        answer = await client.chat("bulk-key")
+        assert answer.status_code == 200
+        assert client._in_flight_of("bulk") == 1  # the second goes on, too
+
+    run(scenario, {"tenants": TENANTS}, late=0.9)
 
 
 # ----------------------------------------------------------------- pages
@@ -555,7 +703,7 @@ def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
     wire.tell(Offered(0.0, "a", request("a")), Offered(0.0, "b", request("b")))
     wire.tell(Offered(0.0, "d", request("d")), lost=2)
     wire.tell(Tokens(0.0, "never offered", 1))
-    fields = {**STATE, "planned": [], "batches": [], "at": 1.0, "held": ["d"]}
+    fields = {**STATE, "planned": [], "batches": [], "at": 1.0, "held": ["d"], "open": ["b", "d"]}
     wire.sent.append(State(0, {**fields, "sequences": [("b", "running", 0, 1, 1, False, None)]}))
     reports.read()
     value = reports.metrics.registry.get_sample_value
@@ -566,6 +714,19 @@ def test_requests_whose_end_was_lost_end_with_the_next_report_of_all() -> None:
     assert record.end.reason == LOST
     assert reports.history.find("b")[0].end is None
     assert reports.history.find("d")[0].end is None
+
+
+def test_what_alerts_take_the_rate_of_begins_at_zero() -> None:
+    wire = Link()
+    reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
+    reports.metrics.begin(["0"])
+    wire.tell(Offered(0.0, "a", request("a")))
+    reports.read()
+    value = reports.metrics.registry.get_sample_value
+    for place in ("plan", "observe", "completed", "report", "slow"):
+        assert value("rubato_plan_faults_total", {"replica": "0", "place": place}) == 0
+    failed = {"tier": "chat", "tenant": "default", "outcome": "failed"}
+    assert value("rubato_requests_finished_total", failed) == 0
 
 
 def test_ten_thousand_names_are_a_hundred_labels() -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
@@ -19,6 +20,7 @@ from rubato.engines.vllm import link, reports
 from rubato.engines.vllm.link import Events, Publisher, Reader, State
 from rubato.engines.vllm.sequence import request_of, sealed
 from rubato.policy_kit.fair_share import FairShare
+from rubato.serving.vllm_reports import EngineReports, PluginMetrics
 from tests.vllm.harness import harness
 
 
@@ -130,16 +132,48 @@ def test_reports_are_the_events_of_the_engine(model: Path, folder: str, seed: in
     reader.close()
 
 
-def test_a_link_that_fails_ends_the_reports_and_nothing_else(model: Path, folder: str) -> None:
+def test_a_link_that_fails_costs_the_reports_and_nothing_else(model: Path, folder: str) -> None:
     made, reader = watched(model, folder)
-    made.scheduler.rubato._reports._publisher._socket.close()
+    driver = made.scheduler.rubato
+    driver._reports._publisher._socket.close()
     for i in range(20):
         made.add(f"r{i}", [i] * 10, 5)
     while made.scheduler.has_requests():
         made.step()
-    assert made.scheduler.rubato.faults == {"report": 1}
-    assert not made.scheduler.rubato.given_up
+    assert driver.faults.keys() == {"report"}
+    assert not driver.given_up
+    assert not driver._reports._events
     assert all(made.ended[f"r{i}"] == 1 for i in range(20))
+    reader.close()
+
+
+@pytest.mark.parametrize("step", range(2, 6))
+def test_what_a_fault_kept_from_an_api_server_is_made_up_for(model: Path, folder: str, step: int) -> None:
+    """Offers and ends of one step are lost, of requests in a view and in none; no request is open for ever."""
+    made, reader = watched(model, folder)
+    told = EngineReports(reader, PluginMetrics(CollectorRegistry(), counts=True))
+    publisher = made.scheduler.rubato._reports._publisher
+    for i in range(10):
+        made.add(f"r{i}", [i] * 10, 2 + i)
+    own, calls = publisher.events, 0
+
+    def events(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            raise OverflowError("an event that cannot be written")
+        own(*args)
+
+    publisher.events = events
+    while made.scheduler.has_requests():
+        made.step()
+        told.read()
+    made.step()
+    reader._socket.poll(100)
+    told.read()
+    assert made.scheduler.rubato.faults == {"report": 1}
+    assert not told._open
+    made.scheduler.rubato.close()
     reader.close()
 
 

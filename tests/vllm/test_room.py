@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rubato.core.events import Finished
+from rubato.engines.vllm.room import SETTLED, Room
 from tests.vllm.harness import Harness, harness
 
 LOOSE = {"slo_ttft_ms": 100_000, "slo_tpot_ms": 10_000, "slo_e2e_ms": 10_000_000}
@@ -55,6 +57,26 @@ def test_without_room_the_policy_plans(model: Path, slo: dict[str, Any], more: d
     for _ in range(30):
         own.step()
     assert len(own.policy.plans) >= 5
+
+
+def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(model: Path) -> None:
+    """Ten decodes, each to grow by SETTLED tokens, and a prompt of which a part is in: KV for them is there or not."""
+    own = made(model, "edf", seqs=40)
+    for i in range(10):
+        own.add(f"r{i}", [i] * 10, 60, **LOOSE)
+    own.step()
+    own.add("long", list(range(150)), 5, **LOOSE)
+    own.step()
+    own.step()
+    view, room = own.scheduler.view(), own.scheduler.rubato._room
+    (long,) = view.prefilling
+    assert long.pending > 1
+    limits = view.limits
+    needed = len(view.running) * (1 + limits.blocks(SETTLED)) + limits.blocks(150)
+    assert not room.for_all(replace(view, kv_free=needed - 1))
+    assert room.for_all(replace(view, kv_free=needed))
+    drafting = Room(most_tokens=4)
+    assert not drafting.for_all(replace(view, kv_free=needed))
 
 
 def test_drafts_are_always_planned(model: Path) -> None:

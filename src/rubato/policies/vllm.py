@@ -16,7 +16,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Plan
 from rubato.policy_kit.batch_builder import BatchBuilder, admit_in_order, decode_first, run_in_order, waiting_that_fit
 
-SOURCE = "vLLM V1 scheduler, defaults of its API server (max_num_batched_tokens 2048)"
+SOURCE = "vLLM V1 scheduler, defaults of its API server below 70 GiB of GPU memory (max_num_batched_tokens 2048)"
 
 
 @dataclass

@@ -123,6 +123,7 @@ class SLOMetrics:
         self._open[event.id] = _Open(request, tier, tenant, used)
         self._n_offered.labels(tier, tenant).inc()
         self._met.labels(tier, tenant, "all")  # 0: of a counter that begins at 1 no rate can be told
+        self._n_finished.labels(tier, tenant, "failed")
         for dimension in _promises(request):
             self._promised.labels(tier, dimension).inc()
 

@@ -31,6 +31,7 @@ HEADERS: Mapping[str, tuple[str, ...]] = {
 }
 NOTHING = SLO()
 BEST_EFFORT = "flex"  # OpenAI's name of the tier without an SLO
+STANDARD = ("auto", "default", "priority", "scale", "standard_only")  # the last is Anthropic's
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Tier:
 
 
 class Tiers:
-    """The tiers a request may name. OpenAI's own names are always known: `auto` (and none) is the default tier,
-    `default` and `priority` too unless configured, `flex` is best effort unless configured."""
+    """The tiers a request may name. OpenAI's and Anthropic's own names are always known: `auto` (and none) is the
+    default tier, those of STANDARD too unless configured, `flex` is best effort unless configured."""
 
     def __init__(self, configured: Sequence[Tier] = (), default: str = "default") -> None:
         self._named = {tier.name: tier for tier in configured}
@@ -93,9 +94,9 @@ class Tiers:
         tier = self._named.get(name)
         if tier is not None:
             return tier
-        if name in ("auto", "default", "priority"):
+        if name in STANDARD:
             return self.default
-        known = sorted({*self._named, "auto", "default", "priority"})
+        known = sorted({*self._named, *STANDARD})
         near = get_close_matches(name[:LONGEST_NAME], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
         raise invalid("service_tier", f"unknown tier {name[:LONGEST_NAME]!r}; {hint}")

@@ -20,10 +20,12 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
 import orjson
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from pydantic import ValidationError
 
@@ -32,9 +34,10 @@ from rubato.config.for_vllm import configured
 from rubato.config.schema import Config
 from rubato.core.clock import unix_time
 from rubato.core.did_you_mean import nearest
-from rubato.core.events import Event, Finished, Offered
+from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import SATURATED, Request
 from rubato.engines.vllm.sequence import ARRIVAL, KEYS, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
+from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
 from rubato.serving import intake, request_history, slo_report
 from rubato.serving.errors import ApiError, from_finished, invalid
@@ -64,7 +67,9 @@ KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
 OURS = ("slo", "service_tier")  # fields of a body
 WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
 RECENT = 64  # requests whose ends say how fast the server gets through them
-DONE, ROLE = b"data: [DONE]", b'"delta":{"role":'
+MOST_NAMES = 64  # of a body, that are looked through for one of ours misspelt
+DONE = b"data: [DONE]"
+COMMENT = b":"  # begins what vLLM sends to keep an idle stream open
 
 log = logging.getLogger("vllm.rubato")
 
@@ -88,9 +93,9 @@ class Middleware:
             return await self._app(scope, receive, send)
         if self._front is None:
             try:
-                self._front = front_end_of(scope["app"].state.vllm_config)
-            except ValueError as error:  # vLLM's server would go on without us
-                log.error("%s", error)
+                self._front = front_end_of(scope["app"].state)
+            except Exception as error:  # vLLM's server would go on without us
+                log.error("%s", error, exc_info=not isinstance(error, ValueError | RuntimeError))
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise
         if scope["type"] == "lifespan" or (scope["type"] == "websocket" and self._front.lets_in(scope)):
@@ -114,16 +119,30 @@ class EndpointPlugin:
         pass
 
 
-def front_end_of(vllm_config: Any) -> FrontEnd:
-    """Raises ConfigError (ValueError) for settings that cannot be."""
+def front_end_of(state: Any) -> FrontEnd:
+    """state: of vLLM's app. Raises RuntimeError for a version of vLLM that it is not written for, ConfigError
+    (ValueError) for settings that cannot be."""
+    check_version()
+    vllm_config, args = state.vllm_config, state.args
     _, config = configured(vllm_config.additional_config)
     places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
-    return FrontEnd(config, places, reports_of(vllm_config.parallel_config))
+
+    def as_vllm_shares(app: App) -> App:
+        return CORSMiddleware(
+            app,
+            allow_origins=args.allowed_origins,
+            allow_credentials=args.allow_credentials,
+            allow_methods=args.allowed_methods,
+            allow_headers=args.allowed_headers,
+        )
+
+    return FrontEnd(config, places, reports_of(vllm_config.parallel_config), as_vllm_shares)
 
 
 @dataclass(slots=True)
 class _Call:
-    """One API request at the engines. requests: what vLLM made of it, a choice each; ends: of those that are over."""
+    """One API request at the engines. requests: what vLLM made of it, a choice each; ends: of those that are over.
+    begun: one of them has a token. answered: its response is over, or its client gone."""
 
     path: str
     tenant: Tenant
@@ -133,22 +152,31 @@ class _Call:
     ticket: str = field(default_factory=lambda: uuid4().hex)
     requests: dict[str, Request] = field(default_factory=dict)
     ends: dict[str, Finished] = field(default_factory=dict)
+    begun: bool = False
+    answered: bool = False
 
     @property
     def over(self) -> bool:
         return bool(self.requests) and len(self.ends) == len(self.requests)
 
 
-class FrontEnd:
-    """places: requests that the engines run at once."""
+def _unshared(app: App) -> App:
+    return app
 
-    def __init__(self, config: Config, places: int, reports: EngineReports) -> None:
+
+class FrontEnd:
+    """places: requests that the engines run at once. shared: adds CORS headers to responses that are not vLLM's."""
+
+    def __init__(
+        self, config: Config, places: int, reports: EngineReports, shared: Callable[[App], App] = _unshared
+    ) -> None:
         self._tenants = Tenants(tenants_of(config), tiers_of(config))
         self._usage = {name: TenantUsage(quota) for name, quota in self._tenants.quotas.items()}
         self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
         self._most = in_flight_bound(config, places)
         self._largest = config.max_body_bytes if "max_body_bytes" in config.model_fields_set else None
         self._reports = reports
+        self.shared = shared
         self._in_flight: Counter[str] = Counter()  # API requests, by tenant
         self._completed: deque[float] = deque(maxlen=RECENT)
 
@@ -165,7 +193,7 @@ class FrontEnd:
             tenant = self._tenant(headers)
             usage = self._usage.get(tenant.name)
             if path.startswith("/rubato/"):
-                return await self._own_page(path, tenant)(scope, receive, send)
+                return await self.shared(self._own_page(path, tenant))(scope, receive, send)
             if scope["method"] != "POST":
                 return await app(scope, receive, send)
             self._enter(tenant)
@@ -178,12 +206,12 @@ class FrontEnd:
             call = self._admit(path, headers, tenant, body)
         except ApiError as error:
             left = usage.headers(self._reports.clock.now()) if usage is not None else []
-            return await _reply(error, left)(scope, receive, send)
-        raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-        scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
-        answer = _Answer(self, call, send)
+            return await self.shared(_reply(error, left))(scope, receive, send)
         try:
+            raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+            answer = _Answer(self, call, scope, send)
+            scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
             await app(scope, _replayed(raw, receive), answer.send)
         finally:
             self._ended(call)
@@ -290,22 +318,36 @@ class FrontEnd:
             call.requests[event.id] = event.request
             if usage is not None:
                 usage.tokens.take(prompt, event.at)
+        elif type(event) is Tokens:
+            call.begun = True
         elif type(event) is Finished:
             call.ends[event.id] = event
             if event.outcome == "completed":
                 self._completed.append(event.at)
             if usage is not None:
                 usage.tokens.take(event.output, event.at)
+            if call.answered and call.over:
+                self._leave(call)
+
+    async def refusal(self, call: _Call) -> ApiError | None:
+        """Of an API request whose response is about to begin, or ends with an error: the refusal that it is."""
+        await self._heard_of(lambda: call.begun or call.over)
+        refused = [end for end in call.ends.values() if end.outcome == "refused"]
+        return self.refused(refused[0]) if refused else None
 
     async def ends(self, call: _Call) -> tuple[list[Request], list[Finished]]:
         """What became of an API request whose response is at its end; what is not known in time is left out."""
+        await self._heard_of(lambda: call.over)
+        ids = [id for id in call.requests if id in call.ends]
+        return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
+
+    async def _heard_of(self, it: Callable[[], bool]) -> None:
+        """Wait until engines have reported it; for WAIT seconds at most."""
         until = self._reports.clock.now() + WAIT
-        while True:
-            self._reports.read()
-            if call.over or not self._reports.connected or self._reports.clock.now() > until:
-                ids = [id for id in call.requests if id in call.ends]
-                return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
+        self._reports.read()
+        while not it() and self._reports.connected and self._reports.clock.now() <= until:
             await asyncio.sleep(POLL)
+            self._reports.read()
 
     def refused(self, end: Finished, wait: float = 0.0) -> ApiError:
         """wait: seconds until room is expected; 0: as what is in flight lets expect."""
@@ -318,11 +360,20 @@ class FrontEnd:
         return found + (usage.headers(self._reports.clock.now()) if usage is not None else [])
 
     def _ended(self, call: _Call) -> None:
+        """A response is over. Its requests may not be: `background` of `/v1/responses`."""
+        self._reports.read()
         self._reports.forget(call.ticket)
+        call.answered = True
+        if call.over or not call.requests:
+            self._leave(call)
+
+    def _leave(self, call: _Call) -> None:
+        """Give back its places, and the output charged beforehand, which is charged as it comes. Again: nothing."""
         self._in_flight[call.tenant.name] -= call.prompts
         if (usage := self._usage.get(call.tenant.name)) is not None:
             usage.in_flight -= call.prompts
             usage.tokens.take(-call.reserved, self._reports.clock.now())
+        call.prompts = call.reserved = 0
 
     # ----------------------------------------------------------------- pages
 
@@ -345,12 +396,11 @@ class FrontEnd:
 class _Answer:
     """A response on its way from vLLM to the client."""
 
-    def __init__(self, front: FrontEnd, call: _Call, send: Send) -> None:
-        self._front, self._call, self._send = front, call, send
+    def __init__(self, front: FrontEnd, call: _Call, scope: Scope, send: Send) -> None:
+        self._front, self._call, self._scope, self._send = front, call, scope, send
         self._start: Message | None = None  # held back until it is known what the response is
         self._stream = False
         self._whole: bytearray | None = None  # the body so far of a response that is changed at its end
-        self._roles = b""  # what comes before the first token
         self._last: bytes | None = None  # a chunk that may be the last one
 
     async def send(self, message: Message) -> None:
@@ -383,10 +433,10 @@ class _Answer:
         if self._start is None:
             return  # it was replaced
         status = self._start["status"]
-        requests, ends = await self._front.ends(self._call) if status == 200 or status >= 500 else ([], [])
-        if status >= 500 and (error := self._refusal(ends)) is not None:
+        if status >= 500 and (error := await self._front.refusal(self._call)) is not None:
             await self._instead(error)
             return
+        requests, ends = await self._front.ends(self._call) if status == 200 else ([], [])
         body = _json(raw)
         if status == 200 and body is not None and ends:
             raw = json.dumps({**body, **_verdict(requests, ends)}, ensure_ascii=False).encode()
@@ -399,17 +449,11 @@ class _Answer:
         """Part of a stream. vLLM sends a chunk at a time; the last one before the end gets the verdict."""
         part, more = message.get("body", b""), message.get("more_body", False)
         if self._start is not None:
-            if more and ROLE in part and not _may_be_last(part):
-                self._roles += part  # comes with the first token, also where that is an error
+            if not part.startswith(COMMENT) and (error := await self._front.refusal(self._call)) is not None:
+                self._whole = bytearray()  # whatever comes is no part of the response any more
+                await self._instead(error)
                 return
-            if b'"error"' in part[:32]:
-                _, ends = await self._front.ends(self._call)
-                if (error := self._refusal(ends)) is not None:
-                    self._whole = bytearray()  # whatever comes is no part of the response any more
-                    await self._instead(error)
-                    return
             await self._begin()
-            part = self._roles + part
         if self._last is None and not _may_be_last(part):
             await self._send({**message, "body": part})
             return
@@ -427,14 +471,10 @@ class _Answer:
             out.append(self._last)
         await self._send({**message, "body": b"".join(chunk + b"\n\n" for chunk in out)})
 
-    def _refusal(self, ends: list[Finished]) -> ApiError | None:
-        refused = [end for end in ends if end.outcome == "refused"]
-        return self._front.refused(refused[0]) if refused else None
-
     async def _instead(self, error: ApiError) -> None:
         self._start = None
         reply = _reply(error, self._front.headers(self._call))
-        await reply({"type": "http", "method": "POST"}, _nothing, self._send)
+        await self._front.shared(reply)(self._scope, _nothing, self._send)
 
 
 # --------------------------------------------------------------------------- bodies
@@ -462,7 +502,7 @@ def _stated(body: Mapping[str, Any], theirs: Mapping[str, Any]) -> Stated:
     for key in theirs:
         if key not in KEYS:
             raise invalid(f"vllm_xargs.{key}"[:LONGEST_NAME], f"unknown key{nearest(key[:LONGEST_NAME], KEYS)}")
-    for name in body:
+    for name in islice(body, MOST_NAMES):
         near = get_close_matches(name.lower(), OURS, 1, 0.8) if name not in OURS and len(name) < LONGEST_NAME else []
         if near:
             message = f"{name}: unknown parameter; did you mean {near[0]}?"
@@ -546,7 +586,7 @@ def _verdict(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
 def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any]:
     """How an engine stands, as `/rubato/state` says it."""
     queues = Counter(row[1] for row in fields.get("sequences", ()))
-    left_out = ("sequences", "planned", "batches", "at", "held")
+    left_out = ("sequences", "planned", "batches", "at", "held", "open")
     return {
         "engine": number,
         "age_ms": slo_report.ms(now - fields["at"]) if "at" in fields else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
 from rubato.engines.vllm.link import Events, Reader, State
+from rubato.engines.vllm.policy_driver import PLACES
 from rubato.serving.metrics import STEP, SLOMetrics
 from rubato.serving.request_history import RequestHistory
 
 log = logging.getLogger("vllm.rubato")
 PLAN = tuple(seconds / 100 for seconds in STEP)
 LOST = "the end was not reported"
+LATE = 10.0  # seconds for which what is reported of an API request counts after its response
 
 
 def answer_of(id: str) -> str:
@@ -65,6 +68,8 @@ class PluginMetrics(SLOMetrics):
     def begin(self, replicas: Iterable[str]) -> None:
         """Show what there is to count as 0: of a counter that begins at 1 no rate can be told."""
         for replica in replicas if self._counts else ():
+            for place in PLACES:
+                self._totals["faults"].labels(replica, place)
             for metric in (
                 self._plan,
                 self._step,
@@ -108,29 +113,31 @@ class EngineReports:
         self._open: dict[str, int] = {}  # the engine of each request that has not ended
         self._tickets: dict[str, Callable[[Event], None]] = {}  # listeners, of API requests
         self._listening: dict[str, Callable[[Event], None]] = {}  # the same by id, of engines' requests
-        self._gaps: set[int] = set()  # engines whose messages were lost: some end may not be known
+        self._forgotten: deque[tuple[float, str]] = deque()  # tickets, and when they are
 
     @property
     def connected(self) -> bool:
         return self._reader is not None
 
     def listen(self, ticket: str, listener: Callable[[Event], None]) -> None:
-        """Events of the engine's requests for the API request of this ticket go to the listener, until `forget`; of one
-        that is in an engine by then, until it ends."""
+        """Events of the engine's requests for the API request of this ticket go to the listener, of each until it
+        ends."""
         self._tickets[ticket] = listener
 
     def forget(self, ticket: str) -> None:
-        self._tickets.pop(ticket, None)
+        """No request will be made for it any more. One whose client has left may yet be reported as offered."""
+        self._forgotten.append((self.clock.now() + LATE, ticket))
 
     def read(self) -> None:
         """Take in what has come, without waiting."""
         if self._reader is None:
             return
+        while self._forgotten and self._forgotten[0][0] < self.clock.now():
+            self._tickets.pop(self._forgotten.popleft()[1], None)
         for message in self._reader.messages():
             replica = str(message.engine)
             if message.lost:
                 self.metrics.lost.labels(replica).inc(message.lost)
-                self._gaps.add(message.engine)
             if isinstance(message, Events):
                 for event in message.events:
                     self._take(message, event)
@@ -183,11 +190,9 @@ class EngineReports:
     def _stands(self, state: State) -> None:
         engine, fields = state.engine, state.fields
         self.metrics.state(str(engine), fields)
-        whole = "sequences" in fields
-        self.engines[engine] = {**(self.engines.get(engine, {})), **fields, "planned": [], "batches": []}
-        if whole and engine in self._gaps:
-            self._gaps.discard(engine)
-            known = {row[0] for row in fields["sequences"]}.union(fields["held"])
+        self.engines[engine] = {**(self.engines.get(engine, {})), **fields, "planned": [], "batches": [], "open": []}
+        if "open" in fields:  # an end that was reported came before; one that was not is lost
+            known = set(fields["open"])
             for id in [id for id, at in self._open.items() if at == engine and id not in known]:
                 verdict = Verdict(False, "deadline", "failed")
                 self._tell(Finished(self.clock.now(), id, "failed", LOST, verdict))

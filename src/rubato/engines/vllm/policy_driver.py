@@ -51,8 +51,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Where faults are counted: `guarded` adds the names of what it guards.
+PLACES = ["slow", "report", "unknown batch"]
+
+
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
     """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on."""
+    PLACES.append(method.__name__)
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -145,7 +150,7 @@ class PolicyDriver:
         )
         # (a policy that plans drafts decides more than an order)
         plans_drafts = self.drafts.planned and num_spec_tokens > 0
-        self._room = Room() if settings.stand_aside and not plans_drafts else None
+        self._room = Room(1 + num_spec_tokens) if settings.stand_aside and not plans_drafts else None
         self._settled = 0  # steps that may be left to vLLM without a look
         self._kv = kv
         self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were
@@ -466,17 +471,17 @@ class PolicyDriver:
         self.report(idle=not self._busy)
 
     def report(self, *, idle: bool = False) -> None:
-        """Tell the API servers what happened since they were last told. A fault ends that, and nothing else."""
+        """Tell the API servers what happened since they were last told. A fault costs that, and nothing else: they
+        learn of ends that they were not told from what is open later."""
         if self._reports is None:
             return
         try:
-            self._reports.send(self.clock(), self._state, idle=idle)
+            self._reports.send(self.clock(), self._state, self.seqs, idle=idle)
         except Exception:
             self.faults["report"] += 1
-            log.exception(
-                "what happens to requests is reported to vLLM's API servers no more: their metrics stand still"
-            )
-            self._reports = None
+            self._reports.drop()
+            if self._due("report"):
+                log.exception("step %d is not reported to vLLM's API servers: their metrics lack it", self.steps)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -78,7 +78,8 @@ class Reports:
             ],
         }
 
-    def send(self, now: float, state: Callable[[], dict[str, Any]], *, idle: bool) -> None:
+    def send(self, now: float, state: Callable[[], dict[str, Any]], open: Iterable[str], *, idle: bool) -> None:
+        """state: how steps went; open: all requests that have not ended, also those that are in no view."""
         for client, events in self._events.items():
             self._publisher.events(client, events, self._tickets.get(client, {}))
         self._events, self._tickets = {}, {}
@@ -86,7 +87,14 @@ class Reports:
             return
         self._told, self._idle = now, idle
         shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown
+        if shown:
+            shown = {**shown, "open": list(open)}
         self._publisher.state({**state(), "planned": self.planned, "batches": self.batches, **shown})
+        self.planned, self.batches, self._shown = [], [], {}
+
+    def drop(self) -> None:
+        """What was to be told cannot be."""
+        self._events, self._tickets = {}, {}
         self.planned, self.batches, self._shown = [], [], {}
 
     def close(self) -> None:

@@ -20,9 +20,10 @@ SETTLED = 16  # steps that may be left to vLLM one after another without a look,
 
 
 class Room:
-    """Remembers what was promised lately."""
+    """Remembers what was promised lately. most_tokens: that a decode may bring, drafts among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int = 1) -> None:
+        self._most_tokens = most_tokens
         self._ttfts: deque[float] = deque(maxlen=RECENT)
 
     def offered(self, request: Request) -> None:
@@ -34,12 +35,13 @@ class Room:
         """Whether every request of the view keeps its SLO, should vLLM schedule this step by its own rule."""
         now, limits, decodes, running = view.now, view.limits, view.decodes, view.running
         starting = (*view.waiting, *view.prefilling)
-        growth = 2 * len(running)  # blocks
+        # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
+        growth = len(running) * (1 + limits.blocks(SETTLED * self._most_tokens))
         if view.waiting:
             places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
             if len(running) + len(view.waiting) > places:
                 return False
-            growth += sum([limits.blocks(seq.pending) for seq in view.waiting])
+        growth += sum([limits.blocks(seq.cached + seq.pending) for seq in starting])
         if growth > view.kv_free:
             return False
         pending = sum([seq.pending for seq in starting])
