@@ -4,9 +4,10 @@
 
 Three tiers, their SLOs fixed multiples of what stock vLLM needs unloaded (the demo's). The rate that stock vLLM holds
 (90 % attained) is searched first, or given; then each contender gets the same requests at the same times, at factors of
-that rate, several seeds. Contenders: stock, stock with each token budget of `--budgets`, stock with its priority
-scheduling by tier, and the plug-in with each `--policy`. Each is a server of its own on all cores, its prefix cache on
-and emptied before each cell; while one is asked the others sleep; they take turns, in another order each cell.
+that rate, several seeds. Contenders: stock, stock with each token budget of `--budgets` (with the first seed; the best
+of them goes on), stock with its priority scheduling by tier, and the plug-in with each `--policy`. Each is a server of
+its own on all cores, its prefix cache on and emptied before each cell; while one is asked the others sleep; they take
+turns, in another order each cell.
 
 A cell (contender, factor, seed) is written to `--out` as it ends; started again, the script goes on where it was. After
 each cell the summary is written anew: attainment, latency, each contender's capacity at 90 % by interpolation and its
@@ -44,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from _capacity_estimate import CLOSE, next_rate
-from _vllm_plugin_summary import STOCK, Baseline, cost, shown, summary
+from _vllm_plugin_summary import STOCK, TUNED, Baseline, cost, going_on, shown, summary
 from vllm_env import ROOT, ensure_env
 
 from rubato.core.request import SLO
@@ -116,7 +117,7 @@ class Server:
 
 def contenders(budgets: Sequence[int], priority: bool, policies: Sequence[PolicyChoice]) -> list[Contender]:
     made = [Contender(STOCK)]
-    made += [Contender(f"{STOCK}, {b} tokens", (f"--max-num-batched-tokens={b}",)) for b in budgets]
+    made += [Contender(f"{STOCK}, {b}{TUNED}", (f"--max-num-batched-tokens={b}",)) for b in budgets]
     if priority:
         made.append(Contender(f"{STOCK}, priority", ("--scheduling-policy=priority",), "priority"))
     for choice in policies:
@@ -372,7 +373,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--factors", default="0.5,0.8,1,1.3,1.6", help="times that rate (default 0.5,0.8,1,1.3,1.6)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--paired-seeds", type=int, default=5, help="below factor 1, of stock and the plug-in (5)")
-    parser.add_argument("--budgets", default="128,256", help="token budgets of tuned stock vLLM (128,256)")
+    parser.add_argument("--budgets", default="128,256", help="token budgets tried of stock vLLM (128,256)")
     parser.add_argument("--priority", action=argparse.BooleanOptionalAction, default=True, help="stock, by tier")
     parser.add_argument("--policy", action="append", help="NAME or NAME:SETTING=VALUE; again (edf, slos_serve)")
     parser.add_argument("--trace", type=Path, help="lengths, texts and times (default: the bundled kinds)")
@@ -437,7 +438,10 @@ def main() -> None:
             search(servers[contending[0]], load, base, args.search_requests, path)
         rate = args.rate or base.rate()
         say(f"stock holds {rate:.2f}/s; some {duration(missing, args.requests, rate) / 3600:.1f} h from here")
+        labels = [c.label for c in contending]
         for cell in missing:
+            if cell.seed > 1 and cell.contender.label not in going_on(rows_of(args.out, cells), labels):
+                continue
             part = load.mix("cell", cell.factor * rate, args.requests, cell.seed)
             row = measured(servers[cell.contender], cell, part, code_of)
             scratch = args.out / "writing"

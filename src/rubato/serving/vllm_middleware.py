@@ -19,31 +19,26 @@ import signal
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 from uuid import uuid4
 
 import orjson
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from rubato.config.build import in_flight_bound
 from rubato.config.for_vllm import configured
 from rubato.config.schema import Config
 from rubato.core.clock import unix_time
-from rubato.core.did_you_mean import nearest
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import SATURATED, Request
-from rubato.engines.vllm.sequence import ARRIVAL, KEYS, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
+from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
-from rubato.serving import intake, request_history, slo_report
+from rubato.serving import intake, request_history, slo_report, vllm_body
 from rubato.serving.errors import ApiError, from_finished, invalid
 from rubato.serving.rate_limits import RATE, TenantUsage
-from rubato.serving.request_slo import HEADERS, GrantedSLO, grant
-from rubato.serving.schemas import LONGEST_NAME, Body, SLOBody, bad_request
+from rubato.serving.request_slo import GrantedSLO, grant
 from rubato.serving.tenants import Tenant, Tenants, tenants_of, tiers_of
 from rubato.serving.vllm_reports import EngineReports, reports_of
 
@@ -63,22 +58,12 @@ PLAIN = frozenset(  # that generate nothing
 )  # fmt: skip
 CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
 OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
-KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
-OURS = ("slo", "service_tier")  # fields of a body
 WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
 RECENT = 64  # requests whose ends say how fast the server gets through them
-MOST_NAMES = 64  # of a body, that are looked through for one of ours misspelt
 DONE = b"data: [DONE]"
 COMMENT = b":"  # begins what vLLM sends to keep an idle stream open
 
 log = logging.getLogger("vllm.rubato")
-
-
-class Stated(Body):
-    """Of a body, what is ours."""
-
-    slo: SLOBody | None = None
-    service_tier: str | None = None
 
 
 class Middleware:
@@ -201,7 +186,7 @@ class FrontEnd:
                 self._check_plain(path, tenant)
                 return await app(scope, receive, send)
             raw = await self._body(receive)
-            if (body := _json(raw)) is None:  # vLLM has an error for that
+            if (body := vllm_body.parsed(raw)) is None:  # vLLM has an error for that
                 return await app(scope, _replayed(raw, receive), send)
             call = self._admit(path, headers, tenant, body)
         except ApiError as error:
@@ -264,14 +249,14 @@ class FrontEnd:
 
     def _admit(self, path: str, headers: Mapping[str, str], tenant: Tenant, body: dict[str, Any]) -> _Call:
         """Grant an SLO and write it into the body. Raises ApiError 400 and 429."""
-        _check_headers(headers)
+        vllm_body.check_headers(headers)
         xargs = body.get("vllm_xargs")
         theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
-        stated = _stated(body, theirs)
+        stated = vllm_body.stated(body, theirs)
         granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
         if body.get("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
-        call = _Call(path, tenant, granted, _prompts(body), _most_tokens(body))
+        call = _Call(path, tenant, granted, vllm_body.prompts(body), vllm_body.most_tokens(body))
         self._charge(call)
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
         for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
@@ -281,7 +266,7 @@ class FrontEnd:
             fields |= {TENANT: tenant.name, TICKET: call.ticket, ARRIVAL: repr(unix_time())}
             fields = sealed(fields)
             self._reports.listen(call.ticket, lambda event: self._heard(call, event))
-        for name in OURS:
+        for name in vllm_body.OURS:
             body.pop(name, None)
         if xargs is None or isinstance(xargs, dict):
             body["vllm_xargs"] = {**{k: v for k, v in (xargs or {}).items() if k not in theirs}, **fields}
@@ -437,7 +422,7 @@ class _Answer:
             await self._instead(error)
             return
         requests, ends = await self._front.ends(self._call) if status == 200 else ([], [])
-        body = _json(raw)
+        body = vllm_body.parsed(raw)
         if status == 200 and body is not None and ends:
             raw = json.dumps({**body, **_verdict(requests, ends)}, ensure_ascii=False).encode()
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
@@ -477,81 +462,9 @@ class _Answer:
         await self._front.shared(reply)(self._scope, _nothing, self._send)
 
 
-# --------------------------------------------------------------------------- bodies
-
-
-def _json(raw: bytes) -> dict[str, Any] | None:
-    """The object in a body, as vLLM's own parser reads it; None for anything else."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
-
-
-def _check_headers(headers: Mapping[str, str]) -> None:
-    """Raises ApiError 400 for a header that looks like an SLO and is none."""
-    for name in headers:
-        if name.startswith(("x-slo-", "x-llm-d-slo-")) and name not in KNOWN_HEADERS:
-            raise invalid(name[:LONGEST_NAME], f"unknown header{nearest(name[:LONGEST_NAME], KNOWN_HEADERS)}")
-
-
-def _stated(body: Mapping[str, Any], theirs: Mapping[str, Any]) -> Stated:
-    """What a body asks for. theirs: its keys in `vllm_xargs`, which say what its own fields do not. Raises ApiError
-    400."""
-    for key in theirs:
-        if key not in KEYS:
-            raise invalid(f"vllm_xargs.{key}"[:LONGEST_NAME], f"unknown key{nearest(key[:LONGEST_NAME], KEYS)}")
-    for name in islice(body, MOST_NAMES):
-        near = get_close_matches(name.lower(), OURS, 1, 0.8) if name not in OURS and len(name) < LONGEST_NAME else []
-        if near:
-            message = f"{name}: unknown parameter; did you mean {near[0]}?"
-            raise ApiError(400, message, param=name, code="unknown_parameter")
-    said = body.get("slo")
-    slo = {key.removeprefix(PREFIX): _number(value) for key, value in theirs.items() if key != TIER}
-    tier = body.get("service_tier") or theirs.get(TIER)
-    try:
-        whole = {**slo, **said} if isinstance(said, dict) else said or slo or None
-        stated = Stated.model_validate({"slo": whole, "service_tier": tier})
-    except ValidationError as error:
-        raise bad_request(error, shown=True) from None
-    if stated.slo is not None and stated.slo.stages is not None:
-        raise ApiError(400, "slo.stages: inside vLLM a request has one stage.", param="slo.stages")
-    return stated
-
-
-def _number(value: Any) -> Any:
-    """Of a key of `vllm_xargs`, which may be written as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def _times(granted: GrantedSLO) -> tuple[float | None, ...]:
     slo = granted.stages((0,))[0].slo
     return slo.ttft, slo.tpot, slo.e2e
-
-
-def _prompts(body: Mapping[str, Any]) -> int:
-    """Prompts of a body: several in a list of them."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    return len(prompt) if several and isinstance(prompt, list) else 1
-
-
-def _most_tokens(body: Mapping[str, Any]) -> int:
-    """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes."""
-    limits = [_whole(body.get(name)) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")]
-    return max(limits) * max(1, _whole(body.get("n"))) * _prompts(body)
-
-
-def _whole(value: Any) -> int:
-    """A number as leniently as vLLM reads it; 0 for anything else."""
-    try:
-        return max(0, min(int(float(value)), 1 << 31))
-    except (TypeError, ValueError, OverflowError):
-        return 0
 
 
 def _headers(scope: Scope) -> dict[str, str]:
