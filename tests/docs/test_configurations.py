@@ -23,7 +23,7 @@ from rubato.serving.errors import ApiError
 from rubato.serving.metrics import Metrics, SLOMetrics
 from rubato.serving.serve import build
 from rubato.serving.tenants import tenants_of
-from rubato.serving.vllm_middleware import KNOWN_HEADERS, OURS
+from rubato.serving.vllm_body import KNOWN_HEADERS, OURS
 from rubato.serving.vllm_reports import PluginMetrics
 from tests.docs.pages import PAGES, blocks, fenced, prose
 
