@@ -107,7 +107,7 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
             "os": f"{platform.system()} {platform.release()}",
             "versions": [*REQUIREMENTS, f"python {platform.python_version()}"],
         },
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]),
         "seeds": sorted({r["seed"] for r in rows}),
         "values": values,
         "notes": list(notes(rows)),

@@ -417,7 +417,7 @@ def main() -> None:
     policies = [PolicyChoice.parse(text) for text in args.policy or ("edf", "slos_serve")]
     contending = contenders([int(b) for b in args.budgets.split(",") if b], args.priority, policies)
     cells = planned(contending, factors, args.seeds, args.paired_seeds)
-    missing = [cell for cell in cells if not (args.out / cell.file).exists()]
+    missing = [cell for cell in wanted(cells, args.out) if not (args.out / cell.file).exists()]
     needed = [c for c in contending if c.label == STOCK or any(cell.contender == c for cell in missing)]
     say(f"{len(cells)} cells, {len(missing)} of them to measure; {len(needed)} servers")
     with contextlib.ExitStack() as stack:
@@ -438,9 +438,8 @@ def main() -> None:
             search(servers[contending[0]], load, base, args.search_requests, path)
         rate = args.rate or base.rate()
         say(f"stock holds {rate:.2f}/s; some {duration(missing, args.requests, rate) / 3600:.1f} h from here")
-        labels = [c.label for c in contending]
         for cell in missing:
-            if cell.seed > 1 and cell.contender.label not in going_on(rows_of(args.out, cells), labels):
+            if cell not in wanted(cells, args.out):
                 continue
             part = load.mix("cell", cell.factor * rate, args.requests, cell.seed)
             row = measured(servers[cell.contender], cell, part, code_of)
@@ -456,6 +455,14 @@ def main() -> None:
     if args.step_times:
         print(f"\nCPU of the engine core's thread, per step that ran something:\n\n{cost(rows_of(args.out, cells))}")
     say(f"{time.monotonic() - began:.0f} s in all")
+
+
+def wanted(cells: Sequence[Cell], folder: Path) -> Sequence[Cell]:
+    """Once all cells of the first seed are there, only the best token budget is wanted with others."""
+    if not all((folder / cell.file).exists() for cell in cells if cell.seed == 1):
+        return cells
+    best = going_on(rows_of(folder, cells), list(dict.fromkeys(cell.contender.label for cell in cells)))
+    return [cell for cell in cells if cell.seed == 1 or cell.contender.label in best]
 
 
 def rows_of(folder: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
