@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ TENANTS = {
     },
     "ops": {"keys": ["ops-key"], "admin": True},
 }
+LONGEST = 2000  # tokens that the model takes
 STATE = {
     "policy": "edf",
     "steps": 3,
@@ -47,6 +49,7 @@ STATE = {
     "deviations": {},
     "faults": {},
     "given_up": False,
+    "drafted": {"accepted": 0, "rejected": 0},
 }
 
 
@@ -80,6 +83,7 @@ class VLLM:
     best_effort: bool = False
     choices: int = 1
     late: float = 0.0  # seconds after which the end is told
+    unheard: float = 0.0  # seconds after which the offer is told
     silent: bool = False
     went_in: list[dict[str, Any]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -115,7 +119,11 @@ class VLLM:
             )
             request, ticket = request_of(own, 0.0)
             self.requests.append(request)
-            self.link.tell(Offered(0.0, request.id, request), **{request.id: ticket})
+            offer = partial(self.link.tell, Offered(0.0, request.id, request), **{request.id: ticket})
+            if self.unheard:
+                asyncio.get_running_loop().call_later(self.unheard, offer)
+            else:
+                offer()
             end = Finished(0.5, request.id, self.outcome, self.reason, self.verdict, 4, self.best_effort)
             events = [Tokens(0.1, request.id, 4), end] if self.outcome == "completed" else [end]
             if self.late:
@@ -166,7 +174,9 @@ def run(scenario: Scenario, config: dict[str, Any] | None = None, **vllm: Any) -
         reports = EngineReports(wire, PluginMetrics(CollectorRegistry(), counts=True))  # type: ignore[arg-type]
         server = VLLM(wire, **vllm)
         middleware = Middleware(server)
-        middleware._front = FrontEnd(load({"tiers": TIERS, "default_tier": "chat", **(config or {})}), 4, reports)
+        middleware._front = FrontEnd(
+            load({"tiers": TIERS, "default_tier": "chat", **(config or {})}), 4, LONGEST, reports
+        )
         transport = httpx2.ASGITransport(middleware)
         async with httpx2.AsyncClient(transport=transport, base_url="http://vllm") as http:
             await scenario(Client(http, server, reports))
@@ -370,6 +380,49 @@ def test_what_a_body_says_otherwise_is_charged_all_the_same(more: dict[str, Any]
     run(scenario, {"tenants": TENANTS})
 
 
+@pytest.mark.parametrize(
+    ("path", "reserved"), [("/v1/chat/completions", LONGEST), ("/v1/responses", LONGEST), ("/v1/completions", 16)]
+)
+def test_where_no_limit_is_stated_the_longest_output_is_reserved(path: str, reserved: int) -> None:
+    async def scenario(client: Client) -> None:
+        client.vllm.hold = asyncio.Event()
+        running = [asyncio.create_task(client.chat("free-key", path, max_tokens=None))]
+        await client.arrived(1)
+        usage = client.http._transport.app._front._usage["free"]  # type: ignore[attr-defined]
+        assert usage.tokens.level == pytest.approx(5_000 - reserved, abs=10)
+        client.vllm.hold.set()
+        await asyncio.gather(*running)
+        assert usage.tokens.level == pytest.approx(5_000 - 14, abs=10)
+
+    run(scenario, {"tenants": {"free": {"keys": ["free-key"], "tokens_per_minute": 5_000}}})
+
+
+def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_charged() -> None:
+    async def scenario(client: Client) -> None:
+        reads = 0
+        read = client.reports.read
+
+        def counted() -> None:
+            nonlocal reads
+            reads += 1
+            read()
+
+        client.reports.read = counted  # type: ignore[method-assign]
+        seen = []
+        for stream in (False, False, True):
+            reads = 0
+            assert (await client.chat("ops-key", stream=stream)).status_code == 200
+            seen.append(reads)
+        assert seen[0] > 5
+        assert max(seen[1:]) <= 3
+        assert (await client.chat("bulk-key", max_tokens=80)).status_code == 200
+        assert (await client.chat("bulk-key", max_tokens=80)).status_code == 429
+        client.vllm.silent = False
+        assert "rubato" in (await client.chat("ops-key")).json()
+
+    run(scenario, {"tenants": TENANTS}, silent=True)
+
+
 def test_no_way_past_the_tenants() -> None:
     async def scenario(client: Client) -> None:
         await client.chat("bulk-key", path="/v1/chat/completions%0A", service_tier="chat")
@@ -385,8 +438,10 @@ def test_no_way_past_the_tenants() -> None:
             sent.append(message)
 
         middleware = client.http._transport.app  # type: ignore[attr-defined]
-        await middleware({"type": "websocket", "headers": [], "path": "/v1/realtime"}, None, send)
-        assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 1008)]
+        for key in ("none", "acme-key"):  # no limit would hold what comes of it
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            await middleware({"type": "websocket", "headers": headers, "path": "/v1/realtime"}, None, send)
+        assert [(m["type"], m["code"]) for m in sent] == [("websocket.close", 1008)] * 2
 
     run(scenario, {"tenants": TENANTS})
 
@@ -404,7 +459,10 @@ def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
     """`app.state` of vLLM's server."""
     parallel = SimpleNamespace(data_parallel_size=1, _api_process_rank=0)
     config = SimpleNamespace(
-        additional_config=additional, scheduler_config=SimpleNamespace(max_num_seqs=4), parallel_config=parallel
+        additional_config=additional,
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(max_model_len=LONGEST),
+        parallel_config=parallel,
     )
     args = SimpleNamespace(
         allowed_origins=["http://page"], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"]
@@ -638,14 +696,15 @@ def test_a_client_that_leaves_is_charged_what_was_made_for_it(offered_late: bool
 
 
 def test_a_request_that_goes_on_behind_its_response_keeps_its_place() -> None:
-    """`background` of /v1/responses."""
+    """`background` of /v1/responses, whose offer is not reported yet when vLLM answers."""
 
     async def scenario(client: Client) -> None:
+        client.vllm.unheard = 0.3
         assert (await client.chat("bulk-key", path="/v1/responses", background=True)).status_code == 200
         assert (await client.chat("bulk-key")).status_code == 429
         await asyncio.sleep(1.0)
         client.reports.read()
-        answer = await client.chat("bulk-key")
+        answer = await client.chat("bulk-key", path="/v1/responses", background=True)
         assert answer.status_code == 200
         assert client._in_flight_of("bulk") == 1  # the second goes on, too
 
@@ -676,14 +735,20 @@ def test_the_state_of_the_engines() -> None:
     async def scenario(client: Client) -> None:
         rows = [("r", "running", 0, 1, 2, False, None), ("w", "waiting", 0, 5, 0, True, 3.0)]
         client.vllm.link.sent.append(
-            State(0, {**STATE, "at": 0.0, "held": [], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows})
+            State(
+                0, {**STATE, "at": 0.0, "held": ["h"], "planned": [0.001], "batches": [(4, 2, 0.1)], "sequences": rows}
+            )
         )
         deviations = {**STATE, "steps": 9, "deviations": {"kv": 2}, "given_up": True, "planned": [], "batches": []}
+        deviations["drafted"] = {"accepted": 5, "rejected": 3}
         client.vllm.link.sent.append(State(0, deviations))
         (engine,) = (await client.http.get("/rubato/state")).json()["engines"]
         assert (engine["running"], engine["waiting"], engine["steps"], engine["policy"]) == (1, 1, 9, "edf")
         assert client.metric("rubato_plan_deviations_total", replica="0", cause="kv") == 2
         assert client.metric("rubato_given_up", replica="0") == 1
+        assert client.metric("rubato_requests_held", replica="0") == 1
+        assert client.metric("rubato_draft_tokens_total", outcome="accepted") == 5
+        assert client.metric("rubato_draft_tokens_total", outcome="rejected") == 3
         assert client.metric("rubato_step_seqs_sum", replica="0") == 2
         assert client.metric("rubato_plan_seconds_count", replica="0") == 1
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rubato.engines.vllm.policy_driver import QUIET
 from rubato.engines.vllm.sequence import KEYS, MAX_CHARACTERS
 from tests.vllm.harness import harness
 
@@ -30,6 +31,7 @@ XARGS = st.fixed_dictionaries(
         "slo_tier": st.sampled_from(["chat", "code", "", LONG, 5, ["chat"], None])
         | st.text(max_size=2 * MAX_CHARACTERS),
         "slo_on_decline": st.sampled_from(["best_effort", "refuse", "never", LONG, None, 1, ["refuse"], {}]),
+        "slo_seal": st.sampled_from(["00", "é", "\ud800", "", 5, ["é"]]),  # not ours: of no effect
         "slo_ttft": st.just(1),
         "slo_" + LONG: st.just(1),
         "other": st.sampled_from([LONG, [1], {}]),
@@ -42,7 +44,7 @@ def wrong(xargs: dict[str, Any]) -> bool:
     tier, decline = xargs.get("slo_tier", "default"), xargs.get("slo_on_decline", "refuse")
     times = [xargs[key] for key in KEYS[:3] if xargs.get(key) is not None]
     return (
-        any(key.startswith("slo_") and key not in KEYS for key in xargs)
+        any(key.startswith("slo_") and key not in (*KEYS, "slo_seal") for key in xargs)
         or not all(any(time is good for good in NUMBERS) for time in times)
         or not (isinstance(tier, str) and 1 <= len(tier) <= MAX_CHARACTERS)
         or decline not in ("best_effort", "refuse")
@@ -81,15 +83,29 @@ def test_everybody_ends_once_and_no_step_is_vllms(
             assert (finish, reason) == ("length", None)
 
 
+@pytest.mark.parametrize("seal", ["é", "\ud800", "0" * 32])
+def test_a_seal_of_any_text_is_no_fault(model: Path, seal: str) -> None:
+    made = harness(model, "edf", blocks=24)
+    for at in range(12):
+        made.add(str(at), [5] * 20, 2, slo_seal=seal, slo_tier="\ud800", slo_ttft_ms="50")
+    made.run()
+    assert not made.scheduler.rubato.faults
+    assert not made.scheduler.rubato.given_up
+
+
 def test_what_a_refusal_logs_is_bounded(model: Path, caplog: Any) -> None:
     made = harness(model, "edf", blocks=24)
     for at, xargs in enumerate(
         [{"slo_" + LONG: 1}, {"slo_tier": LONG}, {"slo_on_decline": LONG}, {"slo_e2e_ms": LONG}]
     ):
         made.add(f"{at}{LONG}", [5] * 20, 2, **xargs)
+        made.now += QUIET
+    for at in range(100):
+        made.add(f"{at}{LONG}", [5] * 20, 2, slo_tier="")
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert max(map(len, lines)) < 400
+    assert made.scheduler.rubato.refused == 104
 
 
 @pytest.mark.parametrize("policy", ["edf", "slos_serve"])

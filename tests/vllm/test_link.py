@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
+from vllm.v1.engine import FinishReason
 
 from rubato.core.events import Event, Finished, Offered, Placed, Started, Tokens
 from rubato.core.request import Request, Stage
@@ -227,6 +228,41 @@ def test_a_flood_leaves_another_tenant_its_share(
         assert max(waits) < 1.0  # a request takes 0.3 s alone
     else:
         assert waits[0] > 3.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        (FinishReason.STOP, "completed"),
+        (FinishReason.LENGTH, "completed"),
+        (FinishReason.REPETITION, "completed"),
+        (FinishReason.ABORT, "cancelled"),
+        (FinishReason.ERROR, "failed"),
+    ],
+)
+def test_what_vllm_ends_with_an_error_has_failed(model: Path, folder: str, reason: FinishReason, outcome: str) -> None:
+    made, _ = watched(model, folder)
+    made.add("a", [1] * 10, 5)
+    made.step()
+    last = SimpleNamespace(request_id="a", new_token_ids=[], finish_reason=reason)
+    made.scheduler.rubato._book(last, made.now, 0)
+    made.scheduler.rubato.policy.observe(made.scheduler.rubato._events)
+    (end,) = [e for e in made.policy.events if isinstance(e, Finished)]
+    assert (end.outcome, end.verdict.met) == (outcome, outcome == "completed")
+    made.scheduler.rubato.close()
+
+
+def test_an_engine_core_that_begins_anew_has_lost_nothing(folder: str) -> None:
+    reader = Reader(folder, [0], 0)
+    for _ in range(2):
+        publisher = Publisher(folder, 0)
+        reader._socket.poll(500)
+        for step in range(3):
+            publisher.state({"step": step})
+        found = drained(reader)
+        assert all(message.lost == 0 for message in found)
+        publisher.close()
+    reader.close()
 
 
 def test_an_engine_that_gave_up_keeps_nothing(model: Path, folder: str) -> None:

@@ -423,7 +423,7 @@ def test_a_policy_that_raises_costs_nobody_a_token(
 # Of each hook, what it calls in its middle, or itself: of the driver or of its module.
 HOOKS = {
     "offer": "VllmSeq", "end": "judge", "preempted": "Preempted", "view": "view", "plan": "_chunks", "shift": "Demoted",
-    "scheduled": "Flight", "completed": "_book",
+    "scheduled": "Flight", "completed": "_book", "_starting": "_found",
 }  # fmt: skip
 
 
@@ -433,11 +433,12 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
     model: Path, hook: str, queue: str, monkeypatch: Any, caplog: Any
 ) -> None:
     """The books themselves fail, every time, in the middle: vLLM goes on, and after ten times without them."""
+    faults = 0
     for seed in range(3):
         made = harness(model, CHANCE, settings={"seed": seed}, **scarce(seed), **QUEUES[queue])
         made.exact = False
         driver = made.scheduler.rubato
-        place = driver if hasattr(driver, HOOKS[hook]) else policy_driver
+        place = next(part for part in (driver, made.scheduler, policy_driver) if hasattr(part, HOOKS[hook]))
         monkeypatch.setattr(place, HOOKS[hook], lambda *args: 1 / 0)
         most = drive(made, seed)
         monkeypatch.undo()
@@ -446,7 +447,8 @@ def test_a_fault_in_any_hook_costs_nobody_a_token(
         assert all(made.out[id] == [token(id, i) for i in range(most[id])] for id in completed)
         pool = made.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert hook not in {"view", "plan", "scheduled", "completed"} or driver.faults[hook] > 0
+        faults += driver.faults.total()  # in the hook, or in one that it is called from
+    assert faults > 0
 
 
 def test_ten_faults_in_a_minute_are_the_last(model: Path, caplog: Any, monkeypatch: Any) -> None:
@@ -467,13 +469,14 @@ def test_ten_faults_in_a_minute_are_the_last(model: Path, caplog: Any, monkeypat
     assert made.ended == {"a": 1}
 
 
-def test_a_policy_that_sleeps_is_not_asked_for_ever(model: Path, caplog: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("seconds", [5.0, 30.0])
+def test_a_policy_that_sleeps_is_not_asked_for_ever(model: Path, seconds: float, caplog: Any, monkeypatch: Any) -> None:
     made = harness(model, "vllm", blocks=20)
     made.add("a", [5] * 20, 40)
     asked = made.policy.inner.plan
 
     def sleeping(view: Any) -> Any:
-        made.now += 5.0
+        made.now += seconds
         return asked(view)
 
     monkeypatch.setattr(made.policy.inner, "plan", sleeping)
@@ -481,7 +484,7 @@ def test_a_policy_that_sleeps_is_not_asked_for_ever(model: Path, caplog: Any, mo
     made.run()
     assert made.scheduler.rubato.faults == {"slow": 10}
     assert made.scheduler.rubato.given_up
-    assert "took 5.0 s to plan step 0" in caplog.text
+    assert f"took {seconds} s to plan step 0" in caplog.text
     assert made.ended == {"a": 1}
 
 

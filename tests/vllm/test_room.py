@@ -75,6 +75,8 @@ def test_blocks_that_unlooked_steps_and_prompts_part_way_will_take_are_counted(m
     needed = len(view.running) * (1 + limits.blocks(SETTLED)) + limits.blocks(150)
     assert not room.for_all(replace(view, kv_free=needed - 1))
     assert room.for_all(replace(view, kv_free=needed))
+    few = replace(limits, max_num_seqs=len(view.running) - 1)  # more run than vLLM's batch has room for
+    assert not room.for_all(replace(view, limits=few, kv_free=needed))
     drafting = Room(most_tokens=4)
     assert not drafting.for_all(replace(view, kv_free=needed))
 

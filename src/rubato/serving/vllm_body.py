@@ -17,6 +17,7 @@ from rubato.serving.request_slo import HEADERS
 from rubato.serving.schemas import LONGEST_NAME, Body, SLOBody, bad_request
 
 KNOWN_HEADERS = tuple(name for names in HEADERS.values() for name in names)
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 OURS = ("slo", "service_tier")  # fields of a body
 MOST_NAMES = 64  # of a body, that are looked through for one of ours misspelt
 
@@ -83,10 +84,12 @@ def prompts(body: Mapping[str, Any]) -> int:
     return len(prompt) if several and isinstance(prompt, list) else 1
 
 
-def most_tokens(body: Mapping[str, Any]) -> int:
-    """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes."""
-    limits = [_whole(body.get(name)) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")]
-    return max(limits) * max(1, _whole(body.get("n"))) * prompts(body)
+def most_tokens(body: Mapping[str, Any], unstated: int) -> int:
+    """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes. unstated: where it
+    states none."""
+    stated = [value for name in LIMITS if (value := body.get(name)) is not None]
+    most = max(map(_whole, stated), default=unstated)
+    return most * max(1, _whole(body.get("n"))) * prompts(body)
 
 
 def _whole(value: Any) -> int:

@@ -40,7 +40,7 @@ from rubato.serving.errors import ApiError, from_finished, invalid
 from rubato.serving.rate_limits import RATE, TenantUsage
 from rubato.serving.request_slo import GrantedSLO, grant
 from rubato.serving.tenants import Tenant, Tenants, tenants_of, tiers_of
-from rubato.serving.vllm_reports import EngineReports, reports_of
+from rubato.serving.vllm_reports import LATE, EngineReports, reports_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -56,6 +56,7 @@ PLAIN = frozenset(  # that generate nothing
         "/v1/rerank", "/v2/rerank",
     }
 )  # fmt: skip
+COMPLETIONS, UNSTATED = "/v1/completions", 16  # output tokens, by default; by chat as many as the model can
 CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
 OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
 WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
@@ -86,7 +87,7 @@ class Middleware:
         if scope["type"] == "lifespan" or (scope["type"] == "websocket" and self._front.lets_in(scope)):
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": "no known API key, or its limit"})
+            return await send({"type": "websocket.close", "code": 1008, "reason": "no key that may, or its limit"})
         await self._front.serve(self._app, {**scope, "rubato": True}, receive, send)
         return None
 
@@ -121,23 +122,27 @@ def front_end_of(state: Any) -> FrontEnd:
             allow_headers=args.allowed_headers,
         )
 
-    return FrontEnd(config, places, reports_of(vllm_config.parallel_config), as_vllm_shares)
+    longest = vllm_config.model_config.max_model_len
+    return FrontEnd(config, places, longest, reports_of(vllm_config.parallel_config), as_vllm_shares)
 
 
 @dataclass(slots=True)
 class _Call:
     """One API request at the engines. requests: what vLLM made of it, a choice each; ends: of those that are over.
-    begun: one of them has a token. answered: its response is over, or its client gone."""
+    begun: one of them has a token. background: its response does not wait for them. served: vLLM answered 200;
+    answered: its response is over, or its client gone."""
 
     path: str
     tenant: Tenant
     granted: GrantedSLO
     prompts: int
     reserved: int  # output tokens charged beforehand
+    background: bool
     ticket: str = field(default_factory=lambda: uuid4().hex)
     requests: dict[str, Request] = field(default_factory=dict)
     ends: dict[str, Finished] = field(default_factory=dict)
     begun: bool = False
+    served: bool = False
     answered: bool = False
 
     @property
@@ -150,17 +155,25 @@ def _unshared(app: App) -> App:
 
 
 class FrontEnd:
-    """places: requests that the engines run at once. shared: adds CORS headers to responses that are not vLLM's."""
+    """places: requests that the engines run at once. longest: tokens that the model takes. shared: adds CORS headers to
+    responses that are not vLLM's."""
 
     def __init__(
-        self, config: Config, places: int, reports: EngineReports, shared: Callable[[App], App] = _unshared
+        self,
+        config: Config,
+        places: int,
+        longest: int,
+        reports: EngineReports,
+        shared: Callable[[App], App] = _unshared,
     ) -> None:
         self._tenants = Tenants(tenants_of(config), tiers_of(config))
         self._usage = {name: TenantUsage(quota) for name, quota in self._tenants.quotas.items()}
         self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
         self._most = in_flight_bound(config, places)
         self._largest = config.max_body_bytes if "max_body_bytes" in config.model_fields_set else None
+        self._longest = longest
         self._reports = reports
+        self._deaf = False  # an answer came to its end without a report: no engine reports, or not to here
         self.shared = shared
         self._in_flight: Counter[str] = Counter()  # API requests, by tenant
         self._completed: deque[float] = deque(maxlen=RECENT)
@@ -207,12 +220,13 @@ class FrontEnd:
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
 
     def lets_in(self, scope: Scope) -> bool:
-        """Whether a websocket's client has a key, and may come now."""
+        """Whether a websocket's client may come now: no limit holds what it then makes, so with tenants an admin."""
         try:
-            self._enter(self._tenant(_headers(scope)))
+            tenant = self._tenant(_headers(scope))
+            self._enter(tenant)
         except ApiError:
             return False
-        return True
+        return tenant.admin or not self._tenants.configured
 
     def _tenant(self, headers: Mapping[str, str]) -> Tenant:
         """By its key. A gateway with an admin's key may name the tenant it speaks for. Raises ApiError 401, 400."""
@@ -256,7 +270,8 @@ class FrontEnd:
         granted = grant(self._tenants.tiers(tenant), headers, stated.service_tier, stated.slo)
         if body.get("use_beam_search"):
             raise ApiError(400, "use_beam_search: its requests carry no SLO; leave it out.", param="use_beam_search")
-        call = _Call(path, tenant, granted, vllm_body.prompts(body), vllm_body.most_tokens(body))
+        most = vllm_body.most_tokens(body, UNSTATED if path == COMPLETIONS else self._longest)
+        call = _Call(path, tenant, granted, vllm_body.prompts(body), most, body.get("background") is True)
         self._charge(call)
         fields = {TIER: granted.tier, ON_DECLINE: granted.on_decline}
         for key, seconds in zip(MILLISECONDS, _times(granted), strict=True):
@@ -316,23 +331,26 @@ class FrontEnd:
 
     async def refusal(self, call: _Call) -> ApiError | None:
         """Of an API request whose response is about to begin, or ends with an error: the refusal that it is."""
-        await self._heard_of(lambda: call.begun or call.over)
+        await self._heard_of(call, lambda: call.begun or call.over)
         refused = [end for end in call.ends.values() if end.outcome == "refused"]
         return self.refused(refused[0]) if refused else None
 
     async def ends(self, call: _Call) -> tuple[list[Request], list[Finished]]:
         """What became of an API request whose response is at its end; what is not known in time is left out."""
-        await self._heard_of(lambda: call.over)
+        await self._heard_of(call, lambda: call.over)
         ids = [id for id in call.requests if id in call.ends]
         return [call.requests[id] for id in ids], [call.ends[id] for id in ids]
 
-    async def _heard_of(self, it: Callable[[], bool]) -> None:
-        """Wait until engines have reported it; for WAIT seconds at most."""
+    async def _heard_of(self, call: _Call, it: Callable[[], bool]) -> None:
+        """Wait until engines have reported it; for WAIT seconds at most, and not at all where they are not heard."""
         until = self._reports.clock.now() + WAIT
         self._reports.read()
         while not it() and self._reports.connected and self._reports.clock.now() <= until:
+            if self._deaf and not call.requests:
+                return
             await asyncio.sleep(POLL)
             self._reports.read()
+        self._deaf = not call.requests
 
     def refused(self, end: Finished, wait: float = 0.0) -> ApiError:
         """wait: seconds until room is expected; 0: as what is in flight lets expect."""
@@ -349,7 +367,9 @@ class FrontEnd:
         self._reports.read()
         self._reports.forget(call.ticket)
         call.answered = True
-        if call.over or not call.requests:
+        if call.background and self._reports.connected and not call.requests:
+            asyncio.get_running_loop().call_later(LATE, lambda: None if call.requests else self._leave(call))
+        elif call.over or not call.requests:
             self._leave(call)
 
     def _leave(self, call: _Call) -> None:
@@ -357,7 +377,8 @@ class FrontEnd:
         self._in_flight[call.tenant.name] -= call.prompts
         if (usage := self._usage.get(call.tenant.name)) is not None:
             usage.in_flight -= call.prompts
-            usage.tokens.take(-call.reserved, self._reports.clock.now())
+            if call.requests or not call.served:  # else no engine says how much it was
+                usage.tokens.take(-call.reserved, self._reports.clock.now())
         call.prompts = call.reserved = 0
 
     # ----------------------------------------------------------------- pages
@@ -391,6 +412,7 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
+            self._call.served = message["status"] == 200
             types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
             self._stream = any(b"text/event-stream" in value for value in types)
             if not self._stream and any(b"json" in value for value in types):
@@ -421,7 +443,8 @@ class _Answer:
         if status >= 500 and (error := await self._front.refusal(self._call)) is not None:
             await self._instead(error)
             return
-        requests, ends = await self._front.ends(self._call) if status == 200 else ([], [])
+        wanted = status == 200 and not self._call.background
+        requests, ends = await self._front.ends(self._call) if wanted else ([], [])
         body = vllm_body.parsed(raw)
         if status == 200 and body is not None and ends:
             raw = json.dumps({**body, **_verdict(requests, ends)}, ensure_ascii=False).encode()

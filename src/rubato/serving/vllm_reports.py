@@ -15,7 +15,7 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from rubato.core.clock import WallClock
 from rubato.core.events import Event, Finished, Offered, Stepped, Verdict
@@ -56,13 +56,13 @@ class PluginMetrics(SLOMetrics):
             "faults": self.counter("plan_faults", "Faults of the policy and of the plug-in", "replica", "place"),
         }
         self.lost = self.counter("reports_lost", "Messages of an engine that this server was too slow for", "replica")
-        self._given_up = Gauge(
-            "rubato_given_up",
-            "1: too many faults, the engine schedules in vLLM's own order until it is started again",
-            ["replica"],
-            registry=registry,
-            multiprocess_mode="max",
-        )
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"rubato_{name}", about, ["replica"], registry=registry, multiprocess_mode="max")
+
+        gives_up = "1: too many faults, the engine schedules in vLLM's own order until it is started again"
+        self._given_up = gauge("given_up", gives_up)
+        self._held = gauge("requests_held", "Requests of tenants beyond their share, held back from the policy")
         self._seen: dict[tuple[str, ...], int] = {}
 
     def begin(self, replicas: Iterable[str]) -> None:
@@ -77,6 +77,7 @@ class PluginMetrics(SLOMetrics):
                 self._totals["stood_aside"],
                 self.lost,
                 self._given_up,
+                self._held,
             ):
                 metric.labels(replica)
 
@@ -89,16 +90,21 @@ class PluginMetrics(SLOMetrics):
         for tokens, seqs, seconds in fields["batches"]:
             self(Stepped(0.0, replica, Shape(tokens, seqs), seconds))
         for name in ("fallbacks", "stood_aside"):
-            self._total(name, fields[name], replica)
+            self._total(self._totals[name], (name, replica), fields[name], replica)
+        for outcome, count in fields["drafted"].items():
+            self._total(self._drafted, ("drafted", replica, outcome), count, outcome)
         for name in ("deviations", "faults"):
             for label, count in fields[name].items():
-                self._total(name, count, replica, label)
+                self._total(self._totals[name], (name, replica, label), count, replica, label)
         self._given_up.labels(replica).set(fields["given_up"])
+        if "held" in fields:
+            self._held.labels(replica).set(len(fields["held"]))
 
-    def _total(self, name: str, count: int, *labels: str) -> None:
-        before = self._seen.get((name, *labels), 0)
-        self._seen[name, *labels] = count
-        self._totals[name].labels(*labels).inc(max(0, count - before))
+    def _total(self, counter: Counter, key: tuple[str, ...], count: int, *labels: str) -> None:
+        """count: an engine's, since it began."""
+        before = self._seen.get(key, 0)
+        self._seen[key] = count
+        counter.labels(*labels).inc(max(0, count - before))
 
 
 class EngineReports:

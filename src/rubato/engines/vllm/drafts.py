@@ -18,12 +18,15 @@ STEPS = 50  # to which chances are rounded, so that few trees are made
 
 class Drafts:
     """most: num_speculative_tokens, 0 without speculation. planned: whether the policy plans drafts; where it does not,
-    they are vLLM's own, verified as far as the step has room. uniform: one number for all requests of a batch."""
+    they are vLLM's own, verified as far as the step has room. uniform: one number for all requests of a batch.
+
+    tried, right: drafted tokens put to the test, none behind a rejected one, and accepted ones."""
 
     def __init__(self, most: int, *, planned: bool, uniform: bool) -> None:
         self.most = most
         self.planned = planned
         self.uniform = uniform
+        self.tried = self.right = 0
         self._right, self._tried = PRIOR * WEIGHT, WEIGHT
 
     def show(self, seqs: Iterable[VllmSeq]) -> None:
@@ -38,6 +41,8 @@ class Drafts:
             seq.draft = _chain(length, round(chance * STEPS)) if length else None
 
     def verified(self, seq: VllmSeq, tried: int, right: int) -> None:
+        self.tried += tried
+        self.right += right
         seq.tried += tried
         seq.accepted += right
         self._right, self._tried = 0.999 * self._right + right, 0.999 * self._tried + tried

@@ -9,6 +9,7 @@ A step never waits for a reader: what one is too slow for is lost to it, and it 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import stat
@@ -48,7 +49,8 @@ def _remove(folder: str, pid: int) -> None:
 def seal(fields: Mapping[str, str]) -> str:
     """What shows that `fields` were written by an API server of this vLLM; empty where no key was announced."""
     key = os.environ.get(KEY, "")
-    return blake2b(orjson.dumps(sorted(fields.items())), key=key.encode(), digest_size=16).hexdigest() if key else ""
+    text = json.dumps(sorted(fields.items())).encode()  # of any text, also what is no valid UTF-8
+    return blake2b(text, key=key.encode(), digest_size=16).hexdigest() if key else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Reader:
                 return
             about = orjson.loads(head)
             engine, number = about["engine"], about["n"]
-            lost = number - self._numbers.get((topic, engine), number - 1) - 1
+            lost = max(0, number - self._numbers.get((topic, engine), number - 1) - 1)  # a new core begins at 1
             self._numbers[topic, engine] = number
             if topic == ENGINE:
                 yield State(engine, about["fields"], lost)

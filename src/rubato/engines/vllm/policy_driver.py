@@ -44,6 +44,11 @@ QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not
 FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
 
 SLOW = 1.0  # seconds: a step that takes longer to plan counts as a fault
+OUTCOMES: Mapping[str, tuple[Outcome, str]] = {  # of vLLM's finish reasons; "stop" also of what else ends a text
+    "length": ("completed", "length"),
+    "abort": ("cancelled", "aborted"),
+    "error": ("failed", "error"),
+}
 
 ORDER = attrgetter("order")
 
@@ -153,7 +158,9 @@ class PolicyDriver:
         self._room = Room(1 + num_spec_tokens) if settings.stand_aside and not plans_drafts else None
         self._settled = 0  # steps that may be left to vLLM without a look
         self._kv = kv
-        self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were
+        self._recent: deque[float] = deque(maxlen=FAULTS)  # when the last faults were, without `_slow`
+        self._slow = 0.0  # seconds that plans took which were too slow
+        self.refused = 0  # requests
         self._reported: dict[str, float] = {}  # when each kind of fault, and a deviation, was last logged
         self._lengths: LengthPredictor | None = PREDICTORS[settings.lengths]() if settings.lengths else None
         self._slo_rule = settings.slo_rule
@@ -226,6 +233,14 @@ class PolicyDriver:
         """Keep it for the policy, which is not asked any more once it is given up."""
         if not self.given_up:
             self._events.append(event)
+
+    @guarded
+    def refuse(self, id: str, reason: str) -> None:
+        """A request is refused. Under overload many are: the log has the first of each QUIET seconds."""
+        self.refused += 1
+        if self._due("refused"):
+            log.warning("request %.100s refused: %s; refused so far: %d", id, reason, self.refused)  # ids are clients'
+        self._end(id, "refused", reason)
 
     @guarded
     def aborted(self, id: str) -> None:
@@ -364,6 +379,7 @@ class PolicyDriver:
         if self._reports is not None:
             self._reports.planned.append(seconds)
         if seconds > SLOW:
+            self._slow += seconds
             self._count_fault("slow")
             if self._due("slow"):
                 log.warning("policy %r took %.1f s to plan step %d", self.name, seconds, self.steps)
@@ -379,7 +395,7 @@ class PolicyDriver:
             )  # fmt: skip
 
     def _count_fault(self, place: str) -> None:
-        now = self.clock()
+        now = self.clock() - self._slow  # else the slowest policy would be given up last
         self.faults[place] += 1
         self._recent.append(now)
         if not self.given_up and len(self._recent) == FAULTS and now - self._recent[0] <= WITHIN:
@@ -451,7 +467,7 @@ class PolicyDriver:
     def completed(self, output: Any, outputs: Mapping[int, Any], now: float, unfinished: int) -> None:
         """A batch is done: learn its time, book its tokens. outputs: vLLM's EngineCoreOutputs by client."""
         while self._flights and (flight := self._flights.popleft()).output is not output:
-            self.faults["unknown batch"] += 1  # its beginning was not noted for a fault, or its end
+            self._count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
         for seq in flight.sampling:
             seq.coming -= 1
         if flight.shape.seqs:
@@ -492,6 +508,7 @@ class PolicyDriver:
             "deviations": dict(self.deviations),
             "faults": dict(self.faults),
             "given_up": self.given_up,
+            "drafted": {"accepted": self.drafts.right, "rejected": self.drafts.tried - self.drafts.right},
             "step_seconds_off": self.latency.spread,
         }
 
@@ -523,7 +540,7 @@ class PolicyDriver:
                 Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
             )
         if out.finish_reason is not None:
-            self._end(seq.id, "completed", "length" if str(out.finish_reason) == "length" else "stop")
+            self._end(seq.id, *OUTCOMES.get(str(out.finish_reason), ("completed", "stop")))
 
 
 def _chunks(plan: Plan, view: View) -> dict[str, int]:

@@ -37,10 +37,9 @@ class Room:
         starting = (*view.waiting, *view.prefilling)
         # blocks: of decodes until the next look, and of prompts whole, since what they hit may be free till they start
         growth = len(running) * (1 + limits.blocks(SETTLED * self._most_tokens))
-        if view.waiting:
-            places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
-            if len(running) + len(view.waiting) > places:
-                return False
+        places = limits.max_num_seqs if limits.max_running is None else min(limits.max_num_seqs, limits.max_running)
+        if len(running) + len(view.waiting) > places:  # a policy may let more run than a batch of vLLM's has room for
+            return False
         growth += sum([limits.blocks(seq.cached + seq.pending) for seq in starting])
         if growth > view.kv_free:
             return False

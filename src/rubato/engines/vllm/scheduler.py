@@ -24,7 +24,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING
 from rubato.engines.vllm.kv_view import KVView
-from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
+from rubato.engines.vllm.policy_driver import PolicyDriver, Step, guarded, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import Settings, settings_of
 
@@ -135,9 +135,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return ended
 
     def _refuse(self, request: Any, reason: str) -> None:
-        """End a request with an error. vLLM makes that a 500 whatever the reason, which therefore goes to the log."""
-        log.warning("request %.100s refused: %s", request.request_id, reason)  # the id may be a header of any length
-        self.rubato.end(request.request_id, "refused", reason)
+        """End a request with an error. vLLM makes that a 500 whatever the reason."""
+        self.rubato.refuse(request.request_id, reason)
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         last = EngineCoreOutput(
             request_id=request.request_id,
@@ -167,13 +166,18 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if not aside and not self.rubato.given_up and (view := self._seen()) is not None:
             aside = self.rubato.observe(view)  # None after a fault
             step = self._planned(view) if aside is False else None
-        if step is None:
+        starting = self._starting(step) if step is not None else None
+        if step is None or starting is None:
             self.rubato.fallbacks += not aside
             output = self._in_vllms_order(throttle_prefills)
         else:
-            output = self._carried_out(step, throttle_prefills)
+            output = self._carried_out(step, starting, throttle_prefills)
         self.rubato.scheduled(now, output, self.requests, self._depths)
         return output
+
+    def fault(self, place: str) -> None:
+        """Of what is `guarded` here."""
+        self.rubato.fault(place)
 
     def _seen(self) -> View | None:
         """What can be scheduled; None after a fault."""
@@ -236,15 +240,20 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             return False
         return bool(request.num_tokens + placeholders > computed)
 
-    def _carried_out(self, step: Step, throttle_prefills: bool) -> Any:
-        """vLLM's own step, with nothing left for it to decide that the plan says."""
+    @guarded
+    def _starting(self, step: Step) -> list[tuple[Any, Hit]]:
+        """The requests that the plan starts, and what of them is in KV."""
         seqs = self.rubato.seqs
-        starting = [self.requests[w.seq] for w in step.plan.work if seqs[w.seq].waiting]
-        found = [self._found(seqs[r.request_id]) for r in starting]
-        hits = [block for hit in found if hit.found is not None for block in hit.blocks]
+        return [
+            (self.requests[work.seq], self._found(seq)) for work in step.plan.work if (seq := seqs[work.seq]).waiting
+        ]
+
+    def _carried_out(self, step: Step, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
+        """vLLM's own step, with nothing left for it to decide that the plan says."""
+        hits = [block for _, hit in starting if hit.found is not None for block in hit.blocks]
         self._step, self._depths = step, step.depths
         self._draft_length.planned = max(step.depths.values(), default=0)
-        queues = self._set_aside(starting)
+        queues = self._set_aside([request for request, _ in starting])
         pool = self.kv_cache_manager.block_pool
         pool.touch(hits)  # else running requests, which come first, may take the memory of a hit that was planned on
         try:
@@ -255,7 +264,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             self._put_back(*queues)
         if not throttle_prefills:  # as vLLM has it, of the queues as they are
             self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
-        self._compare(step, output.num_scheduled_tokens, zip(starting, found, strict=True))
+        self._compare(step, output.num_scheduled_tokens, starting)
         return output
 
     def _found(self, seq: VllmSeq) -> Hit:
@@ -365,6 +374,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         super().update_draft_token_ids(draft_token_ids)
         self._cut_drafts(draft_token_ids.req_ids)
 
+    @guarded
     def _cut_drafts(self, ids: Iterable[str]) -> None:
         """vLLM drafts one length for all: of each request those tokens stay that the plan asked for."""
         if self._depths is None:
@@ -385,6 +395,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     # ----------------------------------------------------------------- what vLLM did otherwise
 
+    @guarded
     def _compare(self, step: Step, got: Mapping[str, int], started: Iterable[tuple[Any, Hit]]) -> None:
         """Count what was not scheduled as planned, by its cause: once a step for each cause."""
         planned, causes, about = step.chunks, set(), []

@@ -38,7 +38,7 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
         raise ValueError("this engine schedules generation only; a pooling request has no tokens to be on time with")
     extra = {key: value for key, value in (params.extra_args or {}).items() if key.startswith(PREFIX)}
     seal = extra.pop(SEAL, "")
-    by_us = isinstance(seal, str) and seal != "" and compare_digest(seal, link.seal(extra))
+    by_us = isinstance(seal, str) and seal != "" and _is_ours(seal, extra)
     if not by_us:  # nobody's word, or that of an API server whose key this core has not: another node's
         extra = {k: v for k, v in extra.items() if strangers and not (seal and k in (TENANT, ARRIVAL, TICKET))}
     for key in extra:
@@ -62,6 +62,13 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
         on_decline=_on_decline(extra.get(ON_DECLINE, "best_effort")),
     )
     return request, extra.get(TICKET, "")
+
+
+def _is_ours(seal: str, extra: Mapping[str, Any]) -> bool:
+    """Whether an API server of this vLLM wrote this. Both may be a client's, of any kind."""
+    if not all(isinstance(value, str) for value in extra.values()):
+        return False
+    return compare_digest(seal.encode("utf-8", "replace"), link.seal(extra).encode())
 
 
 def _seconds(key: str, value: object) -> float | None:
