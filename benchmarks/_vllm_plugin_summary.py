@@ -54,9 +54,13 @@ class Baseline:
 
     @property
     def start(self) -> float:
-        """A first guess of the rate that is held: prefills one after the other, decodes twenty at once."""
+        """A first guess of the rate that is held."""
         assert self.alone is not None
-        return 1.0 / (MEAN_PROMPT * self.alone.ttft / PROMPT + MEAN_OUTPUT * self.alone.step / 20)
+        return guess(self.alone)
+
+    def speed(self, alone: Unloaded) -> float:
+        """Of the machine now, when stock unloaded takes that long, as a multiple of that at the search."""
+        return guess(alone) / self.start
 
     def rate(self) -> float:
         """Raises SystemExit when no rate was held."""
@@ -65,6 +69,11 @@ class Baseline:
         if bound == "at most":
             raise SystemExit(f"stock held none of {len(rates)} rates down to {found:.2f}/s: is something else running?")
         return found
+
+
+def guess(alone: Unloaded) -> float:
+    """Requests/s: prefills one after the other, decodes twenty at once."""
+    return 1.0 / (MEAN_PROMPT * alone.ttft / PROMPT + MEAN_OUTPUT * alone.step / 20)
 
 
 def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequence[float]) -> dict[str, Any]:
@@ -128,6 +137,11 @@ def going_on(rows: Rows, labels: Sequence[str]) -> list[str]:
 def notes(rows: Rows) -> Iterator[str]:
     yield "attained: met of offered, by the deadline rule; mean and interval over seeds, at least as wide as Wilson's"
     yield "capacity: 90 % attained, on a line between rates; interval by a bootstrap over seeds and blocks of requests"
+    speeds = sorted({r["speed"] for r in rows})
+    yield (
+        "rates and SLOs follow the machine's speed, by stock unloaded before each rate and seed: "
+        f"{speeds[0]:.2f} to {speeds[-1]:.2f} times that at the search"
+    )
     yield "an end of an interval that is the lowest or highest rate measured is a bound"
     share = sorted(r["others"] for r in rows)
     yield f"other programs used {share[len(share) // 2]:.0%} of a core (median cell; at most {share[-1]:.0%})"

@@ -9,6 +9,9 @@ of them goes on), stock with its priority scheduling by tier, and the plug-in wi
 its own on all cores, its prefix cache on and emptied before each cell; while one is asked the others sleep; they take
 turns, in another order each cell.
 
+Before each factor and seed stock is measured unloaded again: the SLOs are multiples of that, and the rates follow it,
+for machines whose speed changes from one quarter of an hour to the next.
+
 A cell (contender, factor, seed) is written to `--out` as it ends; started again, the script goes on where it was. After
 each cell the summary is written anew: attainment, latency, each contender's capacity at 90 % by interpolation and its
 ratio to the best stock's, and below factor 1 the medians of TTFT and TPOT over stock's, paired by seed (as many as
@@ -271,6 +274,7 @@ def forget(server: Server) -> None:
 
 
 def unloaded(server: Server, load: Load) -> Unloaded:
+    forget(server)
     records = [ask(server, one).records[0] for one in load.alone()]
     ttft, tpot = ([v for r in records if (v := getattr(r.verdict, name))] for name in ("ttft", "tpot"))
     if len(ttft) + len(tpot) < 14:
@@ -288,9 +292,8 @@ def search(server: Server, load: Load, base: Baseline, count: int, path: Path) -
         say(f"  stock at {rate:.2f}/s: attainment {base.tries[rate]:.0%} of {len(run.records)}")
 
 
-def measured(server: Server, cell: Cell, load: Workload, code_of: dict[str, Any]) -> dict[str, Any]:
-    """One contender at one rate with one seed, as its file keeps it; CPU that others used as a share of one core.
-    code_of: the `commit` that the servers were started from."""
+def measured(server: Server, cell: Cell, load: Workload, about: dict[str, Any]) -> dict[str, Any]:
+    """One contender at one rate with one seed, as its file keeps it; CPU that others used as a share of one core."""
     forget(server)
     group, before = server.process.pid, plans(server)
     begin, busy = time.monotonic(), _machine_cpu() - _group_cpu(group) - sum(os.times()[:2])
@@ -307,7 +310,7 @@ def measured(server: Server, cell: Cell, load: Workload, code_of: dict[str, Any]
         "factor": cell.factor,
         "seed": cell.seed,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        **code_of,
+        **about,
         "seconds": end - begin,
         "others": max(0.0, rest) / (end - begin),
         "plans": {name: count - before.get(name, 0.0) for name, count in plans(server).items()},
@@ -438,16 +441,21 @@ def main() -> None:
             search(servers[contending[0]], load, base, args.search_requests, path)
         rate = args.rate or base.rate()
         say(f"stock holds {rate:.2f}/s; some {duration(missing, args.requests, rate) / 3600:.1f} h from here")
+        group, speed = (0.0, 0), 1.0
         for cell in missing:
             if cell not in wanted(cells, args.out):
                 continue
-            part = load.mix("cell", cell.factor * rate, args.requests, cell.seed)
-            row = measured(servers[cell.contender], cell, part, code_of)
+            if (cell.factor, cell.seed) != group:
+                group, now = (cell.factor, cell.seed), unloaded(servers[contending[0]], load)
+                load.slos, speed = now.slos(), base.speed(now)
+                say(f"  the machine is {speed:.2f} times as fast as at the search")
+            part = load.mix("cell", cell.factor * rate * speed, args.requests, cell.seed)
+            row = measured(servers[cell.contender], cell, part, {**code_of, "speed": speed})
             scratch = args.out / "writing"
             scratch.write_bytes(results.as_json(row))
             scratch.replace(args.out / cell.file)  # whole or not at all
             met = row["run"]["requests"]["met"]
-            what = f"{cell.factor:g} × {rate:.2f}/s, seed {cell.seed}, {cell.contender.label}"
+            what = f"{cell.factor:g} × {rate * speed:.2f}/s, seed {cell.seed}, {cell.contender.label}"
             noise = f"others used {row['others']:.0%} of a core; {row['seconds']:.0f} s"
             say(f"  {what}: met {sum(met)} of {len(met)}; {noise}")
             report(args, cells, base, rate, factors)
