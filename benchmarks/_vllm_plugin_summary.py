@@ -85,7 +85,7 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
         "attained at rates tried, share": {f"{r:.3g}": base.tries[r] for r in sorted(base.tries)},
         "stock unloaded, seconds": {f"TTFT of {PROMPT} tokens": base.alone.ttft, "decode step": base.alone.step},
         "SLOs, seconds": {tier: slo.promised for tier, slo in base.alone.slos().items()},
-        "settings": base.asked,
+        "settings": {name: value for name, value in base.asked.items() if value is not None},
         "cells": {
             f"{f:g} of it": {
                 label: pooled(own)
@@ -113,7 +113,7 @@ def summary(rows: Rows, base: Baseline, rate: float, seeds: int, factors: Sequen
         "machine": {
             "cpu": f"{cpu.get('model name')}, family {cpu.get('cpu family')}, {' '.join(flags)}",
             "cores": len(os.sched_getaffinity(0)),
-            "os": f"{platform.system()} {platform.release()}",
+            "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
             "versions": [*REQUIREMENTS, f"python {platform.python_version()}"],
         },
         "command": shlex.join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]),
@@ -204,7 +204,7 @@ def paired(rows: Rows, label: str, factor: float, name: str) -> Estimate | None:
             if known:
                 of[r["contender"]][r["seed"]] = statistics.median(known)
     both = sorted(of[STOCK].keys() & of[label].keys())
-    if label == STOCK or not both:
+    if label == STOCK or len(both) < 2:
         return None
     return over_seeds([log(of[label][s] / of[STOCK][s]) for s in both]).exp()
 
