@@ -23,8 +23,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
-from rubato.engines.vllm.link import Events, Reader, State
-from rubato.engines.vllm.policy_driver import PLACES
+from rubato.engines.vllm.link import PLACES, Events, Reader, State
 from rubato.serving.metrics import STEP, SLOMetrics
 from rubato.serving.request_history import RequestHistory
 

@@ -27,14 +27,14 @@ class Drafts:
         self.planned = planned
         self.uniform = uniform
         self.tried = self.right = 0
-        self._right, self._tried = PRIOR * WEIGHT, WEIGHT
+        self._lately_right, self._lately_tried = PRIOR * WEIGHT, WEIGHT
 
     def show(self, seqs: Iterable[VllmSeq]) -> None:
         """Let a policy see what was drafted. vLLM does not tell how likely its drafts are: what counts is how many were
         right so far, of the request itself and of all."""
         if not self.most or not self.planned:
             return
-        mean = self._right / self._tried
+        mean = self._lately_right / self._lately_tried
         for seq in seqs:
             length = len(seq.own.spec_token_ids)
             chance = (seq.accepted + mean * WEIGHT) / (seq.tried + WEIGHT)
@@ -45,7 +45,7 @@ class Drafts:
         self.right += right
         seq.tried += tried
         seq.accepted += right
-        self._right, self._tried = 0.999 * self._right + right, 0.999 * self._tried + tried
+        self._lately_right, self._lately_tried = 0.999 * self._lately_right + right, 0.999 * self._lately_tried + tried
 
     def chunks(self, plan: Plan, view: View, seqs: Mapping[str, VllmSeq]) -> dict[str, int]:
         """Tokens to run of each request, drafted ones to be verified among them."""

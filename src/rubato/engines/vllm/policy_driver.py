@@ -24,7 +24,7 @@ from rubato.core.plan import NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.drafts import Drafts
-from rubato.engines.vllm.link import Publisher
+from rubato.engines.vllm.link import PLACES, Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
 from rubato.engines.vllm.room import SETTLED, Room
@@ -56,20 +56,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# Where faults are counted: `guarded` adds the names of what it guards.
-PLACES = ["slow", "report", "unknown batch"]
-
-
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on."""
-    PLACES.append(method.__name__)
+    """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on. Raises ValueError for a
+    method whose name is not in PLACES."""
+    place = PLACES[PLACES.index(method.__name__.lstrip("_"))]
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return method(self, *args, **kwargs)
         except Exception:
-            self.fault(method.__name__)
+            self.fault(place)
             return None
 
     return call
@@ -495,7 +492,6 @@ class PolicyDriver:
             self._reports.send(self.clock(), self._state, self.seqs, idle=idle)
         except Exception:
             self.faults["report"] += 1
-            self._reports.drop()
             if self._due("report"):
                 log.exception("step %d is not reported to vLLM's API servers: their metrics lack it", self.steps)
 

@@ -79,23 +79,21 @@ class Reports:
         }
 
     def send(self, now: float, state: Callable[[], dict[str, Any]], open: Iterable[str], *, idle: bool) -> None:
-        """state: how steps went; open: all requests that have not ended, also those that are in no view."""
-        for client, events in self._events.items():
-            self._publisher.events(client, events, self._tickets.get(client, {}))
+        """state: how steps went; open: all requests that have not ended, also those that are in no view. What cannot be
+        sent is dropped."""
+        by_client, tickets = self._events, self._tickets
         self._events, self._tickets = {}, {}
+        for client, events in by_client.items():
+            self._publisher.events(client, events, tickets.get(client, {}))
         if now < self._told + REPORT and (self._idle or not idle):  # an engine with nothing to run may spin
             return
         self._told, self._idle = now, idle
         shown = {**self._shown, "at": now, "held": [], "sequences": []} if idle else self._shown
         if shown:
             shown = {**shown, "open": list(open)}
-        self._publisher.state({**state(), "planned": self.planned, "batches": self.batches, **shown})
+        steps = {"planned": self.planned, "batches": self.batches}
         self.planned, self.batches, self._shown = [], [], {}
-
-    def drop(self) -> None:
-        """What was to be told cannot be."""
-        self._events, self._tickets = {}, {}
-        self.planned, self.batches, self._shown = [], [], {}
+        self._publisher.state({**state(), **steps, **shown})
 
     def close(self) -> None:
         self._publisher.close()

@@ -163,7 +163,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._short_of_kv.clear()
         aside: bool | None = self.rubato.goes_on_aside()
         step = None
-        if not aside and not self.rubato.given_up and (view := self._seen()) is not None:
+        if not aside and not self.rubato.given_up and (view := self.view()) is not None:
             aside = self.rubato.observe(view)  # None after a fault
             step = self._planned(view) if aside is False else None
         starting = self._starting(step) if step is not None else None
@@ -179,14 +179,6 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         """Of what is `guarded` here."""
         self.rubato.fault(place)
 
-    def _seen(self) -> View | None:
-        """What can be scheduled; None after a fault."""
-        try:
-            return self.view()
-        except Exception:
-            self.rubato.fault("view")
-            return None
-
     def _planned(self, view: View) -> Step | None:
         """The policy's plan for this step, carried out as far as it is no batch; None after a fault."""
         step: Step | None = self.rubato.plan(view)
@@ -201,6 +193,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self.rubato.shift(step.plan)
         return step
 
+    @guarded
     def view(self) -> View:
         """What can be scheduled now. A paused engine shows less; requests that wait for a grammar are not here yet."""
         waiting: list[Any] = []
