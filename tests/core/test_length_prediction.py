@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -15,7 +17,11 @@ from rubato.config.build import lengths_of
 from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LengthPredictor
 from rubato.core.length_prediction import CLASSES, LAST, PREDICTORS, ConditionalMean, Gaussian, Oracle, RunningMean
+from rubato.core.plan import Limits
 from rubato.core.request import Request, Sampling, Stage
+from rubato.fleet.cluster_options import PolicyChoice
+from rubato.latency import affine
+from rubato.policies import PolicyError, default_lengths
 from rubato.simulation import run_spec
 
 
@@ -182,3 +188,21 @@ def test_oracle() -> None:
         Oracle(truth).remaining(of("x", "unknown"), 0)
     with pytest.raises(ValueError, match="noise"):
         Oracle(truth, noise=1.0)
+
+
+def test_a_router_may_name_the_predictor_that_is_used_where_none_is_configured(tmp_path: Path) -> None:
+    truth = {"a": (100,)}
+    for policy, router, usual in (
+        ("sa", "auto", RunningMean),
+        ("vllm", "sa", RunningMean),
+        ("edf", "auto", type(None)),
+    ):
+        machine = run_spec.Hardware("one", affine.Model(), Limits(1, 1, 1, 1, 1))
+        spec = run_spec.RunSpec(machine, PolicyChoice(policy, router=router))
+        assert type(spec.predictor(truth)) is type(lengths_of(load({"policy": policy, "router": router}))) is usual
+        assert isinstance(lengths_of(load({"policy": policy, "router": router, "lengths": "gaussian"})), Gaussian)
+        assert isinstance(replace(spec, lengths=run_spec.oracle_lengths).predictor(truth), Oracle)
+    file = tmp_path / "mine.py"
+    file.write_text("class Router:\n    default_lengths = 'guess'\n")
+    with pytest.raises(PolicyError, match="default_lengths is 'guess': give running_mean or"):
+        default_lengths("edf", str(file))

@@ -18,7 +18,18 @@ from rubato.core.request import SLO, Request, Sampling, Stage
 from rubato.latency import affine, bilinear
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
 from rubato.policies import PolicyError, load, load_router, router_for
-from rubato.policies.sa import Annealing, MappedRequest, Predicted, Router, anneal, annealed, evaluated, order
+from rubato.policies.sa import (
+    DISPATCHES,
+    Annealing,
+    MappedRequest,
+    Predicted,
+    Predictions,
+    Router,
+    anneal,
+    annealed,
+    evaluated,
+    order,
+)
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.doubles import Linear, run_spec
@@ -206,6 +217,53 @@ def test_slack_is_what_the_tightest_of_the_slos_leaves() -> None:
     assert slack(SLO(ttft=1.0, tpot=1.0), waited=0.25) == pytest.approx(0.75 - prefill)
 
 
+class Counted(affine.Model):
+    """How often it is asked."""
+
+    asked = 0
+    speed = 1.0
+
+    def step_time(self, shape: Shape) -> float:
+        self.asked += 1
+        return self.speed * super().step_time(shape)
+
+
+def test_predictions_are_made_once_for_each_request_and_batch_size() -> None:
+    model, kept = Counted(), Predictions()
+    jobs = [MappedRequest(str(i), 100 + i, 50 + i, SLO(ttft=2.0, tpot=0.5)) for i in range(6)]
+
+    def asked(given: Sequence[MappedRequest]) -> int:
+        before, found, asked = model.asked, kept.of(given, model, 4), model.asked
+        fresh = Predicted.of(given, model, 4)
+        assert found.seconds == pytest.approx(fresh.seconds, rel=0.03)
+        assert found.slack == pytest.approx(fresh.slack, rel=0.03)
+        assert found.waited == fresh.waited
+        return asked - before
+
+    probe = asked([])
+    one = (asked(jobs[:4]) - probe) // 16  # a request in a batch of one size
+    assert one > 0
+    later = [replace(job, waited=1.5) for job in jobs]
+    assert asked(later[:4]) == probe
+    assert asked(later) == probe + 2 * 4 * one
+    assert asked([replace(later[0], output=51), *later[1:]]) == probe  # 2 % longer
+    assert asked([replace(later[0], output=60), *later[1:]]) == probe + 4 * one
+    assert asked([replace(later[0], output=60, prompt=200), *later[1:]]) == probe + 4 * one
+    model.speed = 1.5  # what is kept is of an engine that was faster
+    assert asked(later) == probe + 6 * 4 * one
+
+
+@few
+@given(turns=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 30)), max_size=4)))
+def test_predictions_that_are_kept_are_those_that_would_be_made(turns: list[list[tuple[int, int, int]]]) -> None:
+    kept, model = Predictions(), bilinear.Model()
+    for turn in turns:
+        jobs = [MappedRequest(str(i), p, o, SLO(e2e=9.0), waited=1.0) for i, (p, o) in {i: x for i, *x in turn}.items()]
+        found, fresh = kept.of(jobs, model, 3), Predicted.of(jobs, model, 3)
+        assert np.array_equal(found.seconds, fresh.seconds)  # lengths this short differ by more than is let pass
+        assert np.array_equal(found.slack, fresh.slack)
+
+
 def test_anyone_can_order_their_jobs() -> None:
     jobs = [MappedRequest(str(i), 100 + i, 50, SLO(ttft=2.0)) for i in range(5)]
     batches = order(jobs, bilinear.Model(), 2)
@@ -235,7 +293,7 @@ def test_bad_input_is_named() -> None:
         Annealing(iterations=0)
     with pytest.raises(ValueError, match="temperature inf"):
         Annealing(temperature=float("inf"))
-    with pytest.raises(PolicyError, match="dispatch is 'never': give 'interval' or 'batch_end'"):
+    with pytest.raises(PolicyError, match="dispatch is 'never': give 'interval' or 'batch_end' or 'place'"):
         load_router("sa", {"dispatch": "never"})
     with pytest.raises(PolicyError, match="max_batch is -1"):
         load_router("sa", {"max_batch": -1})
@@ -283,6 +341,19 @@ def test_or_when_the_batch_before_has_ended() -> None:
         assert max(ends[e.id] for e in sent if e.at == before) <= after
 
 
+def test_or_the_next_one_when_a_place_is_free_in_an_order_found_anew() -> None:
+    """Both places are taken at 0; the tight one that comes then passes all that wait, at the first end."""
+    late = requests(("tight", 5, 0.5), at=0.001)
+    offered = [*requests(*((f"q{i}", 8 + 4 * i, 9.0) for i in range(5))), *late]
+    sent, events = placed(offered, router_settings={"dispatch": "place"})
+    ends = [e.at for e in events if isinstance(e, Finished)]
+    assert [e.at for e in sent[:2]] == [0.0, 0.0]
+    assert sent[2].id == "tight"
+    for nth, e in enumerate(sent):  # never more than two there
+        assert nth - sum(end <= e.at for end in ends) < 2
+    assert [e.at for e in sent[2:]] == pytest.approx(sorted(ends)[: len(sent) - 2])  # and no place stays free
+
+
 def test_each_replica_gets_its_share_of_memory_in_turns() -> None:
     sent, _ = placed(requests(*((f"q{i}", 40, 9.0) for i in range(6))), replicas=3)
     assert sorted(e.replica for e in sent) == ["r0", "r0", "r1", "r1", "r2", "r2"]
@@ -309,7 +380,7 @@ def test_short_requests_without_an_slo_go_first_for_the_sum_of_latencies() -> No
     assert [[job.id for job in batch] for batch in order(jobs, bilinear.Model(), 1)] == [["none"], ["slo"]]
 
 
-@pytest.mark.parametrize("dispatch", ["interval", "batch_end"])
+@pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_cancelled_requests_are_forgotten_and_those_of_a_lost_replica_assigned_anew(dispatch: str) -> None:
     offered = requests(*((f"q{i}", 20, 9.0) for i in range(8)))
     acts: list[Act] = [

@@ -14,7 +14,7 @@ from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.planning.request_source import FileSource, MixSource, RequestSource, ScenarioSource, TraceSource
-from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware, unknown_lengths
+from rubato.simulation.run_spec import Hardware, RunSpec, packaged_hardware
 from rubato.workloads.workload import check_rate
 
 
@@ -129,7 +129,7 @@ def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice
         config.replicas,
         args.slo_rule or config.slo_rule,
         args.noise,
-        unknown_lengths if config.lengths is None else partial(lengths_of, config),
+        None if config.lengths is None else partial(lengths_of, config),
         link=link_of(config),
         drafter=drafter_of(config),
     )

@@ -28,7 +28,7 @@ from rubato.latency import profiles
 from rubato.latency.model_base import completed
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.with_drafter import Drafted
-from rubato.policies import load
+from rubato.policies import default_lengths, load
 from rubato.policy_kit.fair_share import FairShare
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
@@ -201,12 +201,15 @@ def guessed(config: Config) -> list[str]:
 
 
 def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None) -> LengthPredictor | None:
-    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: nothing is known.
+    """`lengths.kind`: one of `PREDICTORS`, or a dotted module with a class `Lengths`; default: the router's
+    (`policies.default_lengths`), and where it names none, nothing is known.
 
-    In simulation, where `truth` (request id -> output tokens of each stage) is given, also oracle. Raises ConfigError.
+    In simulation, where `truth` (request id -> output tokens of each stage) is given, also oracle. Raises ConfigError,
+    and PolicyError for a policy or router that is not there.
     """
     if config.lengths is None:
-        return None
+        usual = default_lengths(config.policy.name, config.router.name)
+        return None if usual is None else PREDICTORS[usual]()
     name, settings = config.lengths.name, dict(config.lengths.settings)
     if name == "oracle":
         if truth is None:

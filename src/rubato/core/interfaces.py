@@ -261,6 +261,9 @@ class Router(Protocol):
     and again as long as it places or rejects; if a held one has KV, also when KV may have come free. One that says
     `wants = frozenset({"step"})` is asked whenever a step of any replica has ended, too, and then just once at any
     instant, after all else that happens at it.
+
+    One that decides by output lengths may name the predictor that is used where none is configured, one of
+    `length_prediction.PREDICTORS`, as a class attribute `default_lengths`.
     """
 
     needs: ClassVar[frozenset[str]]

@@ -20,6 +20,7 @@ from typing import Any, cast
 from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Router, Scheduler
+from rubato.core.length_prediction import PREDICTORS
 
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
 
@@ -65,6 +66,16 @@ def router_for(
         shared = _settings(paired)
         settings = {name: value for name, value in (own or {}).items() if name in shared} | dict(settings or {})
     return load_router(router, settings)
+
+
+def default_lengths(policy: str, router: str = "auto") -> str | None:
+    """The name of the length predictor that `router` ("auto": the policy's own) uses where none is configured
+    (`default_lengths`), None for no predictor. Raises PolicyError, also for a name that is no predictor's."""
+    chosen = policy if router == "auto" else router
+    name: str | None = getattr(getattr(_module(chosen), "Router", None), "default_lengths", None)
+    if name is not None and name not in PREDICTORS:
+        raise PolicyError(f"policy {chosen!r}: default_lengths is {name!r}: give {' or '.join(PREDICTORS)}")
+    return name
 
 
 def optional(scheduler: Scheduler) -> frozenset[str]:

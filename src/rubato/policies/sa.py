@@ -3,11 +3,13 @@
 As in the paper (§3, §4): requests wait in a pool; each is assigned to the replica with the most memory left, by turns;
 for each replica an order of its requests and the sizes of the batches in which they are sent are sought that maximise
 G = requests in SLO / sum of their end-to-end latencies, as a latency model and predicted output lengths give them; the
-batches are sent one after the other. The engine behind is vLLM's (`policies.vllm`) and knows nothing of it.
+batches are sent one after the other, or the next request whenever a place is free. The engine behind is vLLM's
+(`policies.vllm`) and knows nothing of it.
 `order` is the same search for anyone's server (docs/sa.md).
 
 Ours, where the paper is silent: how a difference of G is scaled before it is compared with the temperature
-(`Annealing`), how the last batch is split, and that time already waited counts.
+(`Annealing`), how the last batch is split, that time already waited counts, and that lengths are class means unless a
+draw is asked for (`lengths: gaussian`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ Ints: TypeAlias = NDArray[np.int64]
 
 APART = 1e-4  # seconds between the batches (§5.1)
 MEMORY_USE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (§5.1)
+DISPATCHES = ("interval", "batch_end", "place")
+CLOSE = 0.025  # a prediction stands while the length and the step times behind it move by less: G is the same (§5.3)
+PROBE = 1024  # tokens whose prefill and decode step tell how fast a latency model believes its engine to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +142,58 @@ class Predicted:
 
     @classmethod
     def of(cls, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
+        return Predictions().of(requests, model, max_batch)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What was predicted of a request, for batches of 1 up to as many as were asked for, had it just arrived."""
+
+    request: MappedRequest
+    seconds: Floats
+    slack: Floats
+
+    def stands(self, request: MappedRequest) -> bool:
+        own = self.request
+        same = own.prompt == request.prompt and own.slo == request.slo
+        return same and abs(request.output - own.output) <= CLOSE * own.output
+
+
+@dataclass
+class Predictions:
+    """Predictions of the requests that wait for one replica, kept by id and batch size from one mapping to the next:
+    each is a few calls of the latency model, for as many batch sizes as there are, and few change."""
+
+    _kept: dict[str, _Kept] = field(default_factory=dict)
+    _probed: float = 0.0  # seconds of `PROBE` when they were made
+
+    def of(self, requests: Sequence[MappedRequest], model: LatencyModel, max_batch: int) -> Predicted:
+        """Of these requests; what is not among them is forgotten."""
         sizes = min(max_batch, max(1, len(requests)))
+        probed = prefill_seconds(model, 1, PROBE) + decode_seconds(model, 1, PROBE, 1)
+        if abs(probed - self._probed) > CLOSE * self._probed:
+            self._kept, self._probed = {}, probed
+        rows = [self._row(request, model, sizes) for request in requests]
+        self._kept = {request.id: row for request, row in zip(requests, rows, strict=True)}
         seconds, slack = np.empty((2, len(requests), sizes))
-        for j, request in enumerate(requests):
-            for b in range(1, sizes + 1):
-                prefill = prefill_seconds(model, b, request.prompt)
-                decode = decode_seconds(model, b, request.prompt, request.output)
-                seconds[j, b - 1] = prefill + decode
-                slack[j, b - 1] = _slack(request.slo, prefill, decode, request.output) - request.waited
-        return cls(seconds, slack, sum(request.waited for request in requests))
+        for j, (request, row) in enumerate(zip(requests, rows, strict=True)):
+            seconds[j] = row.seconds[:sizes]
+            slack[j] = row.slack[:sizes] - request.waited
+        return Predicted(seconds, slack, sum(request.waited for request in requests))
+
+    def _row(self, request: MappedRequest, model: LatencyModel, sizes: int) -> _Kept:
+        row = self._kept.get(request.id)
+        if row is None or not row.stands(request):
+            row = _Kept(request, np.empty(0), np.empty(0))
+        known = len(row.seconds)
+        if known < sizes:
+            own, new = row.request, np.empty((2, sizes - known))
+            for b in range(known + 1, sizes + 1):
+                prefill = prefill_seconds(model, b, own.prompt)
+                decode = decode_seconds(model, b, own.prompt, own.output)
+                new[:, b - known - 1] = prefill + decode, _slack(own.slo, prefill, decode, own.output)
+            row.seconds, row.slack = np.concatenate([row.seconds, new[0]]), np.concatenate([row.slack, new[1]])
+        return row
 
 
 def _slack(slo: SLO, prefill: float, decode: float, output: int) -> float:
@@ -301,12 +349,14 @@ def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class Router:
-    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: when a batch is
-    sent, "interval", 0.1 ms after the one before (§5.1), or "batch_end", when all of that has ended (§4.4).
-    temperature, iterations, early_exit: of `Annealing`."""
+    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: what is sent when: a
+    batch 0.1 ms after the one before ("interval", §5.1), or when all of that has ended ("batch_end", §4.4); or the next
+    request whenever fewer than a batch are at the replica, in an order found anew ("place", §4.4 for an engine that
+    batches continuously). temperature, iterations, early_exit: of `Annealing`."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
+    default_lengths: ClassVar[str] = "running_mean"
     max_batch: int = 0
     dispatch: str = "interval"
     temperature: float = 500.0
@@ -318,10 +368,11 @@ class Router:
     _batches: dict[str, list[list[str]]] = field(default_factory=dict, init=False)  # replica -> what is to be sent
     _sent: dict[str, str] = field(default_factory=dict, init=False)  # request -> the replica that serves it
     _next_at: dict[str, float] = field(default_factory=dict, init=False)  # replica -> when a batch may be sent again
+    _predictions: dict[str, Predictions] = field(default_factory=dict, init=False)  # replica -> of what waits for it
 
     def __post_init__(self) -> None:
-        if self.dispatch not in ("interval", "batch_end"):
-            raise ValueError(f"dispatch is {self.dispatch!r}: give 'interval' or 'batch_end'")
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch is {self.dispatch!r}: give {' or '.join(map(repr, DISPATCHES))}")
         if self.max_batch < 0:
             raise ValueError(f"max_batch is {self.max_batch}: give the engine's, or 0 for as many as hold KV at once")
         self._annealing = Annealing(self.temperature, iterations=self.iterations, early_exit=self.early_exit)
@@ -338,8 +389,9 @@ class Router:
         views = {view.id: view for view in fleet}
         queued = self._forget_gone(waiting, views)
         for id in self._assigned([seq for seq in held if seq.id not in queued], fleet):
-            self._batches[id] = self._mapped([waiting[i] for batch in self._batches[id] for i in batch], views[id], now)
-        place = {id: replica for replica in views for id in self._due(replica, now)}
+            if self.dispatch != "place":
+                self._map(waiting, views[id], now)
+        place = {id: view.id for view in fleet for id in self._due(waiting, view, now)}
         self._sent.update(place)
         times = (at for id, at in self._next_at.items() if at > now + SOONEST and self._batches.get(id))
         return Dispatch(place, wake_at=min(times, default=None))
@@ -352,11 +404,12 @@ class Router:
             ]
             for replica in views
         }
+        self._predictions = {replica: self._predictions.get(replica, Predictions()) for replica in views}
         return {id for batches in self._batches.values() for batch in batches for id in batch}
 
-    def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> set[str]:
+    def _assigned(self, new: Sequence[SeqView], fleet: Sequence[View]) -> list[str]:
         """Each to the replica with the most memory left; when that has none for it, a new round begins (equation 20).
-        Returns the replicas that have new ones."""
+        Returns the replicas that have new ones, in the fleet's order: each search draws from one stream."""
         full = {view.id: MEMORY_USE * view.kv_total * view.limits.block_size for view in fleet}
         left = {id: self._memory.get(id, tokens) for id, tokens in full.items()}
         changed = set()
@@ -370,26 +423,38 @@ class Router:
             self._batches[most].append([seq.id])
             changed.add(most)
         self._memory = left
-        return changed
+        return [view.id for view in fleet if view.id in changed]
 
-    def _mapped(self, seqs: Sequence[SeqView], view: View, now: float) -> list[list[str]]:
+    def _map(self, waiting: Mapping[str, SeqView], view: View, now: float) -> None:
         """The priority mapper (§4.3), for the requests of one replica that have not been sent."""
+        asked = [_mapped_request(waiting[id], now) for batch in self._batches[view.id] for id in batch]
+        predicted = self._predictions[view.id].of(asked, view.latency, self._largest(view))
+        self._batches[view.id] = [[asked[i].id for i in batch] for batch in self.solved(predicted).batches]
+
+    def _largest(self, view: View) -> int:
         limits = view.limits
-        most = self.max_batch or min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
-        found = self.solved(Predicted.of([_mapped_request(seq, now) for seq in seqs], view.latency, most))
-        return [[seqs[i].id for i in batch] for batch in found.batches]
+        return self.max_batch or min(limits.max_num_seqs, limits.max_running or limits.max_num_seqs)
 
     def solved(self, predicted: Predicted) -> Solution:
         """By annealing; a router that searches otherwise overrides this."""
         return anneal(predicted, self._annealing, self._rng)
 
-    def _due(self, replica: str, now: float) -> list[str]:
-        """The next batch to be sent now, if any."""
-        batches = self._batches[replica]
-        busy = self.dispatch == "batch_end" and replica in self._sent.values()
-        if not batches or busy or now + SOONEST < self._next_at.get(replica, 0.0):
+    def _due(self, waiting: Mapping[str, SeqView], view: View, now: float) -> list[str]:
+        """What is to be sent to a replica now, if anything."""
+        batches, there = self._batches[view.id], sum(replica == view.id for replica in self._sent.values())
+        if not batches:
             return []
-        self._next_at[replica] = now + APART
+        if self.dispatch == "place":
+            free = self._largest(view) - there
+            if free <= 0:
+                return []
+            self._map(waiting, view, now)  # not before: an order that nothing can be sent by would be made anew
+            ordered = [id for batch in self._batches[view.id] for id in batch]
+            self._batches[view.id] = [ordered[free:]] if ordered[free:] else []
+            return ordered[:free]
+        if (self.dispatch == "batch_end" and there) or now + SOONEST < self._next_at.get(view.id, 0.0):
+            return []
+        self._next_at[view.id] = now + APART
         return batches.pop(0)
 
 

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from rubato.core.interfaces import Autoscaler, LatencyModel, LengthPredictor
-from rubato.core.length_prediction import ConditionalMean, Oracle, RunningMean
+from rubato.core.length_prediction import PREDICTORS, ConditionalMean, Oracle, RunningMean
 from rubato.core.plan import Limits, Sample
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import FREE, Drafter, Link
@@ -23,16 +23,13 @@ from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_wrapper import ModelWrapper
 from rubato.latency.with_drafter import Drafted
+from rubato.policies import default_lengths
 from rubato.policy_kit.batch_builder import prefill_time
 from rubato.policy_kit.fair_share import FairShare
 from rubato.workloads import Workload
 
 Truth = Mapping[str, Sequence[int]]  # request id -> output tokens of each stage
 Lengths = Callable[[Truth], LengthPredictor | None]
-
-
-def unknown_lengths(truth: Truth) -> None:
-    """No predictor: schedulers know nothing of output lengths. The default."""
 
 
 def oracle_lengths(truth: Truth) -> LengthPredictor:
@@ -101,21 +98,21 @@ class Fixed(ModelWrapper):
 class RunSpec:
     """All of a simulated run but its requests and its seed.
 
-    noise: relative spread of step times. lengths: makes what predicts output lengths, given the true ones. believed:
-    the step times that schedulers begin with, None: the hardware's. learns: schedulers update them from the steps, as
-    they do live. Off by default: step times are exact already, and steps are simulated one by one where models learn.
-    link: what moving KV to a replica costs. drafter: None = the engines do not speculate; schedulers know its step
-    times. stated_max_tokens: what each request of a workload asks for at least. With 0 it asks for its true output,
-    which then bounds what is predicted of it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`.
-    fair: makes the tenants' shares. autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds:
-    until an added replica serves."""
+    noise: relative spread of step times. lengths: makes what predicts output lengths, given the true ones; None: the
+    router's own predictor, if it names one (`policies.default_lengths`). believed: the step times that schedulers begin
+    with, None: the hardware's. learns: schedulers update them from the steps, as they do live. Off by default: step
+    times are exact already, and steps are simulated one by one where models learn. link: what moving KV to a replica
+    costs. drafter: None = the engines do not speculate; schedulers know its step times. stated_max_tokens: what each
+    request of a workload asks for at least. With 0 it asks for its true output, which then bounds what is predicted of
+    it. prefix_cache, max_in_flight: as `ReplicaOptions` and `ClusterOptions`. fair: makes the tenants' shares.
+    autoscaler: makes what adds and drains replicas, None = no scaling; start_seconds: until an added replica serves."""
 
     hardware: Hardware
     choice: PolicyChoice
     replicas: int = 1
     slo_rule: str = "deadline"
     noise: float = 0.0
-    lengths: Lengths = unknown_lengths
+    lengths: Lengths | None = None
     learns: bool = False
     link: Link = FREE
     drafter: Drafter | None = None
@@ -131,11 +128,18 @@ class RunSpec:
         """Of one run: predictors, shares and autoscalers learn."""
         return ClusterOptions(
             self.choice,
-            ReplicaOptions(self.lengths(truth), self.slo_rule, self.prefix_cache, causes),
+            ReplicaOptions(self.predictor(truth), self.slo_rule, self.prefix_cache, causes),
             self.max_in_flight,
             self.fair() if self.fair else None,
             self.autoscaler() if self.autoscaler else None,
         )
+
+    def predictor(self, truth: Truth) -> LengthPredictor | None:
+        """Of output lengths, for one run; None where schedulers know nothing of them."""
+        if self.lengths is not None:
+            return self.lengths(truth)
+        name = default_lengths(self.choice.policy, self.choice.router)
+        return None if name is None else PREDICTORS[name]()
 
     def scheduler_models(self) -> Iterator[LatencyModel]:
         """One replica's after the other: copies if they learn, else the same for all."""
@@ -159,7 +163,7 @@ class RunSpec:
             "replicas": self.replicas,
             "slo_rule": self.slo_rule,
             "noise": self.noise,
-            "lengths": _name(self.lengths),
+            "lengths": "default" if self.lengths is None else _name(self.lengths),
             "learns": self.learns,
             **({} if self.link == FREE else {"link": asdict(self.link)}),
             **({} if self.drafter is None else {"drafter": _described(self.drafter)}),
