@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from rubato.config.build import lengths_of
 from rubato.config.schema import ConfigError, load
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.length_prediction import CLASSES, LAST, PREDICTORS, ConditionalMean, Gaussian, Oracle, RunningMean
+from rubato.core.length_prediction import (
+    CLASSES,
+    LAST,
+    PREDICTORS,
+    ConditionalMean,
+    Gaussian,
+    Oracle,
+    RunningMean,
+    StatedNormal,
+    StatedRange,
+)
 from rubato.core.plan import Limits
 from rubato.core.request import Request, Sampling, Stage
 from rubato.fleet.cluster_options import PolicyChoice
@@ -174,6 +184,70 @@ def test_a_configuration_and_an_experiment_name_them_alike(kind: str) -> None:
 def test_what_cannot_be_configured(lengths: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         lengths_of(load({"lengths": lengths}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "chat", "code"),
+    [
+        ("running_mean", (0, 100, 260), (250, 150, 1), (200, 100, 1)),
+        ("conditional_mean", (0, 250, 260), (250, 0.7979 * 50, None), (200, 25, 20)),
+    ],
+)
+def test_a_user_states_lengths_of_classes(
+    kind: str, outputs: tuple[int, ...], chat: tuple[float | None, ...], code: tuple[float, ...]
+) -> None:
+    """A normal and a range; of other classes it learns."""
+    classes = {"chat": {"mean": 250, "std": 50}, "code": [100, 300]}
+    predictor = lengths_of(load({"lengths": {"kind": kind, "least": 1, "classes": classes}}))
+    assert predictor is not None
+    assert predictor.remaining(of("other"), 0) is None
+    for app in ("chat", "code", "other"):
+        predictor.learn(of(app), 40)
+    assert predictor.remaining(of("other"), 0) == 40
+    assert predictor.remaining(of("", tier="chat"), 0) == pytest.approx(250, abs=0.01)
+    for app, wanted in (("chat", chat), ("code", code)):
+        for output, left in zip(outputs, wanted, strict=True):
+            found = predictor.remaining(of(app), output)
+            assert left is None or found == pytest.approx(left, rel=1e-3)
+
+
+def test_a_draw_is_from_what_is_stated() -> None:
+    classes = {"chat": {"mean": 250, "std": 50}, "code": [100, 300]}
+    predictor = lengths_of(load({"lengths": {"kind": "gaussian", "classes": classes}}))
+    assert predictor is not None
+    normal, uniform = ([predictor.remaining(of(app, f"q{i}"), 0) or 0.0 for i in range(2000)] for app in classes)
+    assert (fmean(normal), pstdev(normal)) == pytest.approx((250, 50), rel=0.05)
+    assert (fmean(uniform), min(uniform), max(uniform)) == pytest.approx((200, 100, 300), rel=0.02)
+
+
+@given(mean=st.floats(1, 2000), std=st.floats(0, 500), output=st.integers(0, 5000))
+def test_what_is_beyond_a_stated_length_is_longer(mean: float, std: float, output: int) -> None:
+    for stated in (StatedNormal(mean, std), StatedRange(mean, mean + std)):
+        beyond = stated.mean_beyond(output)
+        assert beyond is None or beyond >= max(output, stated.mean) - 1e-6 * mean
+
+
+@pytest.mark.parametrize(
+    ("classes", "says"),
+    [
+        ({"chat": 250}, r"classes.chat is 250: give \{mean: TOKENS, std: TOKENS\}, or a range"),
+        ({"chat": {"mean": 250}}, "classes.chat is {'mean': 250}: give"),
+        ({"chat": {"mean": 250, "std": 5, "max": 9}}, "classes.chat is .*: give"),
+        ({"chat": {"mean": 0, "std": 5}}, "classes.chat is .*: give a mean of 1 token or more"),
+        ({"chat": {"mean": 10, "std": -5}}, "classes.chat is .* a std of 0 or more"),
+        ({"chat": {"mean": "ten", "std": 5}}, "classes.chat is .*: give a mean"),
+        ({"chat": {"mean": float("inf"), "std": 5}}, "give finite numbers"),
+        ({"code": [300, 100]}, r"classes.code is \[300, 100\]: give a range of tokens as \[least, most\]"),
+        ({"code": [True, 100]}, "classes.code is "),
+        ({"code": [1, 2, 3]}, "classes.code is "),
+        ({1: [1, 2]}, "classes: 1 is no name"),
+        ([1, 2], "classes is .*: give a class's name"),
+    ],
+)
+@pytest.mark.parametrize("kind", PREDICTORS)
+def test_what_cannot_be_stated(kind: str, classes: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        lengths_of(load({"lengths": {"kind": kind, "classes": classes}}))
 
 
 def test_oracle() -> None:

@@ -2,6 +2,9 @@
 
 All are `interfaces.LengthPredictor`: `remaining` is asked of a request with so many output tokens, in all stages, and
 says how many more are expected, at least 1, or None before anything is known; `learn` is told of each that completed.
+Those that learn take `classes`, too: a class of requests, their app (their tier, where they name none) -> the
+distribution of its output lengths that a user states (SA, §4.2), {mean, std} or a range [least, most], in tokens. It
+stands in the place of what finished requests of that class say.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from math import sqrt
+from math import isfinite, sqrt
 from statistics import NormalDist
+from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -23,18 +28,103 @@ from rubato.core.request import Request
 LAST = 1024  # finished requests of a class that are remembered
 CLASSES = 256  # classes that are: tiers may be any text of a client's
 STANDARD = NormalDist()
+FAR = 8.0  # deviations beyond which there is no one
+NONE: Mapping[str, object] = MappingProxyType({})
+FORMS = "{mean: TOKENS, std: TOKENS}, or a range [LEAST, MOST]"
 
 
-@dataclass
+class Stated(Protocol):
+    """A distribution of output lengths, in tokens, that a user states."""
+
+    @property
+    def mean(self) -> float: ...
+
+    def mean_beyond(self, output: int) -> float | None:
+        """Of those longer than `output`; None when there is none."""
+        ...
+
+    def at(self, share: float) -> float:
+        """The length that this share (0 to 1) is below."""
+        ...
+
+
+@dataclass(frozen=True)
+class StatedNormal:
+    mean: float
+    std: float
+
+    def mean_beyond(self, output: int) -> float | None:
+        beyond = (output - self.mean) / self.std if self.std else 0.0
+        if not self.std or beyond > FAR:
+            return self.mean if self.mean > output else None
+        return self.mean + self.std * STANDARD.pdf(beyond) / STANDARD.cdf(-beyond)
+
+    def at(self, share: float) -> float:
+        return self.mean + self.std * STANDARD.inv_cdf(share)
+
+
+@dataclass(frozen=True)
+class StatedRange:
+    least: float
+    most: float
+
+    @property
+    def mean(self) -> float:
+        return (self.least + self.most) / 2.0
+
+    def mean_beyond(self, output: int) -> float | None:
+        return None if output >= self.most else (max(float(output), self.least) + self.most) / 2.0
+
+    def at(self, share: float) -> float:
+        return self.least + share * (self.most - self.least)
+
+
+def stated(classes: Mapping[str, object]) -> dict[str, Stated]:
+    """Class -> distribution, from what a configuration says. Raises ValueError, naming the class, for anything that is
+    neither {mean, std} nor [least, most]."""
+    if not isinstance(classes, Mapping):
+        raise ValueError(f"classes is {classes!r:.80}: give a class's name -> {FORMS}")
+    return {name: _stated(name, given) for name, given in classes.items()}
+
+
+def _stated(name: object, given: object) -> Stated:
+    if not isinstance(name, str):
+        raise ValueError(f"classes: {name!r} is no name: give the app of requests, or their tier, as text")
+    wrong = f"classes.{name} is {given!r:.80}"
+    if isinstance(given, Mapping) and set(given) == {"mean", "std"}:
+        mean, std = given["mean"], given["std"]
+        if not (_is_number(mean) and _is_number(std) and mean >= 1.0 and std >= 0.0):
+            raise ValueError(f"{wrong}: give a mean of 1 token or more and a std of 0 or more")
+        return StatedNormal(float(mean), float(std))
+    if isinstance(given, list | tuple) and len(given) == 2:
+        least, most = given
+        if not (_is_number(least) and _is_number(most) and 1.0 <= least <= most):
+            raise ValueError(f"{wrong}: give a range of tokens as [least, most], 1 or more, ascending")
+        return StatedRange(float(least), float(most))
+    raise ValueError(f"{wrong}: give {FORMS}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _class_of(request: Request) -> str:
+    return request.app or request.tier
+
+
 class RunningMean:
     """The mean output length of finished requests of the same app (all apps until `least` of its own have finished)."""
 
-    least: int = 5
-    _sums: dict[str, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
+        self._least = least
+        self._stated = stated(classes)
+        self._sums: dict[str, tuple[int, int]] = {}
 
     def remaining(self, request: Request, output: int) -> float | None:
+        if (own := self._stated.get(_class_of(request))) is not None:
+            return max(1.0, min(own.mean, request.sampling.max_tokens) - output)
         count, total = self._sums.get(request.app, (0, 0))
-        if count < self.least:
+        if count < self._least:
             count = sum(c for c, _ in self._sums.values())
             total = sum(t for _, t in self._sums.values())
         if count == 0:
@@ -98,7 +188,7 @@ class _Seen:
         self.all = _Lengths()
 
     def add(self, request: Request, output: int) -> None:
-        name = request.app or request.tier
+        name = _class_of(request)
         lengths = self._classes.setdefault(name, _Lengths())
         self._classes.move_to_end(name)
         if len(self._classes) > CLASSES:
@@ -107,7 +197,7 @@ class _Seen:
         self.all.add(output)
 
     def like(self, request: Request) -> _Lengths:
-        own = self._classes.get(request.app or request.tier)
+        own = self._classes.get(_class_of(request))
         return self.all if own is None or len(own) < self._least else own
 
 
@@ -116,10 +206,13 @@ class ConditionalMean:
     admission counts on residents that are past the mean, too. Where none of its class was longer, over all; where
     none at all was, one token is left."""
 
-    def __init__(self, least: int = 5) -> None:
+    def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._seen = _Seen(least)
+        self._stated = stated(classes)
 
     def remaining(self, request: Request, output: int) -> float | None:
+        if (own := self._stated.get(_class_of(request))) is not None:
+            return max(1.0, min(own.mean_beyond(output) or 0.0, request.sampling.max_tokens) - output)
         if not len(self._seen.all):
             return None
         expected = self._seen.like(request).mean_beyond(output) or self._seen.all.mean_beyond(output) or 0.0
@@ -131,34 +224,38 @@ class ConditionalMean:
 
 class Gaussian:
     """A draw from the normal distribution with the mean and variance of finished requests of the same class (`_Seen`),
-    as SA predicts (§3): one for each request, between 1 and its max_tokens.
+    as SA predicts (§3), or from what is stated of the class, a range, too: one for each request, between 1 and its
+    max_tokens.
 
     rng: draws, once, the key that all draws follow from. A request's draw follows from the key and its id, so that
     neither the order nor the number of calls matters, and nothing is kept of a request that never ends; it moves with
     the fit.
     """
 
-    def __init__(self, rng: np.random.Generator, least: int = 5) -> None:
+    def __init__(self, rng: np.random.Generator, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
         self._seen = _Seen(least)
+        self._stated = stated(classes)
         self._key = rng.bytes(16)
 
     def remaining(self, request: Request, output: int) -> float | None:
-        lengths = self._seen.like(request)
-        if not len(lengths):
-            return None
-        mean, deviation = lengths.normal()
+        of = self._stated.get(_class_of(request))
+        if of is None:
+            lengths = self._seen.like(request)
+            if not len(lengths):
+                return None
+            of = StatedNormal(*lengths.normal())
         name = request.id.encode("utf-8", "surrogatepass")
         bits = int.from_bytes(blake2b(name, digest_size=8, key=self._key).digest()) >> 12  # as many as a float holds
-        drawn = mean + deviation * STANDARD.inv_cdf((bits + 0.5) / 2.0**52)
+        drawn = of.at((bits + 0.5) / 2.0**52)
         return max(1.0, min(drawn, request.sampling.max_tokens) - output)
 
     def learn(self, request: Request, output: int) -> None:
         self._seen.add(request, output)
 
 
-def seeded_gaussian(least: int = 5, seed: int = 0) -> Gaussian:
+def seeded_gaussian(least: int = 5, seed: int = 0, classes: Mapping[str, object] = NONE) -> Gaussian:
     """For configurations."""
-    return Gaussian(np.random.default_rng(seed), least)
+    return Gaussian(np.random.default_rng(seed), least, classes)
 
 
 PREDICTORS: Mapping[str, Callable[..., LengthPredictor]] = {
