@@ -61,6 +61,12 @@ class Served:
     off: tuple[str, float] | None = None
     replicas: int = 1
 
+    def choice(self) -> PolicyChoice:
+        """SA sends its batches as the paper's tests do, 0.1 ms apart (§5.1), unless settings say otherwise."""
+        choice = PolicyChoice.parse(self.policy, self.router)
+        usual = {"dispatch": "interval"} if self.router in ("sa", __name__) else {}
+        return replace(choice, router_settings={**choice.router_settings, **usual, **dict(self.settings)})
+
 
 @dataclass
 class Exhaustive(sa.Router):
@@ -126,10 +132,8 @@ def offered(n: int, seed: int, copies: int = 1) -> Workload:
 def served(name: str, how: Served, n: int, b: int, seed: int) -> dict[str, Any]:
     machine, load = packaged_hardware(PROFILE), offered(n, seed, how.replicas)
     machine = replace(machine, limits=replace(machine.limits, max_num_seqs=b, max_running=b))
-    choice = PolicyChoice.parse(how.policy, how.router)
-    choice = replace(choice, router_settings={**choice.router_settings, **dict(how.settings)})
     spec = RunSpec(
-        machine, choice, how.replicas, "mean", believed=believed(how.off),
+        machine, how.choice(), how.replicas, "mean", believed=believed(how.off),
         lengths=lambda truth: lengths(how.lengths, load, seed),
     )  # fmt: skip
     found = measured(simulate_events(longer(load), load.truth(), spec, seed))
