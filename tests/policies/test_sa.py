@@ -293,7 +293,7 @@ def test_bad_input_is_named() -> None:
         Annealing(iterations=0)
     with pytest.raises(ValueError, match="temperature inf"):
         Annealing(temperature=float("inf"))
-    with pytest.raises(PolicyError, match="dispatch is 'never': give 'interval' or 'batch_end' or 'place'"):
+    with pytest.raises(PolicyError, match="dispatch is 'never': give 'place' or 'interval' or 'batch_end'"):
         load_router("sa", {"dispatch": "never"})
     with pytest.raises(PolicyError, match="max_batch is -1"):
         load_router("sa", {"max_batch": -1})
@@ -320,15 +320,18 @@ def placed(offered: Sequence[Request], **changes: object) -> tuple[list[Placed],
     return [e for e in events if isinstance(e, Placed)], events
 
 
+INTERVAL = {"dispatch": "interval"}
+
+
 def test_batches_are_sent_a_tenth_of_a_millisecond_apart() -> None:
-    sent, _ = placed(requests(*((f"q{i}", 8, 9.0) for i in range(5))))
+    sent, _ = placed(requests(*((f"q{i}", 8, 9.0) for i in range(5))), router_settings=INTERVAL)
     assert [round(e.at, 6) for e in sent] == [0.0, 0.0, 0.0001, 0.0001, 0.0002]
 
 
 def test_asked_just_before_a_batch_is_due_it_sends_it() -> None:
     """Events come at any time, and no policy may ask to be woken within a microsecond."""
     late = requests(("late", 8, 9.0), at=0.0001 - 5e-7)
-    sent, _ = placed([*requests(*((f"q{i}", 8, 9.0) for i in range(5))), *late])
+    sent, _ = placed([*requests(*((f"q{i}", 8, 9.0) for i in range(5))), *late], router_settings=INTERVAL)
     assert [e.at for e in sent[:4]] == pytest.approx([0.0, 0.0, 0.0001, 0.0001], abs=1e-6)
 
 
@@ -345,7 +348,7 @@ def test_or_the_next_one_when_a_place_is_free_in_an_order_found_anew() -> None:
     """Both places are taken at 0; the tight one that comes then passes all that wait, at the first end."""
     late = requests(("tight", 5, 0.5), at=0.001)
     offered = [*requests(*((f"q{i}", 8 + 4 * i, 9.0) for i in range(5))), *late]
-    sent, events = placed(offered, router_settings={"dispatch": "place"})
+    sent, events = placed(offered)
     ends = [e.at for e in events if isinstance(e, Finished)]
     assert [e.at for e in sent[:2]] == [0.0, 0.0]
     assert sent[2].id == "tight"

@@ -8,8 +8,8 @@ batches are sent one after the other, or the next request whenever a place is fr
 `order` is the same search for anyone's server (docs/sa.md).
 
 Ours, where the paper is silent: how a difference of G is scaled before it is compared with the temperature
-(`Annealing`), how the last batch is split, that time already waited counts, and that lengths are class means unless a
-draw is asked for (`lengths: gaussian`).
+(`Annealing`), how the last batch is split, and that time already waited counts. Ours, too: lengths are class means
+unless a draw is asked for (`lengths: gaussian`), and requests are sent one by one unless batches are (`dispatch`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 APART = 1e-4  # seconds between the batches (§5.1)
 MEMORY_USE = 0.9  # μ of equation 20: the share of KV memory that tokens fill (§5.1)
-DISPATCHES = ("interval", "batch_end", "place")
+DISPATCHES = ("place", "interval", "batch_end")
 CLOSE = 0.025  # a prediction stands while the length and the step times behind it move by less: G is the same (§5.3)
 PROBE = 1024  # tokens whose prefill and decode step tell how fast a latency model believes its engine to be
 
@@ -349,16 +349,17 @@ def _batches(order: Ints, sizes: Ints) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class Router:
-    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: what is sent when: a
-    batch 0.1 ms after the one before ("interval", §5.1), or when all of that has ended ("batch_end", §4.4); or the next
-    request whenever fewer than a batch are at the replica, in an order found anew ("place", §4.4 for an engine that
-    batches continuously). temperature, iterations, early_exit: of `Annealing`."""
+    """max_batch: the engine's batch size, if that is not as many as can hold KV at once. dispatch: what is sent when:
+    the next request whenever fewer than a batch are at the replica, in an order found anew ("place", §4.4 for an engine
+    that batches continuously); or a batch 0.1 ms after the one before ("interval", §5.1: order of arrival for requests
+    that come one by one), or when all of that has ended ("batch_end", §4.4 as the predictor has it). temperature,
+    iterations, early_exit: of `Annealing`."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
     default_lengths: ClassVar[str] = "running_mean"
     max_batch: int = 0
-    dispatch: str = "interval"
+    dispatch: str = "place"
     temperature: float = 500.0
     iterations: int = 100
     early_exit: bool = True
