@@ -106,6 +106,10 @@ EVIDENCE = {
         command:plan command:capacity command:profile profile:a100 profile:h200 profile:v100 profile:cpu
         test:planning/test_fleet_size.py::n_is_enough_and_one_fewer_is_not
         test:planning/test_fleet_size.py::what_it_costs""",
+    "autoscaling": """
+        setting:autoscale src:fleet/autoscalers.py
+        test:fleet/test_autoscaling.py::replicas_follow_a_load_that_rises_and_falls
+        test:engines/torch/test_served_replicas.py::a_replica_joins_while_requests_miss""",
 }  # fmt: skip
 
 
@@ -233,7 +237,9 @@ LACKS: dict[str, Callable[[], list[str]]] = {
     "tools, JSON mode": lambda: [name for name in ("tools", "response_format") if name not in UNSUPPORTED],
     "quantised weights, tensor parallelism, mixture of experts in our engine": beyond_our_models,
     "batches over night": lambda: said(r"""["']/v1/batches"""),
-    "autoscaling": lambda: fields("scal") + said(r"\bautoscaler\b", "src/rubato/serving", "src/rubato/config"),
+    "autoscaling": lambda: (
+        [name for name in Settings.__dataclass_fields__ if "scal" in name] + said(r"[aA]utoscal", "src/rubato/engines")
+    ),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,9 @@ from rubato.core.events import Draining, Event, Finished, Joined, Left, Placed, 
 from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.fleet.autoscalers import AttainmentAutoscaler, PoolAutoscaler
 from rubato.fleet.cluster import Cluster
+from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events, simulate_requests
 from tests.conftest import few
@@ -33,7 +37,11 @@ class AtRandom:
         add = draw.choice((0, 0, 1, 2)) if len(fleet) + starting < 6 else 0
         most = len(fleet) - 1
         drain = draw.sample([view.id for view in fleet], draw.randint(0, min(2, most))) if draw.random() < 0.5 else []
-        return Scaling(add, drain, now + draw.choice((0.003, 0.05)))
+        busy = held or any(view.running or view.waiting for view in fleet)
+        return Scaling(add, drain, now + draw.choice((0.003, 0.05)) if busy else None)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
 
 
 def checked(events: Sequence[Event], load: Load) -> None:
@@ -110,6 +118,9 @@ def test_what_cannot_be_drained_is_said() -> None:
         def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
             return Scaling(drain=[self.id])
 
+        def observe(self, events: Sequence[Event]) -> None:
+            pass
+
     requests = tuple(Request(f"q{i}", (Stage(20),), 0.1 * i, sampling=Sampling(max_tokens=5)) for i in range(3))
     limits = Limits(8, 256, 400, 80, 8)
     for id, says in (("r7", "no replica 'r7': there are r0, r1"), ("r0", "replica 'r1' is the last that serves")):
@@ -125,3 +136,50 @@ def test_what_cannot_be_drained_is_said() -> None:
         events = simulate_events(requests, {}, spec, watch=watch)
         assert errors[0].startswith(says)
         assert sum(isinstance(e, Finished) and e.outcome == "completed" for e in events) == 3
+
+
+def wave(tpot: float) -> list[Request]:
+    """2 requests/s for 60 s, 16/s for 60 s, then 2/s for 120 s; each some 0.5 s of decoding alone."""
+    times = [i / 2 for i in range(120)] + [60 + i / 16 for i in range(960)] + [120 + i / 2 for i in range(240)]
+    return [
+        Request(f"q{i}", (Stage(20, SLO(1.0, tpot)),), at, f"t{i % 2}", sampling=Sampling(max_tokens=40))
+        for i, at in enumerate(times)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "scaler"),
+    [
+        ("edf", AttainmentAutoscaler(max=6, hold_seconds=15.0)),
+        ("polyserve", PoolAutoscaler(max=6, drain_seconds=15.0)),
+    ],
+)
+def test_replicas_follow_a_load_that_rises_and_falls(policy: str, scaler: Any) -> None:
+    requests, cost, count, most = wave(0.03), ReplicaSecondsMeter(["r0"]), [(0.0, 1)], 1
+    events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        cost(event)
+        if isinstance(event, Joined | Left):
+            count.append((event.at, count[-1][1] + (1 if isinstance(event, Joined) else -1)))
+
+    spec = run_spec(
+        Linear(0.012, 0.002), Limits(32, 256, 400, 800, 8), policy, learns=False,
+        autoscaler=lambda: deepcopy(scaler), start_seconds=3.0,
+    )  # fmt: skip
+    simulate_requests(requests, {}, spec, listen=listen)
+    ends = [e for e in events if isinstance(e, Finished)]
+    assert Counter(e.id for e in ends) == Counter(r.id for r in requests)
+    assert {e.outcome for e in ends} == {"completed"}
+    most = max(n for _, n in count)
+    assert 3 <= most <= 6
+    assert count[-1][1] <= 2
+    total = cost.until_last_end()
+    steps = zip(count, [*count[1:], (ends[-1].at, 0)], strict=True)
+    assert sum(n * (min(until, ends[-1].at) - at) for (at, n), (until, _) in steps) == pytest.approx(
+        total.total - total.starting
+    )
+    assert set(total.tiers) == {"t0", "t1"}
+    assert total.starting == pytest.approx(3.0 * sum(isinstance(e, Joined) for e in events))
+    assert total.total < 0.8 * most * ends[-1].at

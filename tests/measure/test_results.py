@@ -140,7 +140,7 @@ def test_the_json_says_what_is_needed_to_judge_it(tmp_path):
     first, second = data["runs"]
     assert set(first) == {
         "policy", "slo_rule", "valid", "problems", "notes", "workload", "goodput", "tiers", "requests", "client",
-        "settings", "versions",
+        "settings", "versions", "replica_seconds",
     }  # fmt: skip
     assert (first["slo_rule"], first["valid"], first["notes"]) == ("deadline", True, ["odd"])
     assert (second["valid"], len(second["problems"])) == (False, 1)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from rubato.cli import common_options, server_options, simulation_options, workload_options
-from rubato.config.build import choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
+from rubato.config.build import autoscaler_of, choice_of, fair_share_of, guessed, most_in_flight, simulation_limits
 from rubato.config.schema import Config
 from rubato.core import event_log
 from rubato.core.timeline import steps
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         prefix_cache=config.prefix_cache,
         max_in_flight=most_in_flight(config, machine.limits),
         fair=partial(fair_share_of, config) if config.tenants else None,
+        autoscaler=partial(autoscaler_of, config) if config.autoscale else None,
     )
     runs = [simulate(load, spec, args.seed + number) for number, load in enumerate(loads)]
     label = args.label or config.policy.name

@@ -8,7 +8,16 @@ from functools import partial
 from typing import Any
 
 from rubato.cli import common_options
-from rubato.config.build import choice_of, drafter_of, guessed, latency_of, lengths_of, link_of, simulation_limits
+from rubato.config.build import (
+    choice_of,
+    drafter_of,
+    guessed,
+    latency_of,
+    lengths_of,
+    link_of,
+    simulation_limits,
+    start_seconds_of,
+)
 from rubato.config.schema import Config, load
 from rubato.core.plan import Limits
 from rubato.core.slo import SLO_RULES
@@ -132,12 +141,15 @@ def run_spec(args: argparse.Namespace, config: Config, machine: Hardware, choice
         None if config.lengths is None else partial(lengths_of, config),
         link=link_of(config),
         drafter=drafter_of(config),
+        start_seconds=start_seconds_of(config),
     )
 
 
 def run_specs(args: argparse.Namespace, machine: Hardware, replicas: int | None = None) -> tuple[RunSpec, ...]:
     """One for each --policy, which is not looked for yet (`sweep.able`). replicas: None = the configuration's."""
     config = load(args.config or {}, args.set)
+    if config.autoscale is not None:
+        raise ValueError("autoscale: only serve and simulate scale a fleet; leave it out here, --set autoscale=null")
     replicas = config.replicas if replicas is None else replicas
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give 1 or more")

@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import isfinite
 from typing import Any, cast
 
 from rubato import engines
@@ -18,17 +19,18 @@ from rubato.core.clock import Clock
 from rubato.core.did_you_mean import nearest
 from rubato.core.extras import MissingExtra
 from rubato.core.finite_settings import check_finite
-from rubato.core.interfaces import Engine, LatencyModel, LengthPredictor
+from rubato.core.interfaces import Assigner, Autoscaler, Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
 from rubato.core.plan import Limits
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
+from rubato.fleet.autoscalers import AUTOSCALERS, Bounds, PoolAutoscaler
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.latency import profiles
 from rubato.latency.model_base import completed
 from rubato.latency.model_kinds import MODELS
 from rubato.latency.with_drafter import Drafted
-from rubato.policies import default_lengths, load
+from rubato.policies import default_lengths, load, router_for
 from rubato.policy_kit.fair_share import FairShare
 
 # What a simulated engine takes unless told otherwise: about a small model on one GPU.
@@ -86,7 +88,7 @@ def engine_of(config: Config, clock: Clock, replica: int) -> Engine:
 
 def simulation_limits(config: Config) -> dict[str, int]:
     """The fields of `Limits` for a simulated engine: `SIMULATED`, changed by its settings. Raises ConfigError."""
-    known = [*SIMULATED, *REAL_ONLY, "drafter", "link"]
+    known = [*SIMULATED, *REAL_ONLY, "drafter", "link", "start_seconds"]
     for name in config.engine.settings:
         if name not in known and config.engine.name in ("torch", "simulated"):
             raise ConfigError(f"engine {config.engine.name!r} has no setting {name!r}{nearest(name, known)}")
@@ -95,6 +97,14 @@ def simulation_limits(config: Config) -> dict[str, int]:
         if type(value) is not int or value < 1:
             raise ConfigError(f"engine.{name} is {value!r}: give a whole number, 1 or more")
     return limits
+
+
+def start_seconds_of(config: Config) -> float:
+    """`engine.start_seconds`, which a simulated replica takes to start. Raises ConfigError."""
+    seconds = config.engine.settings.get("start_seconds", 0.0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (isfinite(seconds) and seconds >= 0.0):
+        raise ConfigError(f"engine.start_seconds is {seconds!r}: give a number of seconds, 0 or more")
+    return float(seconds)
 
 
 def drafter_of(config: Config) -> Drafter | None:
@@ -223,6 +233,33 @@ def lengths_of(config: Config, truth: Mapping[str, Sequence[int]] | None = None)
     return cast(LengthPredictor, _construct(f"lengths {name!r}", cls, settings, known))
 
 
+def autoscaler_of(config: Config) -> Autoscaler | None:
+    """`autoscale.kind`: one of `AUTOSCALERS`, or a dotted module with a class `Autoscaler`; None: nothing scales.
+    Raises ConfigError, also for a pool that the policy's router does not keep."""
+    if config.autoscale is None:
+        return None
+    name, settings = config.autoscale.name, config.autoscale.settings
+    cls = _class("autoscale", name, "Autoscaler", AUTOSCALERS)
+    made = _construct(f"autoscale {name!r}", cls, settings, list(inspect.signature(cls).parameters))
+    if lacking := [part for part in ("observe", "scale") if not callable(getattr(made, part, None))]:
+        raise ConfigError(f"autoscale: class Autoscaler of {name} lacks {', '.join(lacking)}")
+    if isinstance(made, Bounds) and not made.min <= config.replicas <= made.max:
+        raise ConfigError(
+            f"replicas is {config.replicas}: give as many as there are to be at the start, from autoscale.min, "
+            f"{made.min}, to autoscale.max, {made.max}"
+        )
+    if isinstance(made, PoolAutoscaler):
+        policy, router = config.policy, config.router
+        routes = router_for(policy.name, router.name, router.settings, policy.settings)
+        roles = routes.roles([f"r{i}" for i in range(max(2, made.max))]) if isinstance(routes, Assigner) else {}
+        if not any(role.kind == "best_effort" for role in roles.values()):
+            raise ConfigError(
+                f"autoscale 'pool' follows the pool of a policy that keeps one, as polyserve does, and "
+                f"{policy.name!r} has none: choose autoscale.kind=attainment, or policy polyserve"
+            )
+    return cast(Autoscaler, made)
+
+
 def _engine_class(kind: str) -> Any:
     known = {module.name: f"rubato.engines.{module.name}" for module in pkgutil.iter_modules(engines.__path__)}
     return _class("engine", known.get(kind, kind), "Engine", known)
@@ -258,8 +295,10 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
 
 
 def most_in_flight(config: Config, limits: Limits) -> int | None:
-    """`max_in_flight` of our server. limits: of one of the engines."""
-    return in_flight_bound(config, config.replicas * limits.max_num_seqs)
+    """`max_in_flight` of our server, with as many replicas as it may have. limits: of one of the engines."""
+    scaled = autoscaler_of(config)
+    replicas = scaled.max if isinstance(scaled, Bounds) else config.replicas
+    return in_flight_bound(config, replicas * limits.max_num_seqs)
 
 
 def in_flight_bound(config: Config, places: int) -> int | None:

@@ -181,6 +181,7 @@ class Config(StrictSettings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound; auto:
     `build.most_in_flight`). max_connections: null = as many as file descriptors allow.
 
+    replicas: at the start. autoscale: what adds and drains some while requests are served; null = nothing.
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each). prefix_cache: reuse the KV of
     prompts that begin alike, of one tenant. drain_seconds: how long SIGTERM lets running requests go on. stall_seconds:
     a client that takes or sends nothing for that long while it should is cut off. step_timeout_seconds: a step that
@@ -193,6 +194,7 @@ class Config(StrictSettings):
     served_name: str | None = None
     engine: Named = Named(name="torch")
     replicas: int = Field(default=1, ge=1)
+    autoscale: Named | None = None
     fleet: Named = Named(name="local")
     policy: Named = Named(name="edf")
     router: Named = Named(name="auto")

@@ -157,7 +157,9 @@ class Assigned(Event):
 
 @happened(frozen=True, slots=True)
 class Joined(Event):
-    """A replica (`id`) that the Autoscaler asked for has started, and serves from now on."""
+    """A replica (`id`) that the Autoscaler asked for has started, which took `seconds`, and serves from now on."""
+
+    seconds: float = 0.0
 
 
 @happened(frozen=True, slots=True)

@@ -285,7 +285,8 @@ class Assigner(Protocol):
 class Scaling(NamedTuple):
     """What an Autoscaler wants. add: replicas to start (`Joined`, once they have). drain: ids of replicas that take
     nothing more (`Draining`) and leave when nothing is there (`Left`); never all of them. wake_at: ask again at this
-    time, should anything be in flight then."""
+    time, also when nothing is in flight; None once nothing is to change before a request comes, or a simulation would
+    never end."""
 
     add: int = 0
     drain: Collection[str] = ()
@@ -294,6 +295,8 @@ class Scaling(NamedTuple):
 
 class Autoscaler(Protocol):
     """Adds machines to the fleet and drains them. It is asked after requests came or ended, and at `wake_at`."""
+
+    def observe(self, events: Sequence[Event]) -> None: ...
 
     def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
         """held, fleet: as a Router sees them; a draining one is not in the fleet. starting: replicas under way."""

@@ -102,6 +102,9 @@ class Cluster:
         self._routing = False  # now, or never again
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
+        if autoscaler is not None:
+            observe = autoscaler.observe
+            self._listeners.add(lambda event: observe((event,)))
         self._fair = fair
         self._own: dict[str, Listener] = {}
         self._completed: deque[float] = deque(maxlen=RECENT)  # when each ended

@@ -11,6 +11,8 @@ from rubato.core.interfaces import Autoscaler, Host, View
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.request_table import RequestTable
 
+RETRY = 60.0  # seconds after a replica that did not start in which no other is started
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ class FleetScaling:
         self._joining: dict[str, tuple[Host, Handle]] = {}  # starting
         self._timer: Handle | None = None
         self._soon: Handle | None = None
+        self._not_before = 0.0  # when a replica may be started again
 
     def open_views(self) -> list[View]:
         """Views of the hosts that take requests."""
@@ -74,17 +77,20 @@ class FleetScaling:
         self._joining[id] = (host, self._clock.spawn(self._join(host), f"start of replica {id}"))
 
     async def _join(self, host: Host) -> None:
+        asked = self._clock.now()
         try:
             await host.start()
             self._check(host)
         except Exception:  # the fleet goes on without it; the log says why
-            log.exception("replica %s did not start", host.id)
+            log.exception("replica %s did not start; another is tried in %.0f s at the earliest", host.id, RETRY)
             self.failed.append(host)
+            self._not_before = self._clock.now() + RETRY
             return
         finally:
             self._joining.pop(host.id, None)
         self._hosts[host.id] = host
-        self._emit(Joined(self._clock.now(), host.id))
+        now = self._clock.now()
+        self._emit(Joined(now, host.id, now - asked))
         self._joined()
 
     def let_leave(self) -> None:
@@ -112,8 +118,9 @@ class FleetScaling:
             return
         unplaced = list(self._requests.unplaced.values())
         try:
-            wanted = self._autoscaler.scale(unplaced, self.open_views(), len(self._joining), self._clock.now())
-            for _ in range(wanted.add):
+            now = self._clock.now()
+            wanted = self._autoscaler.scale(unplaced, self.open_views(), len(self._joining), now)
+            for _ in range(wanted.add if now >= self._not_before else 0):
                 self._add(self._make)
             for id in wanted.drain:
                 self.drain(id)
@@ -123,7 +130,7 @@ class FleetScaling:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wanted.wake_at is not None and len(self._requests):  # else nothing changes that its answer depends on
+        if wanted.wake_at is not None:
             self._timer = self._clock.call_at(wanted.wake_at, SCALE, self._ask)
 
     def stop_asking(self) -> None:

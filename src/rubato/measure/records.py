@@ -23,6 +23,7 @@ from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.measure.confidence import ALL, RequestOutcome, proportion, wilson
 from rubato.measure.goodput import Bounds
+from rubato.measure.replica_seconds import ReplicaSeconds
 from rubato.workloads import Arrival, Workload
 
 
@@ -70,7 +71,8 @@ class ClientLoad:
 @dataclass(frozen=True)
 class BenchResult:
     """One policy under one workload, once. problems: sentences, each a reason not to trust the numbers; notes: what a
-    reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs."""
+    reader should know besides. client is None for a simulated run. goodput: bounds beside the tiers' SLOs.
+    replica_seconds: what the fleet cost, where that is known: of simulated runs."""
 
     label: str
     workload: Workload
@@ -82,6 +84,7 @@ class BenchResult:
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     goodput: Bounds | None = None
+    replica_seconds: ReplicaSeconds | None = None
 
     @property
     def valid(self) -> bool:

@@ -12,6 +12,7 @@ import orjson
 
 from rubato.core.request import SLO
 from rubato.measure.records import BenchResult, TierSummary, fingerprint, summarise
+from rubato.measure.replica_seconds import ReplicaSeconds
 
 FORMAT = "rubato-results/2"
 INTERVAL_SHORT = "95 %, the wider of Wilson's and a moving-block bootstrap"
@@ -64,6 +65,7 @@ def run_json(run: BenchResult, requests: bool = True) -> dict[str, Any]:
         "goodput": asdict(run.goodput) if run.goodput else None,
         "tiers": [asdict(row) for row in summarise(run)],
         "client": asdict(run.client) if run.client else None,
+        "replica_seconds": asdict(run.replica_seconds) if run.replica_seconds else None,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
@@ -134,6 +136,9 @@ def table(runs: Sequence[BenchResult]) -> str:
                 f"{label}: {total.attained_rps:.2f} attained requests/s, "
                 f"{total.goodput_tokens_per_s:.1f} output tokens/s of attained requests"
             )
+        costs = [run.replica_seconds for run in own if run.replica_seconds is not None]
+        if costs:
+            foot.append(f"{label}: {_cost(costs)}")
         if total.good is not None and total.goodput_rps is not None:
             foot.append(
                 f"{label}: goodput {total.goodput_rps:.2f} requests/s [{total.goodput_rps_low:.2f}, "
@@ -148,6 +153,18 @@ def table(runs: Sequence[BenchResult]) -> str:
     foot += [f"{run.label}: {note}" for run in runs for note in run.notes]
     foot += [f"INVALID {run.label}: {problem}" for run in runs for problem in run.problems]
     return "\n".join(line.rstrip() for line in [*text, "", *foot])
+
+
+def _cost(costs: Sequence[ReplicaSeconds]) -> str:
+    """Of all runs together."""
+    by_tier: Counter[str] = Counter()
+    for cost in costs:
+        by_tier.update(cost.tiers)
+    parts = [f"{tier or 'no tier'} {seconds:.0f}" for tier, seconds in by_tier.items()]
+    parts.append(f"idle {sum(cost.idle for cost in costs):.0f}")
+    if starting := sum(cost.starting for cost in costs):
+        parts.append(f"starting {starting:.0f}")
+    return f"{sum(cost.total for cost in costs):.0f} replica-seconds: {', '.join(parts)}"
 
 
 def _cells(row: TierSummary, slos: Mapping[str, SLO]) -> list[str]:

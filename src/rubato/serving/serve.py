@@ -19,12 +19,21 @@ import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from rubato.config.build import believed_of, choice_of, engine_of, fair_share_of, lengths_of, most_in_flight
+from rubato.config.build import (
+    autoscaler_of,
+    believed_of,
+    choice_of,
+    engine_of,
+    fair_share_of,
+    lengths_of,
+    most_in_flight,
+)
 from rubato.config.schema import Config, ConfigError
 from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.did_you_mean import nearest
@@ -234,17 +243,23 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
         asked = f"{config.fleet.name!r} with {dict(config.fleet.settings)}"
         close = nearest(config.fleet.name, ["local", "ray"])
         raise ConfigError(f"fleet: {asked}: choose local, which has no settings, or ray{close}")
+    if remote and config.autoscale is not None:
+        raise ConfigError("autoscale: adds replicas in this process only; with fleet 'ray' leave it out")
     engines = [engine_of(config, clock, replica) for replica in range(1 if remote else config.replicas)]
     options = ClusterOptions(
         choice_of(config),
         ReplicaOptions(lengths, config.slo_rule, config.prefix_cache),
         most_in_flight(config, engines[0].limits),
         fair_share_of(config),
+        autoscaler_of(config),
     )
     if remote:
         return engines, _ray_cluster(config, clock, options)
     latencies = [believed_of(config) for _ in engines]
-    return engines, local_cluster(engines, latencies, clock, options, step_timeout=config.step_timeout_seconds)
+    numbers = count(config.replicas)
+    extra = None if options.autoscaler is None else lambda: _made(config, next(numbers), clock)
+    timeout = config.step_timeout_seconds
+    return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
 
 def _check_named(config: Config) -> None:
@@ -290,7 +305,7 @@ def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Clust
 
 
 def _made(config: Config, replica: int, clock: Clock) -> tuple[Engine, LatencyModel]:
-    """What one actor runs."""
+    """What one actor, or one added replica, runs."""
     return engine_of(config, clock, replica), believed_of(config)
 
 

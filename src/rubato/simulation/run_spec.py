@@ -121,7 +121,7 @@ class RunSpec:
     prefix_cache: bool = False
     max_in_flight: int | None = None
     fair: Callable[[], FairShare | None] | None = None
-    autoscaler: Callable[[], Autoscaler] | None = None
+    autoscaler: Callable[[], Autoscaler | None] | None = None
     start_seconds: float = 0.0
 
     def cluster_options(self, truth: Truth, causes: bool = True) -> ClusterOptions:

@@ -18,6 +18,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.measure.records import BenchResult, Record
+from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.simulation.driver import drive
 from rubato.simulation.run_spec import RunSpec, Truth
 from rubato.simulation.simulated_host import HostOptions
@@ -37,8 +38,15 @@ def simulate(
     less memory. causes: say of each miss why; without, it is faster where many miss. listen: gets every event.
     """
     spec, requests = spec.for_load(workload), list(workload.requests(spec.stated_max_tokens))
+    cost = ReplicaSecondsMeter(f"r{i}" for i in range(spec.replicas))
+
+    def follow(event: Event) -> None:
+        cost(event)
+        if listen is not None:
+            listen(event)
+
     lines = simulate_requests(
-        requests, workload.truth(), spec, seed, times=times, causes=causes, pauses=workload.pauses(), listen=listen
+        requests, workload.truth(), spec, seed, times=times, causes=causes, pauses=workload.pauses(), listen=follow
     )
     # removed from `lines`, which the cluster's cycles hold: else it would stay until the next collection
     records = tuple(_record(arrival, lines.pop(arrival.id), times) for arrival in workload.arrivals)
@@ -52,7 +60,11 @@ def simulate(
         "noise": spec.noise,
         "seed": seed,
     }
-    return BenchResult(spec.choice.label, workload, records, spec.slo_rule, settings=settings)
+    if spec.autoscaler is not None:
+        settings |= {"autoscale": repr(spec.autoscaler()), "start_seconds": spec.start_seconds}
+    return BenchResult(
+        spec.choice.label, workload, records, spec.slo_rule, settings=settings, replica_seconds=cost.until_last_end()
+    )
 
 
 def simulate_events(

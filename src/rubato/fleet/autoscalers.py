@@ -1,0 +1,238 @@
+"""Autoscalers: PolyServe's, by its pool of replicas without a tier, and one for any policy, by predicted attainment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf, isfinite
+
+from rubato.core.events import Event, Finished, Joined, Offered
+from rubato.core.interfaces import Scaling, SeqView, View
+from rubato.core.plan import Shape
+from rubato.core.request import Request
+from rubato.policy_kit.batch_builder import prefill_time
+
+INTERVAL = 1.0  # seconds between two looks at the fleet by predicted attainment
+FULL = 0.8  # of a replica's time, places and KV: what the replicas that stay may be filled to when one leaves
+AT_LEAST = 2  # misses in a tier: one alone adds no replica
+
+
+@dataclass
+class Bounds:
+    """min, max: replicas that serve, or start. Fewer than `min`, such as after a loss, are made up for at once."""
+
+    min: int = 1
+    max: int = 8
+
+    def __post_init__(self) -> None:
+        for name, n in (("min", self.min), ("max", self.max)):
+            if type(n) is not int or n < 1:
+                raise ValueError(f"{name} is {n!r}: give a whole number of replicas, 1 or more")
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, above max, {self.max}")
+
+    def _to_add(self, wanted: int, there: int) -> int:
+        """`wanted` more, within the bounds. there: replicas that serve or start."""
+        return max(self.min - there, min(wanted, self.max - there), 0)
+
+
+def check_seconds(**settings: float) -> None:
+    """Raises ValueError for a setting that is no number of seconds."""
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} is {value!r}: give a number of seconds, 0 or more")
+
+
+def in_pool(view: View) -> bool:
+    """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined."""
+    return not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort")
+
+
+@dataclass
+class PoolAutoscaler(Bounds):
+    """PolyServe's pool of machines (§4.3, §5.4), which the paper takes as unlimited: a tier takes a replica from the
+    pool at once, so the pool is kept from running dry, and what it has too much is given back.
+
+    A replica is added when for `add_seconds` the pool, with those that start, has had fewer than `spare` replicas, or
+    is empty while requests are held. An idle one leaves when for `drain_seconds` it has been one of more than `spare`
+    idle ones in the pool. spare: 0 = add only once requests are held."""
+
+    spare: int = 1
+    add_seconds: float = 1.0
+    drain_seconds: float = 30.0
+    _short_since: float | None = field(init=False, repr=False, default=None)
+    _idle_since: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.spare) is not int or self.spare < 0:
+            raise ValueError(f"spare is {self.spare!r}: give a whole number of replicas, 0 or more")
+        check_seconds(add_seconds=self.add_seconds, drain_seconds=self.drain_seconds)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """The views say it all."""
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        pool = [view for view in fleet if in_pool(view)]
+        short = max(self.spare, 1 if held else 0) - len(pool) - starting
+        there = len(fleet) + starting
+        wake: list[float] = []
+        add = self._to_add(0, there)
+        if short <= 0 or there >= self.max:
+            self._short_since = None
+        else:
+            since = self._short_since = now if self._short_since is None else self._short_since
+            if now >= since + self.add_seconds:
+                add = self._to_add(short, there)
+                self._short_since = None
+            else:
+                wake.append(since + self.add_seconds)
+        return Scaling(add, self._to_drain(pool, there + add, now, wake), min(wake, default=None))
+
+    def _to_drain(self, pool: Sequence[View], there: int, now: float, wake: list[float]) -> list[str]:
+        """Those idle for longest enough, the last that joined first: PolyServe takes the first from the pool."""
+        idle = [view.id for view in pool if not (view.waiting or view.running or view.moving)]
+        self._idle_since = {id: self._idle_since.get(id, now) for id in idle}
+        surplus = max(0, min(len(idle) - self.spare, there - self.min))
+        drain: list[str] = []
+        for id in reversed(idle):
+            if surplus == len(drain):
+                break
+            if now >= (at := self._idle_since[id] + self.drain_seconds):
+                drain.append(id)
+            else:
+                wake.append(at)
+        return drain
+
+
+@dataclass(slots=True)
+class _Tier:
+    """Requests of one tier that count: all, and those that missed their SLO or are predicted to."""
+
+    all: int = 0
+    missed: int = 0
+
+    def add(self, missed: bool) -> None:
+        self.all += 1
+        self.missed += missed
+
+
+@dataclass
+class AttainmentAutoscaler(Bounds):
+    """By predicted attainment, for any policy: replicas are added while in some tier fewer than `target` of the
+    requests are, or are predicted to be, in SLO; one is drained when for `hold_seconds` the others could have served
+    what there was.
+
+    A tier's share is that of requests that ended in the last `window_seconds` or are there now. Of those that are
+    there, one is predicted to miss if it is late, demoted, or waits where the prompts due before it leave no time for
+    its own. Requests that came before the last replica joined count no more. Best effort never counts.
+
+    The others could have if on each of them prefill, at the tokens/s offered in the window, and the decodes that
+    are there now, at the tightest TPOT offered, take at most 80 % of its time (`FULL`), of its places and of its KV."""
+
+    target: float = 0.95
+    window_seconds: float = 60.0
+    hold_seconds: float = 60.0
+    _requests: dict[str, Request] = field(init=False, repr=False, default_factory=dict)
+    _offered: deque[tuple[float, int, float]] = field(init=False, repr=False, default_factory=deque)  # at, tokens, TPOT
+    _ended: deque[tuple[float, Request, bool]] = field(init=False, repr=False, default_factory=deque)  # at, ..., missed
+    _changed: float = field(init=False, repr=False, default=-inf)
+    _fits_since: float | None = field(init=False, repr=False, default=None)
+    _next: float = field(init=False, repr=False, default=-inf)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.target, bool) or not isinstance(self.target, int | float) or not 0.0 < self.target <= 1.0:
+            raise ValueError(f"target is {self.target!r}: give a share above 0, at most 1")
+        check_seconds(window_seconds=self.window_seconds, hold_seconds=self.hold_seconds)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Offered):
+                request = event.request
+                self._requests[event.id] = request
+                tpot = min((s.slo.tpot for s in request.stages if s.slo.tpot is not None), default=inf)
+                self._offered.append((event.at, sum(stage.prompt for stage in request.stages), tpot))
+            elif isinstance(event, Finished):
+                ended = self._requests.pop(event.id, None)
+                if ended is not None and not ended.best_effort and event.outcome != "cancelled":
+                    self._ended.append((event.at, ended, not event.verdict.met))
+            elif isinstance(event, Joined):
+                self._changed = event.at
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        there = len(fleet) + starting
+        if now < self._next:
+            return Scaling(self._to_add(0, there), wake_at=self._next)
+        self._next = now + INTERVAL
+        self._forget(now - self.window_seconds)
+        tiers = self._tiers(held, fleet, now)
+        worst = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= AT_LEAST), default=1.0)
+        wanted = ceil(len(fleet) * (self.target - worst)) if worst < self.target and not starting else 0
+        add = self._to_add(wanted, there)
+        drain: list[str] = []
+        spare = worst >= self.target and not (held or starting) and len(fleet) > self.min
+        if not (spare and self._fit(fleet, len(fleet) - 1, now)):
+            self._fits_since = None
+        else:
+            since = self._fits_since = now if self._fits_since is None else self._fits_since
+            if now >= since + self.hold_seconds:
+                drain = [min(reversed(fleet), key=lambda view: view.count).id]
+                self._fits_since = None
+        goes_on = held or self._requests or self._offered or len(fleet) - len(drain) > self.min
+        return Scaling(add, drain, self._next if goes_on else None)
+
+    def _forget(self, before: float) -> None:
+        while self._offered and self._offered[0][0] < before:
+            self._offered.popleft()
+        while self._ended and self._ended[0][0] < before:
+            self._ended.popleft()
+
+    def _tiers(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Mapping[str, _Tier]:
+        tiers: dict[str, _Tier] = {}
+
+        def count(request: Request, missed: bool) -> None:
+            if not request.best_effort and request.arrival >= self._changed:
+                tiers.setdefault(request.tier, _Tier()).add(missed)
+
+        for _, request, missed in self._ended:
+            count(request, missed)
+        for view in fleet:
+            for seq in (*view.running, *view.moving):
+                count(seq.request, seq.missed or seq.demoted or seq.due < now)
+            for seq, late in _late(view.waiting, view, max(now, view.busy_until)):
+                count(seq.request, late)
+        for seq in held:  # as if it could begin anywhere
+            count(seq.request, any(late for _, late in _late((seq,), fleet[0], now)))
+        return tiers
+
+    def _fit(self, fleet: Sequence[View], replicas: int, now: float) -> bool:
+        """Whether what is there, and comes, would fit so many replicas."""
+        view = fleet[0]
+        chunk = view.limits.max_num_batched_tokens
+        seconds = min(self.window_seconds, now) or INTERVAL  # the clock begins when the cluster does
+        offered = sum(tokens for _, tokens, _ in self._offered) / seconds
+        prefill = offered * view.latency.step_time(Shape().plus(chunk, 0)) / chunk
+        tightest = min((tpot for _, _, tpot in self._offered), default=inf)
+        seqs = ceil(sum(view.count for view in fleet) / replicas)
+        blocks = sum(view.kv_total - view.kv_free for view in fleet) / replicas
+        kv = ceil(sum(seq.length for view in fleet for seq in view.running) / replicas)
+        decode = view.latency.step_time(Shape(seqs, seqs, kv)) / tightest if seqs else 0.0
+        time = prefill / replicas + decode
+        return time <= FULL and seqs <= FULL * view.limits.max_num_seqs and blocks <= FULL * view.kv_total
+
+
+def _late(waiting: Iterable[SeqView], view: View, start: float) -> Iterable[tuple[SeqView, bool]]:
+    """Each with whether it is late, or will be if from `start` on this replica prefills them in order of their due
+    times. Those that are late already, or could not be in time alone, take no time of the others."""
+    chunk = view.limits.max_num_batched_tokens
+    for seq in sorted(waiting, key=lambda seq: seq.due):
+        seconds = prefill_time(view.latency, seq.pending, 0, chunk)
+        late = seq.missed or seq.demoted or start + seconds > seq.due
+        if not late:
+            start += seconds
+        yield seq, late
+
+
+AUTOSCALERS = {"pool": PoolAutoscaler, "attainment": AttainmentAutoscaler}
