@@ -118,6 +118,19 @@ def test_reasons_of_refusal_are_bounded() -> None:
     assert "said at length" not in text
 
 
+def test_replica_seconds_by_tier(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        assert (await at.chat()).status_code == 200
+        await asyncio.sleep(0.01)
+        now = at.cluster.clock.now()
+        value = await scrape(at)
+        assert value("rubato_replica_seconds_total", use="serving", tier="default") > 0.0
+        assert value("rubato_replica_seconds_total", use="starting") == 0.0
+        assert now <= value("rubato_replica_seconds_total") <= at.cluster.clock.now()
+
+    edge(scenario)
+
+
 def test_a_listener_that_fails_is_counted(edge: Runs) -> None:
     """Such as the event log on a full disk. No request ends for it."""
 

@@ -34,6 +34,7 @@ from rubato.core.events import (
 from rubato.core.interfaces import View
 from rubato.core.request import SLO, Request
 from rubato.core.slo import TOLERANCE
+from rubato.measure.replica_seconds import ReplicaSecondsMeter
 from rubato.policy_kit.backlog import prefill_seconds
 
 MOST_REASONS = 32  # label values; a policy may refuse with any words
@@ -206,9 +207,15 @@ class Metrics(SLOMetrics):
         self._model = model
         self._views, self._in_flight, self._errors = views, in_flight, errors
         self._log_lines_dropped = log_lines_dropped
+        there = views()
+        self._cost = ReplicaSecondsMeter((view.id for view in there), max((view.now for view in there), default=0.0))
         self._build_vllm(model)
         self.registry.register(self)
         self._folds[Preempted] = lambda event: self._preemptions.inc()
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        self._cost(event)
 
     def text(self) -> bytes:
         """The exposition, Prometheus text format."""
@@ -251,6 +258,17 @@ class Metrics(SLOMetrics):
         yield GaugeMetricFamily("rubato_requests_in_flight", "Offered and not ended", value=flight)
         yield GaugeMetricFamily("rubato_requests_held", "Of these, at no replica yet", value=max(0, flight - placed))
         yield GaugeMetricFamily("rubato_replicas", "Replicas that are not lost", value=len(views))
+        cost = self._cost.until(max((view.now for view in views), default=0.0))
+        spent = CounterMetricFamily("rubato_replica_seconds", "Replicas times seconds, by use", labels=["use", "tier"])
+        by_tier: dict[str, float] = {}
+        for tier, seconds in cost.tiers.items():
+            label = self._tiers.label(tier)
+            by_tier[label] = by_tier.get(label, 0.0) + seconds
+        for tier, seconds in by_tier.items():
+            spent.add_metric(["serving", tier], seconds)
+        spent.add_metric(["idle", ""], cost.idle)
+        spent.add_metric(["starting", ""], cost.starting)
+        yield spent
         yield self._gauge("num_requests_running", "Holding KV", ((v, len(v.running)) for v in views))
         yield self._gauge("num_requests_waiting", "Placed, holding no KV", ((v, len(v.waiting)) for v in views))
         usage = ((v, 1.0 - v.kv_free / v.kv_total) for v in views)
