@@ -147,6 +147,10 @@ def test_the_emptiest_leaves_when_the_others_could_serve_all() -> None:
         assert not scaler.scale([], views, 0, 10.9).drain
         return list(scaler.scale([], views, 0, 11.9).drain)
 
+    slow = [replace(each, latency=Linear(fixed=0.09)) for each in seen]  # a step of 3 decodes: 0.093 of the 0.1 s
+    scaler = AttainmentAutoscaler()
+    scaler.observe([Offered(0.0, seqs[0].id, seqs[0].request)])
+    assert (scaler.scale([], slow, 0, 1.0).add, scaler.scale([], slow, 1, 2.0).add) == (1, 0)
     assert drained() == ["r1"]
     assert drained(fixed=0.09) == []  # 5 decodes in a step of 0.095 s: nothing is left of the TPOT of 0.1 s
     assert drained(Limits(6, 2048, 4096, 1000, 16)) == []  # 5 of 6 places: more than 80 %

@@ -121,14 +121,14 @@ class _Tier:
 @dataclass
 class AttainmentAutoscaler(Bounds):
     """By predicted attainment, for any policy: replicas are added while in some tier fewer than `target` of the
-    requests are, or are predicted to be, in SLO; one is drained when for `hold_seconds` the others could have served
-    what there was.
+    requests are, or are predicted to be, in SLO, and one while all together are too few for what is offered; one is
+    drained when for `hold_seconds` the others were enough.
 
     A tier's share is that of requests that ended in the last `window_seconds` or are there now. Of those that are
     there, one is predicted to miss if it is late, demoted, or waits where the prompts due before it leave no time for
     its own. Requests that came before the last replica joined count no more. Best effort never counts.
 
-    The others could have if on each of them prefill, at the tokens/s offered in the window, and the decodes that
+    Replicas are enough if on each of them prefill, at the tokens/s offered in the window, and the decodes that
     are there now, at the tightest TPOT offered, take at most 80 % of its time (`FULL`), of its places and of its KV."""
 
     target: float = 0.95
@@ -170,10 +170,12 @@ class AttainmentAutoscaler(Bounds):
         tiers = self._tiers(held, fleet, now)
         worst = min((1.0 - t.missed / t.all for t in tiers.values() if t.missed >= AT_LEAST), default=1.0)
         wanted = ceil(len(fleet) * (self.target - worst)) if worst < self.target and not starting else 0
+        if not starting and not self._fit(fleet, len(fleet)):
+            wanted = max(wanted, 1)  # before they miss: a start takes time
         add = self._to_add(wanted, there)
         drain: list[str] = []
         spare = worst >= self.target and not (held or starting) and len(fleet) > self.min
-        if not (spare and self._fit(fleet, len(fleet) - 1, now)):
+        if not (spare and self._fit(fleet, len(fleet) - 1)):
             self._fits_since = None
         else:
             since = self._fits_since = now if self._fits_since is None else self._fits_since
@@ -207,12 +209,11 @@ class AttainmentAutoscaler(Bounds):
             count(seq.request, any(late for _, late in _late((seq,), fleet[0], now)))
         return tiers
 
-    def _fit(self, fleet: Sequence[View], replicas: int, now: float) -> bool:
+    def _fit(self, fleet: Sequence[View], replicas: int) -> bool:
         """Whether what is there, and comes, would fit so many replicas."""
         view = fleet[0]
         chunk = view.limits.max_num_batched_tokens
-        seconds = min(self.window_seconds, now) or INTERVAL  # the clock begins when the cluster does
-        offered = sum(tokens for _, tokens, _ in self._offered) / seconds
+        offered = sum(tokens for _, tokens, _ in self._offered) / max(self.window_seconds, INTERVAL)
         prefill = offered * view.latency.step_time(Shape().plus(chunk, 0)) / chunk
         tightest = min((tpot for _, _, tpot in self._offered), default=inf)
         seqs = ceil(sum(view.count for view in fleet) / replicas)
