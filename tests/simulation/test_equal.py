@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -224,6 +225,11 @@ def test_with_several_replicas(router: str, policy: str, load: Load, replicas: i
     same(alone(load), load.truth, spec, 1, acts=acts)
 
 
+def first_decode_due(view: View) -> float:
+    """As `View` says, from every sequence."""
+    return min([seq.due for seq in view.running if seq.pending == 1 and seq.due >= view.now], default=inf)
+
+
 class Minding:
     """Demotes, waits for times of its own, and writes down what it sees of batches that run."""
 
@@ -240,6 +246,7 @@ class Minding:
             batch = {s.id: s.in_flight for s in view.running}
             self.seen.append((now, view.in_flight, batch, view.busy_until if view.in_flight.seqs else now))
             assert sum(batch.values()) <= view.in_flight.tokens  # of one that was cancelled nothing is shown
+            assert view.first_decode_due == first_decode_due(view)
         if now < self._next - 1e-6:
             return Dispatch(wake_at=self._next)
         self._next = now + 0.013
@@ -293,6 +300,7 @@ class Asking:
 
     def plan(self, view: View) -> Plan:
         assert view.dues.tolist() == [seq.due for seq in view.running]
+        assert view.first_decode_due == first_decode_due(view)
         self.asked += len(view.running)
         return decode_first(view, self._budget).plan()
 

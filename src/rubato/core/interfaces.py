@@ -122,6 +122,11 @@ class View:
         return np.array([s.due for s in self.running], dtype=np.float64)
 
     @property
+    def first_decode_due(self) -> float:
+        """The earliest `due`, from now on, of those running with just one token pending; inf for none."""
+        return min([d for s in self.running if s.pending == 1 and (d := s.due) >= self.now], default=inf)
+
+    @property
     def decodes(self) -> Shape:
         """The batch of one token for every running sequence that has just one pending."""
         cached = [c for s in self.running if s.length - (c := s.cached) == 1]  # not by `pending`: half the time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -44,6 +45,16 @@ class DueTimes:
         due += first
         np.minimum(due, end, out=due)
         return due
+
+    def first_decode(self, tick: int, now: float, ended: Sequence[Seq]) -> float:
+        """The earliest from `now` on of those that decode and are not among `ended`, when so many steps are done; inf
+        for none."""
+        due = self.at(tick)
+        due[(self._columns[1, : len(due)] == 0.0) | (due < now)] = inf
+        for seq in ended:
+            if seq.decoding:
+                due[self._seqs.index(seq)] = inf
+        return float(due.min(initial=inf))
 
     def _write(self, i: int, seq: Seq) -> None:
         due = seq.deadlines

@@ -107,11 +107,22 @@ class LiveView(View):
         state = self._state
         if state.run is not None:  # some may have ended and still run
             return super().dues
+        return self._due_times().at(state.steps.tick)
+
+    @property
+    def first_decode_due(self) -> float:
+        state = self._state
+        state.sync()
+        first = self._due_times().first_decode(state.steps.tick, state.clock.time, state.ending)
+        return min([first, *(d for s in state.resting if not s.ended and (d := s.due) >= state.clock.time)])
+
+    def _due_times(self) -> DueTimes:
+        state = self._state
         if state.dues is None:
             state.dues = DueTimes()
             for seq in state.running.values():
                 state.dues.add(seq)
-        return state.dues.at(state.steps.tick)
+        return state.dues
 
     @property
     def decodes(self) -> Shape:
