@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.policies.polyserve.kv_forecast import STRETCHES, WIDTH, KVForecast
+from rubato.policy_kit.kv_forecast import STRETCHES, WIDTH, KVForecast
 
 LONGEST = STRETCHES // 2 * WIDTH  # within which no end is cut
 

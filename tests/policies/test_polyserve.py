@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.events import Assigned, Event, Finished, HandedOff, Placed
+from rubato.core.events import Assigned, Demoted, Event, Finished, HandedOff, Placed
 from rubato.core.interfaces import Dispatch, SeqView, View
-from rubato.core.plan import Limits
-from rubato.core.request import SLO, Request
+from rubato.core.plan import Limits, Role
+from rubato.core.request import SLO, Request, Stage
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
-from rubato.policies.polyserve.replica_model import PREFILL
+from rubato.policies.polyserve.replica_model import HeldRequest, Replica
+from rubato.policy_kit.prefill_queue import Prompt, prefill_chunks
 from rubato.simulation.simulate import simulate_events
-from tests.doubles import Linear, request, run_spec
+from tests.doubles import Linear, Seq, request, run_spec
 from tests.policies.test_properties import Load, few, loads, run
 from tests.simulation.test_equal import same
 
@@ -29,34 +31,34 @@ MODES = st.sampled_from(["co", "pd"])
 class Watched(Router):
     """Looks at each decision before it is made, and at what is held after."""
 
-    def _take(self, replica: Any, request: Any, turn: Any, rule: str, when: float) -> None:
-        assert not replica.draining
-        assert request.seq.id not in turn.place, "placed twice"
-        if replica.group != PREFILL:
-            assert replica.group <= request.tier, "a looser tier's replica"
-        if rule.startswith("promoted") or rule in ("scaled up", "claimed"):
-            for group in range(request.tier, -1, -1) if rule in ("scaled up", "claimed") else [request.tier]:
-                for other in self._groups[group]:
-                    if other is not replica and not other.draining and replica.group != PREFILL:
-                        assert self._fits(other, group, request, turn.now) is None, "its own tier had room"
-        super()._take(replica, request, turn, rule, when)
+    def _sit(self, request: HeldRequest, seat: Any, turn: Any) -> None:
+        replica, group, rule = seat
+        assert request.seq.id not in self._where, "placed twice"
+        assert not replica.draining or rule == "claimed"
+        assert group <= request.tier or (rule == "has room" and request.due == inf), "a looser tier's replica"
+        if rule not in ("own tier", "has room"):
+            for nearer in range(request.tier, group if rule.startswith("promoted") else -1, -1):
+                for other in self._groups[nearer]:
+                    assert other.draining or not self._takes(other, request, turn.now), "a nearer tier had room"
+        super()._sit(request, seat, turn)
+
+    def _takes(self, replica: Replica, request: HeldRequest, now: float) -> bool:
+        assert replica.group is not None
+        later = self.mode == "pd" and not request.moves
+        return replica.next_token_at(request, self.tiers[replica.group], now, later=later) is not None
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         before, freed = set(self._held_until), set(self._freed)
         dispatch = super().place(held, fleet, now)
         for seq in held:
-            if seq.id not in self._held_until:
+            if seq.id not in self._held_until or self.mode == "pd":
                 continue
-            wanted = self._request(seq)
+            wanted = self._request(seq, now)
             assert wanted is not None
-            if wanted.moves or self.mode == "pd":
-                continue  # those that prefill share their replicas: tried as they come
             tried = self._replicas.values() if seq.id not in before else [self._replicas[id] for id in freed]
             for replica in tried:
                 if replica.group is not None and replica.group <= wanted.tier and not replica.draining:
-                    assert self._fits(replica, replica.group, wanted, now) is None, (
-                        "held though a replica would take it"
-                    )
+                    assert not self._takes(replica, wanted, now), "held though a replica would take it"
         return dispatch
 
 
@@ -80,7 +82,8 @@ def test_what_it_may_never_do(load: Load, mode: str) -> None:
     for event in events:
         if isinstance(event, Assigned):
             if tier.get(event.id, "") not in ("", event.role.tier):
-                guests = [id for id, at in where.items() if at == event.id]
+                # one that waits for a tool is not recalled from the pool
+                guests = [id for id, at in where.items() if at == event.id and id not in load.pauses]
                 assert not guests or event.role.kind == "tier", "a replica left its tier with residents"
             tier[event.id] = event.role.tier
         elif isinstance(event, Placed):
@@ -155,10 +158,10 @@ def test_a_replica_goes_back_when_it_is_empty_and_best_effort_leaves_for_a_tier(
 def test_prompts_and_decodes_apart() -> None:
     events = served([tight("t0"), loose("l0", 0.001)], 4, mode="pd")
     assert rules(events) == [
-        ("t0", "r0", "scaled up"),
-        ("l0", "r0", "prefill"),
-        ("t0", "r1", "scaled up"),
-        ("l0", "r1", "promoted from 50 ms"),
+        ("t0", "r1", "prefill, then r0"),
+        ("l0", "r1", "prefill, then r0"),
+        ("t0", "r0", "decodes"),
+        ("l0", "r0", "decodes"),
     ]
 
 
@@ -166,6 +169,83 @@ def test_too_late_is_best_effort() -> None:
     """A prompt that would take longer than its TTFT alone."""
     late = request("late", 60, most=4, ttft=0.003, tpot=0.06)
     assert rules(served([late], 1)) == [("late", "r0", "best effort")]
+
+
+def test_a_tpot_tighter_than_every_tier_is_best_effort() -> None:
+    events = served([tight("fast", tpot=0.005)], 2)
+    assert rules(events) == [("fast", "r0", "best effort")]
+    assert [e.id for e in events if isinstance(e, Demoted)] == ["fast"]
+
+
+@pytest.mark.parametrize(
+    ("e2e", "tier"),
+    [(3.0, "0.05"), (1.0, "0.01"), (0.2, "")],  # 50 tokens at 50 ms take 2.5 s, at 10 ms 0.5 s
+)
+def test_an_e2e_slo_belongs_to_the_loosest_tier_that_ends_in_time(e2e: float, tier: str) -> None:
+    whole = replace(loose("e", most=50), stages=(replace(loose("e").stages[0], slo=SLO(e2e=e2e)),))
+    events = served([whole], 2)
+    assert [e.role.tier for e in events if isinstance(e, Assigned) and e.id == "r0"][1:2] == ([tier] if tier else [])
+    assert bool([e for e in events if isinstance(e, Demoted)]) == (not tier)
+
+
+def test_best_effort_is_a_guest_when_no_replica_is_in_the_pool_for_long() -> None:
+    """The tiers hold both replicas for 25 s; one at a time it is served on the loosest tier's."""
+    busy = [tight("t0", most=120), *(loose(f"l{i}", 0.2 * i, most=120) for i in range(130))]
+    free = [replace(request(f"free{i}", 8, most=20, arrival=1.0), stages=(Stage(8, SLO()),)) for i in range(2)]
+    events = served([*busy, *free], 1)
+    ends = {e.id: e.at for e in events if isinstance(e, Finished)}
+    first, second = [e.at for e in events if isinstance(e, Placed) and e.id in ("free0", "free1")]
+    assert 11.0 <= first < 12.0, "10 s after it came"
+    assert second >= min(ends["free0"], ends["free1"]), "one at a time"
+    assert second < max(at for id, at in ends.items() if id.startswith("l"))
+
+
+def test_a_prompt_that_has_begun_gives_way_to_a_nearer_deadline() -> None:
+    """In mode pd, between chunks."""
+    long = request("long", 190, most=5, ttft=5.0, tpot=0.06)
+    short = request("short", 8, most=5, ttft=0.08, tpot=0.06, arrival=0.01)
+    spec = run_spec(
+        STEP, replace(LIMITS, max_num_batched_tokens=16), "polyserve", {"budget": 16}, replicas=2, learns=False,
+        router_settings={"mode": "pd", "tiers": [0.05], "budget": 16},
+    )  # fmt: skip
+    events = simulate_events([long, short], {"long": [5], "short": [5]}, spec)
+    assert [e.id for e in events if isinstance(e, HandedOff)] == ["short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("decode_due", "prompts_due", "taken"),
+    [
+        (0.009, (1.0, 1.0), (29, 0)),  # hardly ahead: what a step of 5 ms has room for
+        (0.01601, (1.0, 1.0), (39, 0)),  # a step may take 6 ms: a TPOT before it is due
+        (9.0, (1.0, 1.0), (40, 23)),  # all that the limits allow
+        (9.0, (0.01621, 1.0), (40, 1)),  # 6.2 ms, a TPOT before the prompt that it completes is due
+        (9.0, (0.004, 1.0), (40, 23)),  # one that is late already limits nothing
+        (-1.0, (1.0, 1.0), (40, 23)),  # nor does a late decode
+    ],
+)
+def test_decodes_lend_their_lead(decode_due: float, prompts_due: tuple[float, float], taken: tuple[int, int]) -> None:
+    decode = Seq(request("d", tpot=0.005), length=10, cached=9, blocks=2, output=1, due=decode_due)
+    prompts = [Seq(request(f"p{i}", 40), length=40, due=due) for i, due in enumerate(prompts_due)]
+    view = View(
+        "r0", 0.005, prompts, [decode], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP,
+        role=Role("both", "0.005", kind="tier"),
+    )  # fmt: skip
+    plan = polyserve.Scheduler().plan(view)
+    work = {w.seq: w.tokens for w in plan.work}
+    assert plan.decode_all
+    assert (work.get("p0", 0), work.get("p1", 0)) == taken
+    assert plan.repeat_steps == 0, "the lead changes with each step"
+
+
+def test_a_prefill_step_ends_before_a_prompt_in_it_is_due() -> None:
+    """Two prompts fit the budget; together they would make the first one late."""
+    first, second = Prompt(0.007, 40, 0), Prompt(1.0, 60, 0)
+    chunks, shape = prefill_chunks([first, second], 0.0, budget=100, most=200, latency=STEP)
+    assert (chunks, shape.tokens) == ([40, 10], 50)
+    chunks, _ = prefill_chunks([first._replace(due=0.005), second], 0.0, budget=100, most=200, latency=STEP)
+    assert chunks == [40], "late anyway, and no later than it must be"
+    assert prefill_chunks([Prompt(1.0, 500, 0)], 0.0, 100, 400, STEP)[0] == [100]
+    assert prefill_chunks([Prompt(0.05, 500, 0)], 0.0, 100, 400, STEP)[0] == [400], "in few steps, where it is urgent"
 
 
 @pytest.mark.parametrize(

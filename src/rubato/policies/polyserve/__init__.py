@@ -6,11 +6,13 @@ nearest first (lazy promotion); then its tier gets a replica from the pool; else
 A replica with only requests of looser tiers left admits none: their tier may claim it, else it goes back to the pool
 when empty. All queues are the router's.
 
-Two modes. co: a replica runs its tier's prompts in chunks beside decodes, so that a step keeps within the TPOT. pd:
-prompts go to prefill replicas shared by all tiers, nearest deadline first, and their KV to a decode replica.
+Two modes. co: a replica runs its tier's prompts in chunks beside decodes, so that a step keeps within the TPOT, or,
+where decodes are ahead of their deadlines, ends before these. pd: prompts go to prefill replicas shared by all tiers,
+nearest deadline first, each once a place to decode is kept for it, and their KV to that decode replica.
 
 Ours where the paper is silent: the order among tighter tiers, that a pending replica admits none, that a request which
-could not be in time even alone is served as best effort, and that a replica without decodes takes a prompt whole.
+could not be in time even alone is served as best effort, that a replica without decodes takes a prompt whole, the place
+kept before the prefill, the pool's last replica kept for prefill, and guests of the loosest tier among best effort.
 """
 
 from rubato.policies.polyserve.router import Router

@@ -9,22 +9,25 @@ from itertools import pairwise
 from math import inf
 from typing import ClassVar
 
-from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Transferred
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Recall, Role
-from rubato.policies.polyserve.kv_forecast import KVForecast
-from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica, StepTable, is_source
-from rubato.policies.polyserve.scheduler import by_deadline, check_budget
+from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica, is_source
+from rubato.policies.polyserve.scheduler import by_deadline, check_budget, prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
+from rubato.policy_kit.kv_forecast import KVForecast
+from rubato.policy_kit.step_table import StepTable
 
 POOL_ROLE = Role(kind="best_effort")
 PREFILL_ROLE = Role("prefill", kind="prefill")
 SOON = 1e-5  # seconds from now at which the router is asked again at the earliest
+PATIENCE = 10.0  # seconds from arrival after which best effort need not wait for the pool
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One dispatch in the making."""
+    """One dispatch in the making. no_seat, no_prefill: (tier, length, output) of those that found no place to decode,
+    (due, tokens) of prompts that none can prefill in time: one that asks for more is not tried."""
 
     now: float
     place: dict[str, str] = field(default_factory=dict)
@@ -32,6 +35,8 @@ class _Turn:
     recall: dict[str, Recall] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    no_seat: list[tuple[int, int, float]] = field(default_factory=list)
+    no_prefill: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Router:
     ascending; a request belongs to the loosest that is no looser than its own. budget: as of the Scheduler."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall"})
+    default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "co"
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
     budget: int = 2048
@@ -48,9 +54,14 @@ class Router:
     _groups: list[list[Replica]] = field(init=False, repr=False, default_factory=list)  # the most loaded first
     _unsorted: set[int] = field(init=False, repr=False, default_factory=set)
     _where: dict[str, tuple[Replica, int | None]] = field(init=False, repr=False, default_factory=dict)  # and its tier
+    _prefills: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)  # where prompts are
     _held_until: dict[str, float] = field(init=False, repr=False, default_factory=dict)  # when it may be in time last
+    _lacks: dict[str, str] = field(init=False, repr=False, default_factory=dict)  # what a held prompt has not found
     _for_pool: set[str] = field(init=False, repr=False, default_factory=set)  # best effort, waits for the pool
+    _guest: str | None = field(init=False, repr=False, default=None)  # best effort that is in no pool
     _freed: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)  # a request has left it
+    _moving: dict[str, tuple[float, Replica]] = field(init=False, repr=False, default_factory=dict)  # KV: since, to
+    _token_moves: float = field(init=False, repr=False, default=0.0)  # seconds of a token's KV on its way
 
     def __post_init__(self) -> None:
         if self.mode not in ("co", "pd"):
@@ -71,8 +82,13 @@ class Router:
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Finished | HandedOff | Lost):
+            if isinstance(event, HandedOff) and event.request.handoff and event.request.handoff.reason == "prefilled":
+                self._leave_prefill(event.id)
+            elif isinstance(event, Finished | HandedOff | Lost):
                 self._leave(event.id)
+            elif isinstance(event, Transferred):
+                if (moving := self._moving.pop(event.id, None)) is not None:
+                    self._token_moves += 0.1 * ((event.at - moving[0]) / event.tokens - self._token_moves)
             elif isinstance(event, Placed) and event.id not in self._where and event.replica in self._replicas:
                 replica = self._replicas[event.replica]  # where the rest of its group is
                 replica.add_unknown(event.id)
@@ -80,12 +96,23 @@ class Router:
 
     def _leave(self, id: str) -> None:
         self._held_until.pop(id, None)
+        self._lacks.pop(id, None)
+        self._moving.pop(id, None)
         self._for_pool.discard(id)
-        found = self._where.pop(id, None)
-        if found is None:
-            return
-        replica, tier = found
-        replica.drop(id, tier)
+        self._guest = None if self._guest == id else self._guest
+        self._leave_prefill(id)
+        if (found := self._where.pop(id, None)) is not None:
+            replica, tier = found
+            replica.drop(id, tier)
+            self._changed(replica)
+
+    def _leave_prefill(self, id: str) -> None:
+        if (replica := self._prefills.pop(id, None)) is not None:
+            del replica.prompts[id]
+            replica.load = None
+            self._changed(replica)
+
+    def _changed(self, replica: Replica) -> None:
         self._freed[replica.id] = replica
         if replica.group is not None:
             self._unsorted.add(replica.group)
@@ -99,24 +126,28 @@ class Router:
         waiting = [seq for seq in held if seq.id in held_until]
         fresh = [seq for seq in held if seq.id not in held_until and seq.id not in for_pool]
         for seq in fresh:
-            if seq.id in self._where:  # it came back, or was not taken
+            if seq.id in self._where and not seq.cached:  # it came back, or was not taken
                 self._leave(seq.id)
         freed = tuple(self._freed.values())
         for replica in freed:
             self._give_back(replica, turn)
         if freed:
-            for seq in sorted(waiting, key=by_deadline):
+            for seq in sorted(waiting, key=lambda s: by_deadline(s, now)):
                 self._try(seq, turn, freed)
         else:
             for seq in waiting:
                 if held_until[seq.id] <= now:
                     self._try(seq, turn, ())
-        for seq in sorted(fresh, key=by_deadline):
+        for seq in sorted(fresh, key=lambda s: by_deadline(s, now)):
             self._try(seq, turn, None)
         self._freed.clear()
-        if for_pool and any(replica.group is None for replica in self._replicas.values()):
-            self._fill_pool([s for s in held if s.id in for_pool], turn)
         until = min(held_until.values(), default=inf)
+        if for_pool:
+            parked = [seq for seq in held if seq.id in for_pool]
+            pooled = any(replica.group is None for replica in self._replicas.values())
+            if pooled:
+                self._fill_pool(parked, turn)
+            until = min(until, self._admit_guests([s for s in parked if s.id in for_pool], turn, pooled))
         return Dispatch(
             place=turn.place,
             demote=turn.demote,
@@ -131,90 +162,182 @@ class Router:
         replicas = self._replicas
         if len(fleet) != len(replicas) or any(view.id not in replicas for view in fleet):
             here = {view.id for view in fleet}
-            for id in [id for id in replicas if id not in here]:
-                gone = replicas.pop(id)
+            for gone in [replica for replica in replicas.values() if replica.id not in here]:
                 self._move(gone, None)
-                self._freed.pop(id, None)
+                self._freed.pop(gone.id, None)
                 self._forget_residents(gone)
+                del replicas[gone.id]
             for index, view in enumerate(fleet):
                 if self.mode == "pd" and "kv_transfer" not in view.supports:
                     raise ValueError(f"polyserve in mode pd moves KV, and replica {view.id!r} cannot: use mode co")
                 if view.id not in replicas:
-                    replicas[view.id] = self._freed[view.id] = Replica(view, index, len(self.tiers), self._table(view))
+                    # one table for all with the same latency model: it takes a thousand questions to fill
+                    most = view.limits.max_num_batched_tokens
+                    table = self._tables.setdefault((id(view.latency), most), StepTable(view.latency, most))
+                    replicas[view.id] = self._freed[view.id] = Replica(view, index, len(self.tiers), table)
         for view in fleet:
-            replica = replicas[view.id]
-            replica.view = view
-            replica.added = 0
-
-    def _table(self, view: View) -> StepTable:
-        """One for all replicas with the same latency model: a table takes a thousand questions to fill."""
-        most = view.limits.max_num_batched_tokens
-        table = StepTable(view.latency, most, self.budget if self.mode == "pd" else most)
-        return self._tables.setdefault((id(view.latency), most), table)
+            replicas[view.id].view, replicas[view.id].added = view, 0
 
     def _try(self, seq: SeqView, turn: _Turn, among: Sequence[Replica] | None) -> None:
         """Place it, hold it while it could be in time, or leave it to the pool. among: the replicas that have changed
         since it was tried before; None: it was not."""
-        self._held_until.pop(seq.id, None)
-        request = self._request(seq)
+        id = seq.id
+        self._held_until.pop(id, None)
+        request = self._request(seq, turn.now)
         if request is None:
-            self._for_pool.add(seq.id)
+            if not seq.best_effort:  # its TPOT is tighter than every tier
+                turn.demote.append(id)
+            self._leave(id)
+            self._for_pool.add(id)
         elif not self._placed(request, turn, among):
             until = self._until(request)
             if until > turn.now:
-                self._held_until[seq.id] = until
+                self._held_until[id] = until
             elif not request.moves or until == -inf:
-                turn.demote.append(seq.id)
-                self._for_pool.add(seq.id)
+                turn.demote.append(id)
+                self._leave(id)
+                self._for_pool.add(id)
             else:  # too late, and it holds KV somewhere: it goes wherever there is room
-                request.late = True
+                request.due = inf
                 if not self._placed(request, turn, None):
-                    self._held_until[seq.id] = inf
+                    self._held_until[id] = inf
 
-    def _request(self, seq: SeqView) -> HeldRequest | None:
-        """None for best effort."""
-        tpot = seq.request.stages[seq.stage].slo.tpot
-        due = seq.due
-        if seq.best_effort or (due == inf and tpot is None):
-            return None
-        tier = len(self.tiers) - 1 if tpot is None else max(0, bisect_right(self.tiers, tpot * (1.0 + 1e-9)) - 1)
-        moves = seq.cached > 0 and self.mode == "pd"
-        return HeldRequest(seq, tier, due, seq.pending, seq.length, remaining_output(seq), moves)
+    def _request(self, seq: SeqView, now: float) -> HeldRequest | None:
+        """None for best effort, and for a TPOT that no tier keeps. With an e2e SLO it belongs to the loosest tier that
+        ends in time, and its next token is due when the rest follow at that tier's pace."""
+        slo, due = seq.request.stages[seq.stage].slo, seq.due
+        left, moves = remaining_output(seq), seq.cached > 0 and self.mode == "pd"
+        if seq.best_effort:  # a place to decode was kept for a guest, or for one that was demoted since
+            return self._best_effort(seq) if moves and self._where.get(seq.id, (None, None))[1] is not None else None
+        tier = len(self.tiers) - 1
+        if slo.tpot is not None:
+            tier = bisect_right(self.tiers, slo.tpot * (1.0 + 1e-9)) - 1
+            if tier < 0:
+                return None
+        if slo.e2e is not None:
+            end, least = seq.request.arrival + slo.e2e + seq.tool_seconds, self._least_seconds(seq, moves)
+            while tier and min(due, end - left * self.tiers[tier]) - least < now:
+                tier -= 1
+            due = min(due, end - left * self.tiers[tier])
+        if self.mode == "pd" and not moves:  # the second token waits for the KV and the end of a step
+            lead = due - min(due, prompt_due(seq)) + seq.length * self._token_moves
+            due -= max(0.0, min(lead, 0.5 * (due - now - self._least_seconds(seq, moves))))
+        return HeldRequest(seq, tier, due, seq.pending, seq.length, left, moves)
+
+    def _least_seconds(self, seq: SeqView, moves: bool) -> float:
+        """Until its next token on a replica with nothing else to do."""
+        steps = next(iter(self._replicas.values())).steps
+        return steps.decodes(1, seq.length) if moves else steps.alone(seq.pending)
 
     def _until(self, request: HeldRequest) -> float:
         """Until when a replica with nothing else to do could have its next token in time; -inf if its TPOT, or its KV,
-        is too much for one."""
-        replica = next(iter(self._replicas.values()))
-        steps = replica.steps
-        if request.most > replica.capacity or steps.decodes(1, request.most) > self.tiers[request.tier]:
+        is too much for every one."""
+        tpot, most = self.tiers[request.tier], request.most
+        if not any(most <= r.capacity and r.steps.decodes(1, most) <= tpot for r in self._replicas.values()):
             return -inf
-        return request.due - (steps.decodes(1, request.length) if request.moves else steps.alone(request.pending))
+        return request.due - self._least_seconds(request.seq, request.moves)
 
     def _placed(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
-        """The order of attempts: own tier, tighter ones, a draining replica, the pool."""
-        prefill = self.mode == "pd" and not request.moves
-        own = PREFILL if prefill else request.tier
-        for group in (PREFILL,) if prefill else range(own, -1, -1):
-            for replica in self._loaded(group, among):
-                if (when := self._fits(replica, group, request, turn.now)) is not None:
-                    rule = "own tier" if group == own else f"promoted from {_ms(self.tiers[own])}"
-                    self._take(replica, request, turn, "prefill" if prefill else rule, when)
-                    return True
-        for replica in self._claimable(request.seq, own):
-            pooled = replica.group is None
-            if (when := self._fits(replica, own, request, turn.now, alone=pooled)) is not None:
-                self._enlist(replica, own, turn)
-                self._take(replica, request, turn, "scaled up" if pooled else "claimed", when)
-                return True
-        return False
+        """In mode pd a prompt is prefilled once a seat to decode in is kept for it, which it takes when it moves."""
+        id = request.seq.id
+        if self.mode == "co":
+            found = self._seat(request, turn, among)
+            if found is not None:
+                self._sit(request, found, turn)
+                turn.place[id], turn.why[id] = found[0].id, found[2]
+            return found is not None
+        if request.moves:
+            if id in self._where and (self._where[id][1] is None or is_source(self._where[id][0], request.seq)):
+                self._leave(id)  # no seat was kept for it
+            if id not in self._where:
+                found = self._seat(request, turn, None)
+                if found is None and request.due == inf:
+                    found = self._room(request)
+                if found is None:
+                    return False
+                self._sit(request, found, turn)
+            replica = self._where[id][0]
+            if replica.view.limits.blocks(request.length) > replica.view.kv_free:
+                return False
+            self._moving[id] = turn.now, replica
+            turn.place[id], turn.why[id] = replica.id, "decodes"
+            return True
+        return self._starts(request, turn, among)
 
-    def _fits(
-        self, replica: Replica, group: int, request: HeldRequest, now: float, alone: bool = False
-    ) -> float | None:
-        """When its next token would be out there; None if it does not fit. alone: all that are there leave."""
-        if group == PREFILL:
-            return replica.first_token_at(request, now)
-        return replica.next_token_at(request, self.tiers[group], now, alone)
+    def _starts(self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None) -> bool:
+        id, short = request.seq.id, self._lacks.get(request.seq.id) == "prefill"
+        if among is not None and not any(r.group is None or (r.group == PREFILL) == short for r in among):
+            return False
+        ask, seat, replica = (request.tier, request.length, request.remaining), None, None
+        if not any(a[0] >= ask[0] and a[1] <= ask[1] and a[2] <= ask[2] for a in turn.no_seat):
+            seat = self._seat(request, turn, None)
+        if seat is None:
+            self._lacks[id] = "seat"
+            turn.no_seat.append(ask)
+            return False
+        if not any(due >= request.due and tokens <= request.pending for due, tokens in turn.no_prefill):
+            replica = self._prefiller(request, turn, seat[0])
+        if replica is None:
+            self._lacks[id] = "prefill"
+            turn.no_prefill.append((request.due, request.pending))
+            return False
+        self._lacks.pop(id, None)
+        self._sit(request, seat, turn)
+        if replica.group is None:
+            self._enlist(replica, PREFILL, turn)
+        replica.prompts[id] = request
+        replica.load = None
+        self._unsorted.add(PREFILL)
+        self._prefills[id] = replica
+        turn.place[id], turn.why[id] = replica.id, f"prefill, then {seat[0].id}: {seat[2]}"
+        return True
+
+    def _prefiller(self, request: HeldRequest, turn: _Turn, seat: Replica) -> Replica | None:
+        """The most loaded prefill replica that has its prompt through in time, else one of the pool."""
+        for replica in (*self._loaded(PREFILL, None), self._idlest(request.seq, besides=seat)):
+            if replica is not None and replica.prefills_in_time(request, turn.now, self.budget):
+                return replica
+        return None
+
+    def _seat(
+        self, request: HeldRequest, turn: _Turn, among: Sequence[Replica] | None
+    ) -> tuple[Replica, int, str] | None:
+        """Where it can decode, for which tier that replica serves or is to serve, and why. The order of attempts: own
+        tier, tighter ones, a draining replica, the pool."""
+        own, later = request.tier, self.mode == "pd" and not request.moves
+        for group in range(own, -1, -1):
+            for replica in self._loaded(group, among):
+                if replica.next_token_at(request, self.tiers[group], turn.now, later=later) is not None:
+                    return replica, group, "own tier" if group == own else f"promoted from {1e3 * self.tiers[own]:g} ms"
+        for replica in self._claimable(request):
+            pooled = replica.group is None
+            if replica.next_token_at(request, self.tiers[own], turn.now, alone=pooled, later=later) is not None:
+                return replica, own, "scaled up" if pooled else "claimed"
+        return None
+
+    def _room(self, request: HeldRequest) -> tuple[Replica, int, str] | None:
+        """For KV that found no seat, and is in the way of prompts where it is: a replica that has room for it now,
+        whatever is kept there, of the loosest tier."""
+        for group in range(len(self.tiers) - 1, -1, -1):
+            for replica in self._groups[group]:
+                view, limits = replica.view, replica.view.limits
+                full = (
+                    view.count + len(view.moving) >= limits.max_num_seqs or limits.blocks(request.length) > view.kv_free
+                )
+                if not full and not is_source(replica, request.seq):
+                    return replica, group, "has room"
+        return None
+
+    def _sit(self, request: HeldRequest, seat: tuple[Replica, int, str], turn: _Turn) -> None:
+        """It is to decode there."""
+        replica, group, rule = seat
+        if rule in ("scaled up", "claimed"):
+            self._enlist(replica, group, turn)
+        replica.add(request)
+        if self.mode == "co":
+            replica.added += request.pending
+        self._where[request.seq.id] = (replica, request.tier)
+        self._unsorted.add(group)
 
     def _loaded(self, group: int, among: Sequence[Replica] | None) -> Sequence[Replica]:
         """The replicas of a group (of these, if given) that admit, the most loaded first; ties by lowest index."""
@@ -222,43 +345,37 @@ class Router:
             return ()
         replicas = self._groups[group]
         if group in self._unsorted:
-            for replica in replicas:
-                replica.weigh()
-            replicas.sort(key=lambda r: (-r.load, r.index))
+            replicas.sort(key=lambda r: (-r.weigh(), r.index))
             self._unsorted.discard(group)
         return [r for r in replicas if not r.draining and (among is None or r in among)]
 
-    def _claimable(self, seq: SeqView, group: int) -> Sequence[Replica]:
-        """Draining replicas whose tightest requests are of this tier, then the one of the pool with the least to do."""
-        draining = [r for r in self._replicas.values() if r.draining] if group != PREFILL else []
+    def _claimable(self, request: HeldRequest) -> Sequence[Replica]:
+        """Draining replicas whose tightest requests are of this tier, then the one of the pool with the least to do,
+        unless it is the last and none prefills."""
+        group = request.tier
+        draining = [r for r in self._replicas.values() if r.draining]
         found = [r for r in draining if r.residents[group] and not any(r.residents[:group])]
-        if (pooled := self._idlest(seq)) is not None:
+        kept = self.mode == "pd" and not self._groups[PREFILL]
+        if (
+            sum(r.group is None for r in self._replicas.values()) > kept
+            and (pooled := self._idlest(request.seq)) is not None
+        ):
             found.append(pooled)
         return found
 
-    def _idlest(self, seq: SeqView) -> Replica | None:
-        """The replica of the pool with the least to do that can take what this one brings; ties by lowest index."""
-        pool = [r for r in self._replicas.values() if r.group is None and not is_source(r, seq)]
+    def _idlest(self, seq: SeqView, besides: Replica | None = None, enlist: bool = True) -> Replica | None:
+        """The replica of the pool with the least to do that can take what this one brings; ties by lowest index.
+        enlist: to change what it is for, which cannot be while KV is on its way to it."""
+        pool = [r for r in self._replicas.values() if r.group is None and r is not besides and not is_source(r, seq)]
+        if enlist and self._moving:
+            coming = [replica for _, replica in self._moving.values()]
+            pool = [r for r in pool if r not in coming]
         return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
-
-    def _take(self, replica: Replica, request: HeldRequest, turn: _Turn, rule: str, when: float) -> None:
-        id, group = request.seq.id, replica.group
-        assert group is not None
-        replica.add(request)
-        self._where[id] = (replica, None if group == PREFILL else request.tier)
-        self._unsorted.add(group)
-        turn.place[id] = replica.id
-        late = ", though late" if request.late else ""
-        name = "prefill" if group == PREFILL else _ms(self.tiers[group])
-        turn.why[id] = (
-            f"{rule}: {replica.id} ({name}), next token in "
-            f"{1e3 * (when - turn.now):.0f} of {1e3 * (request.due - turn.now):.0f} ms{late}"
-        )
 
     def _fill_pool(self, parked: Sequence[SeqView], turn: _Turn) -> None:
         """Best effort goes to the pool, as far as its KV goes."""
         for seq in parked:
-            replica = self._idlest(seq)
+            replica = self._idlest(seq, enlist=False)
             if replica is None:
                 continue
             step, left = replica.renew(turn.now), remaining_output(seq)
@@ -269,8 +386,32 @@ class Router:
             replica.forecast.add(seq.id, seq.length, left, step)
             self._where[seq.id] = (replica, None)
             self._for_pool.discard(seq.id)
-            turn.place[seq.id] = replica.id
-            turn.why[seq.id] = f"best effort: {replica.id} of the pool"
+            if seq.cached:
+                self._moving[seq.id] = turn.now, replica
+            turn.place[seq.id], turn.why[seq.id] = replica.id, "best effort: in the pool"
+
+    def _admit_guests(self, parked: Sequence[SeqView], turn: _Turn, pooled: bool) -> float:
+        """Best effort that the pool does not take decodes as a guest of the tiers if it holds KV where prompts are
+        computed; so is, one at a time, what has waited for `PATIENCE` while no replica is in the pool (pooled: one is).
+        Returns when to ask again."""
+        again = inf
+        for seq in parked:
+            waits = seq.request.arrival + PATIENCE - turn.now
+            waited = waits <= 0.0 and self._guest is None and not pooled
+            if seq.cached or waited:
+                request = self._best_effort(seq)
+                if self._placed(request, turn, None):
+                    self._for_pool.discard(seq.id)
+                    self._guest = self._guest if request.moves else seq.id
+                    continue
+                waits = PATIENCE
+            if self._guest is None and not pooled:
+                again = min(again, turn.now + waits)
+        return again
+
+    def _best_effort(self, seq: SeqView) -> HeldRequest:
+        moves = seq.cached > 0 and self.mode == "pd"
+        return HeldRequest(seq, len(self.tiers) - 1, inf, seq.pending, seq.length, remaining_output(seq), moves)
 
     # ----------------------------------------------------------------- roles
 
@@ -298,6 +439,7 @@ class Router:
     def _forget_residents(self, replica: Replica) -> None:
         """Requests that were there are placed nowhere."""
         self._where = {id: at for id, at in self._where.items() if at[0] is not replica}
+        self._prefills = {id: at for id, at in self._prefills.items() if at is not replica}
 
     def _role(self, group: int) -> Role:
         if group == PREFILL:
@@ -311,7 +453,3 @@ class Router:
         if group is not None:
             self._groups[group].append(replica)
             self._unsorted.add(group)
-
-
-def _ms(tpot: float) -> str:
-    return f"{1e3 * tpot:g} ms"

@@ -12,6 +12,7 @@ from rubato.core.interfaces import LatencyModel, SeqView, View
 from rubato.core.plan import Plan, Shape
 from rubato.core.request import HandoffReason
 from rubato.policy_kit.batch_builder import BatchBuilder, decode_first, decodes_only
+from rubato.policy_kit.prefill_queue import Prompt, dynamic_chunk, prefill_chunks
 
 
 @dataclass
@@ -36,31 +37,48 @@ class Scheduler:
         return self._mixed(view)
 
     def _prefill(self, view: View) -> Plan:
-        """Nearest deadline first. Dynamic chunking: a prompt with less than two budgets left gets all of it; others
-        only what is left of one."""
-        builder = BatchBuilder(view)
+        """Nearest deadline first, begun or not (`prefill_chunks`). One that has not begun starts only if the KV of all
+        of it is free beside what the begun ones have still to take."""
+        builder, limits = BatchBuilder(view), view.limits
         ready: dict[str, HandoffReason] = {s.id: "prefilled" for s in view.running if s.pending == 1}
-        left = self.budget
-        for seq in (*view.prefilling, *sorted(view.waiting, key=by_deadline)):
-            most = min(seq.pending, left) if builder.work else dynamic_chunk(seq.pending, self.budget)
-            tokens = min(most, builder.tokens_that_fit(seq))
-            if tokens < 1 or (seq.id not in builder.running and builder.lacks(seq, seq.pending)):
+        begun = view.prefilling
+        owed = sum(limits.blocks(s.length) - s.blocks for s in begun)
+        seqs = sorted((*begun, *view.waiting), key=lambda s: by_deadline(s, view.now))
+        prompts = [Prompt(prompt_due(s), s.pending, s.cached) for s in seqs]
+        chunks, _ = prefill_chunks(prompts, view.now, self.budget, limits.max_num_batched_tokens, view.latency)
+        for seq, tokens in zip(seqs, chunks, strict=False):
+            new = seq.id not in builder.running
+            if builder.tokens_that_fit(seq) < tokens or (new and builder.missing_blocks(seq, seq.pending) + owed > 0):
                 break
             builder.add(seq, tokens)
-            left -= tokens
+        if not builder.work and begun:  # none may start, and the nearest deadline is of one that has not begun
+            seq = min(begun, key=lambda s: by_deadline(s, view.now))
+            if tokens := min(dynamic_chunk(seq.pending, self.budget), builder.tokens_that_fit(seq)):
+                builder.add(seq, tokens)
         return builder.plan(handoff=ready)
 
     def _mixed(self, view: View) -> Plan:
         """Every decode, and a chunk that keeps the step within the TPOT even at the prompt's end (continuous
-        chunked-prefill prediction): so the chunk stays the same for all of it."""
+        chunked-prefill prediction): so the chunk stays the same for all of it. Where that leaves some of the prompts
+        for later, decodes that are ahead of their deadlines lend their lead, but for a TPOT of it: the step may last as
+        long, unless a prompt is due before."""
         tpot = float(view.role.tier) if view.role.tier else inf
         decodes = view.decodes
         first = next(iter(view.prefilling), None) or next(iter(view.waiting), None)
         budget = self.budget if tpot == inf else view.limits.max_num_batched_tokens
-        if first is not None and decodes.seqs and tpot < inf:
-            budget = decodes.seqs + _steady_chunk(view.latency, tpot, decodes, first, budget - decodes.seqs)
+        all_now = True
+        if first is not None and tpot < inf:
+            most = budget - decodes.seqs
+            chunk = min(first.pending, most)
+            if decodes.seqs:
+                chunk = steady_chunk(view.latency, tpot, decodes, first, most)
+            wanted = min(most, view.pending - decodes.seqs)
+            if chunk < wanted:
+                all_now = False
+                chunk = max(chunk, _lent(view, tpot, decodes, wanted))
+            budget = decodes.seqs + chunk
         builder = decode_first(view, budget)
-        return builder.plan(repeat_steps=builder.repeat_steps())
+        return builder.plan(repeat_steps=builder.repeat_steps() if all_now else 0)  # the lead changes with each step
 
 
 def check_budget(budget: int) -> None:
@@ -68,17 +86,39 @@ def check_budget(budget: int) -> None:
         raise ValueError(f"budget is {budget}: give the tokens of a prefill batch, at least 1")
 
 
-def dynamic_chunk(left: int, budget: int) -> int:
-    """Tokens of a prompt's next chunk: all of them, where less than two budgets are left."""
-    return left if left < 2 * budget else budget
+def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
+    """A key to sort by: best effort last and what is late already, ties in order of arrival."""
+    due = seq.due
+    return (inf if seq.best_effort or due < now else due, seq.request.arrival)
 
 
-def by_deadline(seq: SeqView) -> tuple[float, float]:
-    """A key to sort by: best effort last, ties in order of arrival."""
-    return (inf if seq.best_effort else seq.due, seq.request.arrival)
+def prompt_due(seq: SeqView) -> float:
+    """When a prompt whose decodes run elsewhere has to be through, but for its KV's way: a TPOT before its first token
+    is due, since the second one waits for the end of a step there. inf for best effort."""
+    return inf if seq.best_effort else seq.due - (seq.request.stages[seq.stage].slo.tpot or 0.0)
 
 
-def _steady_chunk(latency: LatencyModel, tpot: float, decodes: Shape, seq: SeqView, most: int) -> int:
+def first_prompt_due(view: View) -> float:
+    """When the first of the prompts here is due, late ones apart."""
+    return min([s.due for s in (*view.prefilling, *view.waiting) if s.due > view.now], default=inf)
+
+
+def _lent(view: View, tpot: float, decodes: Shape, most: int) -> int:
+    """Tokens of prompts in a step that ends a TPOT before the first decode's next token is due, and, as far as a prompt
+    behind it goes, before that of one it completes."""
+    tokens, until = 0, view.first_decode_due - tpot
+    for seq in (*view.prefilling, *view.waiting):
+        wanted = min(tokens + seq.pending, most)
+        room = view.latency.largest_chunk(until - view.now, decodes, seq.cached, wanted)
+        if room < wanted or wanted == most:
+            return max(tokens, room)
+        tokens = room
+        if seq.due > view.now:
+            until = min(until, seq.due - tpot)
+    return tokens
+
+
+def steady_chunk(latency: LatencyModel, tpot: float, decodes: Shape, seq: SeqView, most: int) -> int:
     """Tokens of prompts that each step can take until this one is through, while each decode grows by a token a step;
     at least 1, or it would never end."""
     chunk = max(1, latency.largest_chunk(tpot, decodes, seq.cached, most))

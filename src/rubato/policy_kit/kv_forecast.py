@@ -48,6 +48,11 @@ class KVForecast:
             self._used = 0
             self._ends.clear()
 
+    def now(self, step: int) -> int:
+        """Tokens at `step`."""
+        at = self._at(step)
+        return int(self._sums[at]) if at < self._used else 0
+
     def peak(self, step: int) -> int:
         """The most tokens from `step` on."""
         at = self._at(step)

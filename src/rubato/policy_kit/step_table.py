@@ -1,0 +1,65 @@
+"""Step times by (batch size, KV), as PolyServe profiles them (its §4.5): asked of the latency model once each, and
+again when its predictions have changed."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+
+from rubato.core.interfaces import LatencyModel
+from rubato.core.plan import Shape
+from rubato.policy_kit.batch_builder import prefill_time
+
+KV_GRAIN, PROMPT_GRAIN = 4096, 256  # tokens up to which step times are remembered alike
+PROBE = Shape(32, 32, 32_000)
+
+
+class StepTable:
+    """most: tokens that a batch may have."""
+
+    def __init__(self, latency: LatencyModel, most: int) -> None:
+        self._latency = latency
+        self._most = most
+        self._decodes = cache(lambda seqs, kv: latency.step_time(Shape(seqs, seqs, kv)))
+        self._chunk = cache(self._find_chunk)
+        self._alone = cache(lambda prompt: prefill_time(latency, prompt, 0, most))
+        self._probed = (-inf, 0.0)  # when, and what a step of some size took
+
+    def renew(self, now: float) -> None:
+        """Forget all when the model predicts other times by now; looked at once a second."""
+        when, before = self._probed
+        if now - when < 1.0:
+            return
+        probe = self._latency.step_time(PROBE)
+        if abs(probe - before) > 0.02 * before:
+            for times in (self._decodes, self._chunk, self._alone):
+                times.cache_clear()
+        else:
+            probe = before
+        self._probed = (now, probe)
+
+    def decodes(self, seqs: int, kv: int) -> float:
+        """Seconds of so many decodes with `kv` tokens together."""
+        return self._decodes(seqs, _rounded_up(kv, KV_GRAIN))
+
+    def chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
+        """The tokens of a prompt that a step of `tpot` has room for beside so many decodes, up to its end; and the
+        seconds of that step. (0, 0.0) for none."""
+        return self._chunk(tpot, seqs, _rounded_up(kv, KV_GRAIN), _rounded_up(prompt, PROMPT_GRAIN))
+
+    def alone(self, prompt: int) -> float:
+        """Seconds of a prompt with nothing beside it."""
+        return self._alone(_rounded_up(prompt, PROMPT_GRAIN))
+
+    def _find_chunk(self, tpot: float, seqs: int, kv: int, prompt: int) -> tuple[int, float]:
+        base = Shape(seqs, seqs, kv)
+        tokens = self._latency.largest_chunk(tpot, base, prompt, self._most - seqs)
+        if tokens < prompt:  # the last of them has this much before it
+            tokens = self._latency.largest_chunk(tpot, base, prompt - tokens, self._most - seqs)
+        if not tokens:
+            return 0, 0.0
+        return tokens, self._latency.step_time(base.plus(tokens, max(0, prompt - tokens)))
+
+
+def _rounded_up(tokens: int, grain: int) -> int:
+    return -(-tokens // grain) * grain
