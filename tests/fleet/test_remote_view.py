@@ -74,6 +74,8 @@ def compare(load: Load, policy: str) -> int:
             assert not (isinstance(event, Finished) and event.outcome == "failed"), event
             if isinstance(event, Placed):
                 where[event.id] = event.replica
+                if any(isinstance(e, HandedOff) and e.id == event.id for e in outboxes[event.replica]):
+                    hear(event.replica)  # back where it was: its controller had heard of the hand-off before
                 mirrors[event.replica].submit(asked[event.id], event.at)
             elif isinstance(event, Stepped):
                 outboxes[event.id].append(event)
@@ -82,22 +84,27 @@ def compare(load: Load, policy: str) -> int:
             if isinstance(event, HandedOff):
                 asked[event.id] = event.request
 
-        def report(id: str) -> None:
-            """At any moment: what a step brought is told before the next moment."""
-            nonlocal compared
-            replica, mirror = replicas[id], mirrors[id]
-            there = replica.view(clock.now())
+        def hear(id: str) -> None:
+            """What a report at this moment would say."""
+            replica = replicas[id]
             told_now, outboxes[id] = outboxes[id], []
-            mirror.take(
+            mirrors[id].take(
                 Report(
                     clock.now(),
                     tuple(told_now),
                     replica.kv.free,
                     replica.busy_until,
-                    kv(there),
+                    kv(replica.view(clock.now())),
                     in_flight=replica.shape,
                 )
             )
+
+        def report(id: str) -> None:
+            """At any moment: what a step brought is told before the next moment."""
+            nonlocal compared
+            there = replicas[id].view(clock.now())
+            hear(id)
+            mirror = mirrors[id]
             here = mirror.view(clock.now())
             grouped = {r.id for r in load.requests if r.group}  # held behind the first of a group: not shown there
             missing = told(here).keys() - told(there).keys()

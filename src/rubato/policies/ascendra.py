@@ -5,10 +5,13 @@ batch with whole prompts, the one of the highest value first (Algorithm 1), and 
 begun and would be late after that batch (§5.3). An HP runs prompts before decodes, first come first served, and issues
 a ticket when none waits, which brings it the next request that comes (§6.1). Its batch grows with the free KV (§6.2).
 
-The paper leaves open, and ours is: when to offload (`_offloaded`); that a prompt longer than a batch goes in chunks,
-with no other prompt beside it; that where nothing runs the first prompt starts whatever it lacks; that of equal values
-the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step has; and Algorithm 1's compute budget: the
-time until a running one's token is due. The latency model, which the paper fits while it serves, is the replica's.
+The paper leaves open, and ours is: when to offload (`_offloaded`); that the controller gives an offloaded prompt to an
+HP only where it can still be in time (`Router._high`), and one by ticket only while the HP runs no more than an LP and
+can stall its decodes (`_can_stall`); that hopeless prompts go last (§8.3 says what that gains, not how); that a prompt
+longer than a batch goes in chunks, with no other prompt beside it; that where nothing runs the first prompt starts
+whatever it lacks; that of equal values the later arrival goes first, as its Fig. 1 needs; how many tokens an HP step
+has; and Algorithm 1's compute budget (`_until_late`). The latency model, which the paper fits while it serves, is the
+replica's.
 """
 
 from __future__ import annotations
@@ -39,7 +42,6 @@ from rubato.policy_kit.batch_builder import (
 SOURCE = "Ascendra (2025): dynamic request prioritization on low- and high-priority instances"
 
 LP, HP = "lp", "hp"
-BATCH_SIZE = 128  # sequences that an LP runs at once, and an HP that is not elastic (§6.2); the engine may take fewer
 SPARE_KV = 0.1  # share of all KV: an elastic HP starts prompts while more than that is free and not reserved
 
 Value = Callable[[SeqView, View], float]
@@ -110,6 +112,7 @@ class Scheduler:
     """value: whose prompt an LP starts first: edf (the latest start), edf_plain, sjf, ljf, fcfs, or a function of one's
     own, `package.module:function`, of a sequence and the view. theta: share of an HP batch that an LP expects an
     offloaded prompt to wait for there, in [0, 1]: the larger, the sooner it offloads. hp_tokens: of a step of an HP.
+    batch_size: requests that an LP runs at once, and an HP that is not elastic (§5.4, §6.2); the engine may take fewer.
     elastic: an HP starts prompts as long as there is KV for them and for what the running ones will need, else as long
     as it runs fewer than an LP may. drop: one that waits beyond its TTFT is refused, if it has not begun."""
 
@@ -117,13 +120,16 @@ class Scheduler:
     value: str = "edf"
     theta: float = 0.5
     hp_tokens: int = 2048
+    batch_size: int = 128
     elastic: bool = True
     drop: bool = False
     _value: Value = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.theta <= 1.0 or self.hp_tokens < 1:
-            raise ValueError(f"theta {self.theta}, hp_tokens {self.hp_tokens}: give a share in [0, 1] and >= 1 token")
+        if not 0.0 <= self.theta <= 1.0:
+            raise ValueError(f"theta {self.theta}: give a share in [0, 1]")
+        if self.hp_tokens < 1 or self.batch_size < 1:
+            raise ValueError(f"hp_tokens {self.hp_tokens}, batch_size {self.batch_size}: give 1 or more of each")
         self._value = value_function(self.value)
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -149,37 +155,40 @@ class Scheduler:
             return builder
         alone = not any(s.id in builder.work for s in view.prefilling)
         idle = not view.running
-        places = _places(view, BATCH_SIZE)
-        seconds = _until_due(view, builder.shape)
+        places = _places(view, self.batch_size)
+        seconds = _until_late(view) if waiting else 0.0
         for seq in self._by_value(view, waiting):
             tokens = min(seq.pending, builder.tokens_left)
-            own = _alone(seq, view)
-            in_time = seconds > own and builder.kv_left > view.limits.blocks(seq.length) - seq.blocks
+            # beside what the step has already: a step of its own would count the fixed part twice
+            step = view.latency.step_time(builder.shape.plus(tokens, seq.cached)) if tokens else inf
+            step += _alone(seq, view, tokens) if tokens < seq.pending else 0.0
+            in_time = seconds > step and builder.kv_left > view.limits.blocks(seq.length) - seq.blocks
             fits = in_time and builder.tokens_left > seq.pending
             if not fits and alone and tokens:  # longer than the batch; or, where nothing runs, than anything
                 fits = idle or in_time
             if not fits or not _startable(builder, seq, places):
                 break
             builder.add(seq, tokens)
-            seconds -= own
             places -= 1
             if tokens < seq.pending:
                 break
+            if seq.first_token_at is None and not _hopeless(seq, view):  # what joins it must not make it late
+                seconds = min(seconds, deadline(seq) - view.now)
             alone = idle = False
         return builder
 
     def _by_value(self, view: View, waiting: Sequence[SeqView]) -> list[SeqView]:
-        """Best effort last. Of equal values the later one first; requests without a deadline, and all under `fcfs`, in
-        order of the queue."""
+        """Best effort last, before it the hopeless: a step spent on these makes others late (§8.3). Of equal values the
+        later one first; requests without a deadline, and all under `fcfs`, in order of the queue."""
         in_turn = self._value is fcfs
-        keyed: list[tuple[tuple[bool, Real, int], SeqView]] = []
+        keyed: list[tuple[tuple[bool, bool, Real, int], SeqView]] = []
         for at, seq in enumerate(waiting):
             value = self._value(seq, view)
             if not isinstance(value, Real) or value != value:
                 said = f"value {self.value!r} of request {seq.id!r} is {value!r}"
                 raise ValueError(f"{said}: return a number, the highest first")
             turn = at if in_turn or value == -inf or seq.best_effort else -at
-            keyed.append(((seq.best_effort, -value, turn), seq))
+            keyed.append(((seq.best_effort, _hopeless(seq, view), -value, turn), seq))
         keyed.sort(key=lambda one: one[0])
         return [seq for _, seq in keyed]
 
@@ -216,7 +225,7 @@ class Scheduler:
 
     def _start(self, builder: BatchBuilder, view: View, waiting: Sequence[SeqView]) -> None:
         """Whole prompts in the order of the queue; one longer than a step alone, in chunks."""
-        places = _places(view, view.limits.max_num_seqs if self.elastic else BATCH_SIZE)
+        places = _places(view, view.limits.max_num_seqs if self.elastic else self.batch_size)
         free = unreserved_blocks(view) if self.elastic and waiting else 0
         idle = not view.running
         for seq in waiting:
@@ -233,17 +242,44 @@ class Scheduler:
             idle = False
 
 
-def _alone(seq: SeqView, view: View) -> float:
-    """Seconds of its prompt on an idle replica."""
-    return prefill_time(view.latency, seq.pending, seq.cached, view.limits.max_num_batched_tokens)
+def _alone(seq: SeqView, view: View, begun: int = 0) -> float:
+    """Seconds of its prompt on an idle replica, after the `begun` tokens that a step runs already."""
+    cached = seq.cached + begun
+    return prefill_time(view.latency, seq.pending - begun, cached, view.limits.max_num_batched_tokens)
 
 
-def _until_due(view: View, batch: Shape) -> float:
-    """Algorithm 1's compute budget C: seconds that the batch may still take longer. A decode that is late already is
+def _can_stall(hp: View, seconds: float, most: int) -> bool:
+    """Whether an HP may take so many seconds of prompt that need not go there: its decodes stand still meanwhile. Only
+    while it runs no more than an LP, and none of its decodes is late by its mean TBT after that."""
+    return len(hp.running) <= most and min(map(_due_by_mean, hp.running), default=inf) - hp.now > seconds
+
+
+def _full(hp: View) -> bool:
+    """Whether an elastic HP starts no prompt now, for want of KV (§6.2)."""
+    return bool(hp.running) and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total
+
+
+def _hopeless(seq: SeqView, view: View) -> bool:
+    """Whether its first token is still to come, and late even if its prompt started alone now."""
+    if seq.first_token_at is not None:
+        return False
+    due = deadline(seq)
+    return due != inf and (due <= view.now or view.now + _alone(seq, view) > due)
+
+
+def _until_late(view: View) -> float:
+    """Algorithm 1's compute budget C: seconds that the step may take before a running one's token is late, by its
+    deadline or by the mean TBT since its first token, which is what the paper judges by. One that is late already is
     not waited for: with a TPOT shorter than any step none would start."""
     dues = view.dues
-    due = float(dues[dues >= view.now].min(initial=inf))
-    return due - view.now - (view.latency.step_time(batch) if batch.seqs else 0.0)
+    soonest = float(dues[dues >= view.now].min(initial=inf))
+    return min([soonest, *[due for due in map(_due_by_mean, view.running) if due >= view.now]]) - view.now
+
+
+def _due_by_mean(seq: SeqView) -> float:
+    """When its next token must be out for a mean TBT within its TPOT; inf before its first one, or with no TPOT."""
+    tpot = seq.request.stages[seq.stage].slo.tpot
+    return inf if tpot is None or seq.first_token_at is None else seq.first_token_at + tpot * seq.output
 
 
 def _places(view: View, most: int) -> int:
@@ -274,7 +310,8 @@ class Router:
     _sizes: tuple[int, int] = field(init=False, repr=False)
     _home: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # replica -> group, also of lost ones
     _began: set[str] = field(default_factory=set, init=False, repr=False)  # groups of which an LP has had a request
-    _coming: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # placed on this HP, not seen there
+    # placed on an HP, not seen there: which one, and the seconds of the prompt
+    _coming: dict[str, tuple[str, float]] = field(default_factory=dict, init=False, repr=False)
     _turns: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -316,22 +353,46 @@ class Router:
             source = seq.request.handoff
             home = self._home.get(source.source, "") if source is not None and source.reason == "offloaded" else None
             if home is not None and home in high:
-                chosen = self._next(high[home], (home, HP))
+                chosen = self._high(seq, high[home], home, now) or self._back(seq, low.get(home, ()), high[home], home)
             else:
-                chosen = self._new(low, high)
+                chosen = self._new(seq, low, high)
             if chosen.role.kind == HP:
-                self._coming[seq.id] = chosen.id
+                self._coming[seq.id] = chosen.id, _alone(seq, chosen)
             place[seq.id] = chosen.id
         return Dispatch(place)
 
-    def _new(self, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
-        """Groups in turn; in a group an HP that has a ticket, else its LPs in turn."""
+    def _high(self, seq: SeqView, hps: Sequence[View], home: str, now: float) -> View | None:
+        """The next HP in turn where its prompt can be in time after the step that runs and the prompts that wait; None
+        if there is none. An HP is first come, first served: one that is late there makes others late."""
+        due = deadline(seq)
+        able = [hp for hp in hps if not _full(hp) and now + self._queued(hp, now) + _alone(seq, hp) <= due]
+        return self._next(able, (home, HP)) if able else None
+
+    def _back(self, seq: SeqView, lps: Sequence[View], hps: Sequence[View], home: str) -> View:
+        """Where a prompt goes that is late at any HP: to the LP that it comes from, or the next one."""
+        source = seq.request.handoff
+        own = [lp for lp in lps if source is not None and lp.id == source.source]
+        if own:
+            return own[0]
+        return self._next(lps, (home, LP)) if lps else self._next(hps, (home, HP))
+
+    def _queued(self, hp: View, now: float) -> float:
+        """Seconds of prompts that an HP has before one placed there now, and what is left of the step that runs."""
+        self._seen(hp)
+        here = [s for s in hp.waiting if not s.best_effort] + [s for s in hp.prefilling if s.pending > s.in_flight]
+        seconds = sum(_alone(s, hp, s.in_flight) for s in here)
+        seconds += sum(own for replica, own in self._coming.values() if replica == hp.id)
+        return max(0.0, hp.busy_until - now) + seconds
+
+    def _new(self, seq: SeqView, low: Mapping[str, Sequence[View]], high: Mapping[str, Sequence[View]]) -> View:
+        """Groups in turn; in a group an HP that has a ticket and can stall its decodes, else its LPs in turn."""
         group = self._next(sorted({*low, *high}), "group")
         if group not in low:
             return self._next(high[group], (group, HP))
         if group in self._began:  # an HP's first ticket comes after the first request of an LP
+            least = min(len(lp.running) for lp in low[group])
             for view in high.get(group, ()):
-                if self._ticket(view):
+                if self._ticket(view) and _can_stall(view, _alone(seq, view), least):
                     return view
         self._began.add(group)
         return self._next(low[group], (group, LP))
@@ -345,15 +406,18 @@ class Router:
         what comes by ticket is to wait for one batch at most (§6.1)."""
         if hp.waiting or any(s.pending > s.in_flight for s in hp.prefilling):
             return False
-        if hp.running and unreserved_blocks(hp) <= SPARE_KV * hp.kv_total:  # where an elastic HP starts none (§6.2)
+        if _full(hp):
             return False
-        coming = [id for id, replica in self._coming.items() if replica == hp.id]
-        if coming:
+        self._seen(hp)
+        return all(replica != hp.id for replica, _ in self._coming.values())
+
+    def _seen(self, hp: View) -> None:
+        """Forget as coming what its view shows."""
+        if coming := [id for id, (replica, _) in self._coming.items() if replica == hp.id]:
             here = hp.known
-            for id in coming:  # seen, and the prompt waits no longer
+            for id in coming:
                 if id in here:
                     del self._coming[id]
-        return hp.id not in self._coming.values()
 
 
 def _parsed(groups: str) -> tuple[int, int]:
