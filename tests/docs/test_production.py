@@ -39,7 +39,7 @@ EVIDENCE = {
         test:processes/test_fleet.py::a_killed_replica_costs_no_request""",
     "replicas across machines": """
         setting:fleet src:fleet/remote_view.py test:fleet/test_ray_host.py::stages_and_cancelling_across_processes
-        test:fleet/test_ray_host.py::what_hands_requests_off_is_refused""",
+        test:fleet/test_ray_host.py::what_moves_kv_is_refused""",
     "SLOs from headers, body, tiers and tenants, with clamping": """
         setting:tiers setting:tenants setting:default_tier test:serving/test_request_slo.py::precedence
         test:serving/test_tenants.py::stated_slos_are_clamped_and_judged_as_promised""",

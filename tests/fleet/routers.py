@@ -65,7 +65,7 @@ def serve(
             given: dict[str, Any] = {} if link is None else {"link": link}
             return host(
                 id, engine(STEP, limits, now, **given), scheduler(), STEP, now, emit=emit, lost=lost, policy="toy",
-                options=ReplicaOptions(lengths), handoff=True,
+                options=ReplicaOptions(lengths),
             )  # fmt: skip
 
         cluster = Cluster([make_host] * replicas, router, now, lengths=lengths, fair=fair)

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from rubato.core.clock import Clock, WallClock, run_strict
-from rubato.core.events import Assigned, Event, Finished, HandedOff, Lost, Placed, Tokens
+from rubato.core.events import Assigned, Event, Finished, HandedOff, Left, Lost, Placed, Tokens
 from rubato.core.interfaces import Dispatch, LatencyModel, LengthPredictor, SeqView, View
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Limits
@@ -63,17 +63,24 @@ class Fleet:
         assert self.cluster.offered == self.cluster.finished + self.cluster.in_flight
         self.events.append(event)
 
-    async def run(self, requests: list[Request], kill_at: int | None = None, cancel: Sequence[str] = ()) -> None:
-        """Offer all, kill the first host when so many tokens are out and cancel these at once, wait for the end."""
+    def tokens(self, number: int) -> Callable[[Event], bool]:
+        """At the first event with so many tokens out."""
+        return lambda _: sum(isinstance(e, Tokens) for e in self.events) >= number
+
+    async def run(
+        self, requests: list[Request], kill_at: Callable[[Event], bool] | None = None, cancel: Sequence[str] = (),
+        victim: str = "r0",
+    ) -> None:  # fmt: skip
+        """Offer all, kill the victim at the first such event and cancel these at once, wait for the end: then nothing
+        is left."""
         clock, cluster = self.cluster.clock, self.cluster
         await cluster.start()
         killed = asyncio.Event()
 
         def watch(event: Event) -> None:
-            tokens = sum(isinstance(e, Tokens) for e in self.events)
-            if kill_at is not None and tokens >= kill_at and not killed.is_set():
+            if kill_at is not None and not killed.is_set() and kill_at(event):
                 killed.set()
-                host = cluster.hosts["r0"]
+                host = cluster.hosts[victim]
                 assert isinstance(host, RayHost)
                 ray.kill(host.actor)
                 for id in cancel:
@@ -84,7 +91,12 @@ class Fleet:
             cluster.offer(Request(r.id, r.stages, clock.now(), sampling=r.sampling, group=r.group))
         await asyncio.wait_for(cluster.drain(), SECONDS)
         assert killed.is_set() == (kill_at is not None)
+        assert cluster.in_flight == 0
+        assert not [view.id for view in self.views().values() if view.known or view.moving]
         await cluster.close()
+
+    def views(self) -> dict[str, View]:
+        return {id: host.view() for id, host in self.cluster.hosts.items()}
 
     def ends(self) -> dict[str, Finished]:
         found = [e for e in self.events if isinstance(e, Finished)]
@@ -98,7 +110,7 @@ class Fleet:
 def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
     fleet = Fleet(make, make)
     requests = [request(f"q{i}", 40, ttft=5.0, tpot=0.5, most=60) for i in range(12)]
-    run_strict(fleet.run(requests, kill_at=100))
+    run_strict(fleet.run(requests, kill_at=fleet.tokens(100)))
     placed = Counter(e.replica for e in fleet.events if isinstance(e, Placed))
     moved = {e.id for e in fleet.events if isinstance(e, Lost)}
     assert placed["r0"] == len(moved) == 6
@@ -117,7 +129,9 @@ def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
 def test_who_left_a_killed_replica_does_not_move() -> None:
     """The cancel goes to a process that is dead, which nobody has noticed yet."""
     fleet = Fleet(make, make)
-    run_strict(fleet.run([request(f"q{i}", 40, most=60) for i in range(4)], kill_at=40, cancel=["q0", "q2"]))
+    run_strict(
+        fleet.run([request(f"q{i}", 40, most=60) for i in range(4)], kill_at=fleet.tokens(40), cancel=["q0", "q2"])
+    )
     there = {e.id for e in fleet.events if isinstance(e, Placed) and e.replica == "r0"}
     assert there == {"q0", "q2"}
     ends = fleet.ends()
@@ -149,7 +163,7 @@ def test_stages_and_cancelling_across_processes() -> None:
 
 def test_with_nobody_left_requests_fail_and_the_cluster_is_dead() -> None:
     fleet = Fleet(make)
-    run_strict(fleet.run([request("a", most=400), request("b", most=400)], kill_at=10))
+    run_strict(fleet.run([request("a", most=400), request("b", most=400)], kill_at=fleet.tokens(10)))
     assert {id: e.outcome for id, e in fleet.ends().items()} == {"a": "failed", "b": "failed"}
     assert "no replica is left" in fleet.ends()["a"].reason
     assert fleet.cluster.dead.is_set()
@@ -232,6 +246,57 @@ def test_replicas_change_tiers_across_processes() -> None:
     assert len({placed[r.id] for r in tight} | {placed[r.id] for r in loose}) == 2
 
 
-def test_what_hands_requests_off_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy 'distserve' needs handoff\. KV does not move between Ray actors yet"):
+def slow_in_prediction(clock: Clock) -> tuple[Engine, LatencyModel]:
+    """10 ms a step, and predicted at 0.1 s a token: what a policy decides hangs on no delay of this machine."""
+    return Engine(Linear(0.01, 0.0), replace(LIMITS, kv_blocks=400), clock), Linear(0.0, 0.1)
+
+
+def test_prompts_are_offloaded_across_processes_and_outlive_the_high_priority_replica() -> None:
+    """A prompt takes 20 s by prediction and is due after 50: behind another it would be late on an LP, and two in a row
+    are in time on the HP. The rest goes back to where it came from."""
+    fleet = Fleet(*[slow_in_prediction] * 3, choice=PolicyChoice("ascendra"))
+    requests = [request(f"q{i}", 200, ttft=50.0, tpot=100.0, most=120) for i in range(12)]
+    offloaded: dict[str, str] = {}  # from where
+    placed: dict[str, list[str]] = {r.id: [] for r in requests}
+    unseen = []
+
+    def follow(event: Event) -> None:
+        if isinstance(event, HandedOff) and event.request.handoff is not None:
+            assert (event.request.handoff.reason, event.request.handoff.cached) == ("offloaded", 0)
+            offloaded[event.id] = event.request.handoff.source
+        elif isinstance(event, Placed):
+            placed[event.id].append(event.replica)
+            asyncio.get_running_loop().call_soon(check_shown, event.id, event.replica)
+
+    def check_shown(id: str, replica: str) -> None:
+        if id not in fleet.views()[replica].known:
+            unseen.append((id, replica))
+
+    def hp_runs_one(event: Event) -> bool:
+        return isinstance(event, Tokens) and event.id in offloaded and placed[event.id][-1] == "r2"
+
+    fleet.cluster.listen(follow)
+    run_strict(fleet.run(requests, victim="r2", kill_at=hp_runs_one))
+    roles = {e.id: e.role.kind for e in fleet.events if isinstance(e, Assigned)}
+    assert roles == {"r0": "lp", "r1": "lp", "r2": "hp"}
+    assert set(offloaded.values()) == {"r0", "r1"}
+    assert [id for id, source in offloaded.items() if placed[id][:2] == [source, source]]
+    assert not unseen
+    died = next(n for n, e in enumerate(fleet.events) if isinstance(e, Left))
+    moved = {e.id for e in fleet.events if isinstance(e, Lost)}
+    assert moved & set(offloaded)
+    assert moved <= {id for id, where in placed.items() if where[-2:-1] == ["r2"]}
+    assert {e.replica for e in fleet.events[died:] if isinstance(e, Placed)} == {"r0", "r1"}
+    ends = fleet.ends()
+    assert {(e.outcome, e.output) for e in ends.values()} == {("completed", 120)}
+    assert set(ends) == set(placed)
+    whole = "".join(WORDS[n % len(WORDS)] for n in range(1, 121))
+    assert {fleet.text(id) for id in placed} == {whole}  # nothing twice and nothing missing
+
+
+def test_what_moves_kv_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy 'distserve' needs kv_transfer\. KV does not move between Ray actors"):
         ray_cluster([make, make], WallClock(), ClusterOptions(PolicyChoice("distserve")))
+    fleet = Fleet(make, make, choice=PolicyChoice("polyserve", router_settings={"mode": "pd", "tiers": [0.1]}))
+    run_strict(fleet.run([request("q", 20, ttft=20.0, tpot=0.2)]))
+    assert "polyserve in mode pd moves KV, and replica 'r0' cannot: use mode co" in fleet.ends()["q"].reason

@@ -39,8 +39,9 @@ def test_the_table_names_every_policy_but_the_router_alone() -> None:
     assert set(on_ray()) == set(SCHEDULERS) | {"polyserve"}
 
 
-def one_replica(policy: str) -> config.Config:
-    return configuration(policy, replicas=1, fleet={"kind": "ray"})
+def smallest(policy: str) -> config.Config:
+    replicas = 2 if "2 or more replicas" in on_ray()[policy] else 1
+    return configuration(policy, replicas=replicas, fleet={"kind": "ray"})
 
 
 @pytest.mark.full
@@ -48,7 +49,7 @@ def one_replica(policy: str) -> config.Config:
 @pytest.mark.parametrize("policy", [name for name, cell in on_ray().items() if cell.startswith("refused")])
 def test_what_is_refused_is_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"KV does not move between Ray actors yet"):
-        serve.build(one_replica(policy), WallClock())
+        serve.build(smallest(policy), WallClock())
 
 
 @pytest.mark.full
@@ -59,7 +60,7 @@ def test_every_other_policy_serves_a_request() -> None:
 
     async def one(policy: str) -> None:
         clock = WallClock()
-        _, cluster = serve.build(one_replica(policy), clock)
+        _, cluster = serve.build(smallest(policy), clock)
         try:
             await cluster.start()
             await finish(policy, cluster, clock)

@@ -154,6 +154,13 @@ def test_what_was_received_moves_with_a_request() -> None:
     assert left == {"a": Progress((0.0, 0.6), ((0.5, 0.6), (0.7,)), (7, 8, 9)), "untouched": None}
 
 
+def test_what_was_waited_elsewhere_moves_with_a_request_that_has_no_output_yet() -> None:
+    mirror = Mirror("r0", Engine(Linear(), LIMITS, VirtualClock()).limits, Linear(), frozenset(), 0.0)
+    waited = Progress((0.0,), ((),), delays={"queue": 0.5})
+    mirror.submit(replace(request("a"), progress=waited, handoff=Handoff("r1", "offloaded", 0.5)), 0.6)
+    assert [r.progress for r in mirror.left()] == [waited]
+
+
 def test_times_in_another_clock() -> None:
     asked = Request("a", (Stage(5),), 1.0, progress=Progress((1.0,), ((2.0, 3.0),), (7, 8)))
     moved = shifted_request(asked, 10.0)

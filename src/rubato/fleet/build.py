@@ -48,7 +48,7 @@ def local_cluster(
         engine, latency = next(pairs)
         return LocalHost(
             id, engine, load(choice.policy, choice.settings), latency, clock, emit=emit, lost=lost,
-            policy=choice.policy, options=options.replica, handoff=True, step_timeout=step_timeout,
+            policy=choice.policy, options=options.replica, step_timeout=step_timeout,
         )  # fmt: skip
 
     return cluster_of([host] * len(first), clock, options, None if extra is None else host)

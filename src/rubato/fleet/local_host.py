@@ -37,8 +37,8 @@ class LocalHost:
     """Replica + Scheduler + Engine in this process (`Host`).
 
     emit: called with each event, in order, on the event loop. lost: called once, with the id, the error and no
-    requests, when the engine is beyond recovery; by then every request here has ended. handoff: whether the
-    receiver of the events gives handed-off requests to another host. step_timeout: seconds, and `SLOWER` times the
+    requests, when the engine is beyond recovery; by then every request here has ended. kv_transfer: whether KV can go
+    from here to another host; if not, requests are handed off without it. step_timeout: seconds, and `SLOWER` times the
     predicted ones on top, after which a step or a restart of the engine counts as hung and the engine as beyond
     recovery; None: it is waited for without limit.
     """
@@ -55,10 +55,10 @@ class LocalHost:
         lost: Callable[[str, BaseException, Sequence[Request]], None],
         policy: str,
         options: ReplicaOptions = DEFAULT_OPTIONS,
-        handoff: bool = False,
+        kv_transfer: bool = True,
         step_timeout: float | None = None,
     ) -> None:
-        self.supports = engine.supports | ({"handoff", "recall"} if handoff else {"recall"})
+        self.supports = (engine.supports | {"handoff", "recall"}) - (set() if kv_transfer else {"kv_transfer"})
         missing = scheduler.needs - self.supports
         if missing:
             raise ValueError(

@@ -33,7 +33,7 @@ from rubato.policies import load
 log = logging.getLogger(__name__)
 
 Command = tuple[str, tuple[Any, ...]]  # of a `Host`: submit, cancel, assign or recall, and what it is called with
-STAYS = "KV does not move between Ray actors yet: run policies that hand requests off with `fleet: local`"
+STAYS = "KV does not move between Ray actors yet: run policies that move it with `fleet: local`"
 Made = tuple[Engine, LatencyModel]
 
 HEARTBEAT = 1.0  # seconds after which a replica reports though nothing has happened
@@ -72,6 +72,7 @@ class _Actor:
             lost=self._lost,
             policy=choice.policy,
             options=options,
+            kv_transfer=False,
             step_timeout=step_timeout,
         )
 
@@ -136,7 +137,7 @@ class RayHost:
     make: called in the actor with its clock, returns the engine and latency model. resources: Ray's actor options,
     e.g. {"num_gpus": 1}. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`. options: the actor
     has a length predictor of its own, a copy that learns from the requests there; the one given here learns from those
-    of all. Raises ValueError for a policy that hands requests off.
+    of all. Raises ValueError for a policy that moves KV.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class RayHost:
         step_timeout: float | None = None,
         resources: Mapping[str, Any] | None = None,
     ) -> None:
-        if "handoff" in load(choice.policy, choice.settings).needs:
-            raise ValueError(f"policy {choice.policy!r} needs handoff. {STAYS}")
+        if "kv_transfer" in load(choice.policy, choice.settings).needs:
+            raise ValueError(f"policy {choice.policy!r} needs kv_transfer. {STAYS}")
         self.id = id
         self.clock = clock
         self._emit = emit
@@ -277,7 +278,7 @@ class RayHost:
                 self._die(HostLostError(f"replica {self.id} has not reported for {SILENT:g} s"))
 
     def _hear(self, mirror: Mirror, report: Report) -> None:
-        mirror.take(report)
+        mirror.take(report)  # all of it first: told of a hand-off, the cluster may give the request back at once
         for event in report.events:
             self._emit(event)
         if mirror.empty:

@@ -145,8 +145,8 @@ class Mirror:
     def left(self) -> list[Request]:
         """The requests that have not ended, each with what it has received: to be served elsewhere."""
         seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        moved = [(s.request, s.progress(s.delays_elsewhere) if s.total_output or s.demoted else None) for s in seqs]
-        return [replace(request, progress=progress) for request, progress in moved]
+        received = {s.id: s.total_output or s.demoted or s.delays_elsewhere for s in seqs}
+        return [replace(s.request, progress=s.progress(s.delays_elsewhere) if received[s.id] else None) for s in seqs]
 
     def _fold(self, event: Event) -> None:
         if isinstance(event, Stepped):
