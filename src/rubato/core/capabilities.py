@@ -8,7 +8,8 @@ from collections.abc import Set
 from rubato.core.did_you_mean import nearest
 
 # Of engines: `Engine.supports`. A host adds handoff where its plans can pass requests on, and recall where its router
-# can take them back. An engine of one's own may have words of its own.
+# can take them back, and leaves kv_transfer out where KV cannot go to another host. An engine of one's own may have
+# words of its own.
 CAPABILITIES = frozenset({"chunked", "mixed", "preempt", "draft", "tree", "kv_transfer", "handoff", "recall"})
 
 
