@@ -189,4 +189,7 @@ def text(found: Sequence[Optimum]) -> str:
         [NAMES[o.mode], f"{o.rate:.4g}", f"{o.cost:.4g}", f"{o.late} of {o.requests}", f"{o.slow} of {o.requests}"]
         for o in found
     ]
-    return f"{markdown([head, *rows])}\n\nNo policy serves more: each request in a batch of its like, without gaps."
+    return (
+        f"{markdown([head, *rows])}\n\nA reference, no bound: every request served, each in a batch of its like, without "
+        "gaps. A policy that refuses the dearest requests serves more of the others."
+    )
