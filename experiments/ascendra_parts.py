@@ -1,9 +1,12 @@
-"""Ascendra beyond one rate: looser and tighter SLOs, overload with drops, and what each of its parts gives.
+"""Ascendra beyond one rate: looser and tighter SLOs, overload with drops, groups, and what each of its parts gives.
 
-Mistral-7B, `ascendra-sharegpt4-mistral`, three A100 as 2L1H, some 600 s, judged by TTFT and mean TBT, except one group
-of two (1L1H), for which Llama-3.1-8B serves `ascendra-longbench-llama`. Rates are multiples of what Ascendra holds at
-90 %, searched first under each seed; baselines are prefill-first and Sarathi at 512, round robin. Overload: 1.25 × that
-rate; the baselines, which drop nothing, serve all in turn. Tickets are taken away by a router that never finds one.
+Three A100 as 2L1H, some 600 s, judged by TTFT and mean TBT; Mistral-7B serves `ascendra-sharegpt4-mistral` where no
+model is named. Rates are multiples of `HELD`, what Ascendra holds at 90 %, the same for all seeds; it is configured as
+docs/ascendra.md says, beside it stands the paper's configuration. Baselines are prefill-first and Sarathi at 512, round
+robin, and `edf`. SLO scale (Fig. 9, bottom): at 0.98 × that rate. Overload (Fig. 12): in all systems what waits beyond
+its TTFT is dropped, also in Sarathi as it was tuned. Tickets are taken away by a router that never finds one. Group of
+two (1L1H, Fig. 13): Llama-3.1-8B, `ascendra-longbench-llama`. Capacities of the pairs of models and data sets that
+Fig. 9 leaves out (Fig. 14) are searched as in `ascendra_capacity`.
 """
 
 from __future__ import annotations
@@ -15,12 +18,24 @@ from typing import Any
 import numpy as np
 
 from experiments import Found
-from experiments.ascendra_capacity import CASES, Searched, hardware, offered, served, share
+from experiments.ascendra_capacity import (
+    CASES,
+    CONFIGURED,
+    SEEDS,
+    TOLERANCE,
+    Case,
+    Searched,
+    hardware,
+    offered,
+    served,
+    share,
+)
 from rubato.core.events import Finished, Placed, Started, Stepped
 from rubato.core.interfaces import View
 from rubato.core.request import SLO
 from rubato.fleet.cluster_options import PolicyChoice
 from rubato.measure.confidence import Estimate, over_seeds
+from rubato.measure.records import BenchResult
 from rubato.planning.capacity import e2e_p99
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -29,27 +44,46 @@ from rubato.simulation.run_spec import RunSpec, running_mean
 from rubato.simulation.simulate import simulate_events
 from rubato.workloads import Workload
 
-SOURCE = "Ascendra, §8.2 to §8.7, Fig. 9 to 13"
+SOURCE = "Ascendra, §8.2 to §8.7, Fig. 9 to 14"
 SECONDS = 9000.0
 
-CASE, PAIR = "mistral", "llama"
+CASE, GROUP = "mistral", "llama"
 DURATION = 600.0
-SEEDS = (1, 2)
+HELD = {"mistral": 8.4, "llama": 3.7, "qwen": 1.6}  # requests/s at 90 % in SLO, as configured, another seed (101)
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of all SLOs
-RATES = (1.0, 1.25)  # of Ascendra's capacity
+RATES = (1.0, 1.1, 1.25)  # of what Ascendra holds
 OVERLOAD = 1.25
+QUIET = 0.7  # where waits are compared (Fig. 10)
+OURS, PAPER, EDF = "ascendra", "paper's settings", "edf"
 BASELINES = {"prefill_first": "prefill_first@round_robin", "sarathi, 512": "sarathi:budget=512@round_robin"}
-OURS = "ascendra@ascendra:groups=2L1H"
+TWO_L = "@ascendra:groups=2L1H"
+SYSTEMS: Mapping[str, str] = {OURS: CONFIGURED + TWO_L, **BASELINES, EDF: "edf@least_loaded"}
 VARIANTS: Mapping[str, str] = {
-    "ascendra": OURS,
-    "shortest first (sjf)": "ascendra:value=sjf@ascendra:groups=2L1H",
-    "longest first (ljf)": "ascendra:value=ljf@ascendra:groups=2L1H",
-    "first come (fcfs)": "ascendra:value=fcfs@ascendra:groups=2L1H",
-    "plain deadlines (edf_plain)": "ascendra:value=edf_plain@ascendra:groups=2L1H",
-    "fixed batch at the HP": "ascendra:elastic=false@ascendra:groups=2L1H",
-    "1L2H": "ascendra@ascendra:groups=1L2H",
-    "with drops": "ascendra:drop=true@ascendra:groups=2L1H",
-    "without tickets": f"ascendra@{__name__}:groups=2L1H",
+    OURS: CONFIGURED + TWO_L,
+    PAPER: "ascendra" + TWO_L,
+    "shortest first (sjf)": f"{CONFIGURED},value=sjf{TWO_L}",
+    "longest first (ljf)": f"{CONFIGURED},value=ljf{TWO_L}",
+    "first come (fcfs)": f"{CONFIGURED},value=fcfs{TWO_L}",
+    "plain deadlines (edf_plain)": f"{CONFIGURED},value=edf_plain{TWO_L}",
+    "paper's settings, fixed batch": f"ascendra:elastic=false{TWO_L}",
+    "1L2H": f"{CONFIGURED}@ascendra:groups=1L2H",
+    "without tickets": f"{CONFIGURED}@{__name__}:groups=2L1H",
+    **BASELINES,
+    EDF: SYSTEMS[EDF],
+}
+_DROPPING = "experiments._dropping:of"
+DROPPING: Mapping[str, str] = {
+    OURS: f"{CONFIGURED},drop=true{TWO_L}",
+    PAPER: f"ascendra:drop=true{TWO_L}",
+    "prefill_first": f"{_DROPPING}=prefill_first@round_robin",
+    "sarathi, 512": f"{_DROPPING}=sarathi,budget=512@round_robin",
+    "sarathi, 2048": f"{_DROPPING}=sarathi,budget=2048,reserve_kv=true@round_robin",
+    EDF: f"{_DROPPING}=edf@least_loaded",
+}
+PAIRS = {  # Fig. 14
+    "mistral, LongBench": Case("ascendra-longbench-mistral", 3.4),
+    "llama, ShareGPT4": Case("ascendra-sharegpt4-llama", 8.0),
+    "qwen, LongBench": Case("ascendra-longbench-qwen", 1.5, 48_000),
 }
 
 
@@ -62,12 +96,25 @@ class Router(ascendra.Router):
 
 
 def jobs(small: bool) -> list[Job]:
-    seeds, duration, tolerance = (SEEDS[:1], 20.0, 0.5) if small else (SEEDS, DURATION, 0.04)
+    """One for each seed, system and model, so that little is lost when a run is interrupted."""
+    seeds, duration, tolerance = (SEEDS[:1], 20.0, 0.5) if small else (SEEDS, DURATION, TOLERANCE)
+    rates, scales = ((OVERLOAD,), SCALES[2:5]) if small else (RATES, SCALES)
     made = []
     for seed in seeds:
-        made.append(Job(f"scales seed={seed}", scaled, (seed, duration, tolerance, SCALES[2:5] if small else SCALES)))
-        made.append(Job(f"variants seed={seed}", varied, (seed, duration, tolerance, RATES[-1:] if small else RATES)))
-        made.append(Job(f"pair seed={seed}", paired, (seed, duration, tolerance)))
+        for case in CASES:
+            made += [
+                Job(f"scales {case} seed={seed} {name}", scaled, (case, name, seed, duration, scales))
+                for name in SYSTEMS
+            ]
+        made += [Job(f"variants seed={seed} {name}", varied, (name, seed, duration, rates)) for name in VARIANTS]
+        made += [Job(f"overload seed={seed} {name}", dropping, (name, seed, duration, rates[-2:])) for name in DROPPING]
+        made += [Job(f"waits seed={seed} {name}", waits, (name, seed, duration)) for name in (OURS, "without tickets")]
+        made += [Job(f"group seed={seed} {name}", of_two, (name, seed, duration, tolerance)) for name in SYSTEMS]
+        made += [
+            Job(f"pair {pair} seed={seed} {name}", paired, (pair, name, seed, duration, tolerance))
+            for pair in PAIRS
+            for name in SYSTEMS
+        ]
     return made
 
 
@@ -81,43 +128,56 @@ def with_slos(load: Workload, scale: float) -> Workload:
     return replace(load, tiers=tiers)
 
 
-def _found(seed: int, duration: float, tolerance: float) -> float:
-    return Searched(CASE, seed, duration, tolerance).capacity([OURS])[0]
+def at(case: str, seed: int, duration: float, rate: float) -> Workload:
+    """rate: of what Ascendra holds."""
+    return offered(CASES[case], seed, duration).rescaled(rate * HELD[case])
 
 
-def scaled(seed: int, duration: float, tolerance: float, scales: Sequence[float]) -> dict[str, Any]:
-    """Shares in SLO at the rate that Ascendra holds, by the scale of SLOs (Fig. 9, bottom)."""
-    load = offered(CASE, seed, duration).rescaled(0.98 * _found(seed, duration, tolerance))
-    shares = {}
-    for name, choice in {"ascendra": OURS, **BASELINES}.items():
-        shares[name] = [share(served(CASE, choice, with_slos(load, s), seed)) for s in scales]
-    return {"what": "scales", "seed": seed, "scales": list(scales), "shares": shares}
-
-
-def varied(seed: int, duration: float, tolerance: float, rates: Sequence[float]) -> dict[str, Any]:
-    """Of each variant and baseline, by rate: shares in SLO, what was dropped; of some, waits by kind of replica."""
-    held = _found(seed, duration, tolerance)
-    rows: dict[str, list[dict[str, float]]] = {}
-    longest = 0.0
-    for name, choice in {**VARIANTS, **BASELINES}.items():
-        rows[name] = []
-        for rate in rates:
-            run = served(CASE, choice, offered(CASE, seed, duration).rescaled(rate * held), seed)
-            longest = max(longest, e2e_p99(run))
-            refused = sum(r.outcome == "refused" for r in run.records)
-            rows[name].append({"met": share(run), "refused": refused / len(run.records)})
-    at = offered(CASE, seed, duration).rescaled(0.7 * held)
-    used = {name: waits(VARIANTS[name], at, seed) for name in ("ascendra", "without tickets")}
+def row(run: BenchResult) -> dict[str, float]:
+    """Shares in SLO and dropped, the P99 of TTFT and the mean TBT of what was served (Fig. 10), requests/s served."""
+    ttfts, tpots = (
+        [value for r in run.records if (value := getattr(r.verdict, name)) is not None] for name in ("ttft", "tpot")
+    )
+    dropped = sum(r.outcome == "refused" for r in run.records)
     return {
-        "what": "variants", "seed": seed, "capacity": held, "rates": list(rates), "rows": rows, "used": used,
-        "seconds": duration, "e2e_p99": longest,
+        "met": share(run),
+        "dropped": dropped / len(run.records),
+        "p99_ttft": float(np.quantile(ttfts, 0.99)),
+        "tbt": float(np.mean(tpots)),
+        "e2e_p99": e2e_p99(run),
+    }
+
+
+def scaled(case: str, name: str, seed: int, duration: float, scales: Sequence[float]) -> dict[str, Any]:
+    """Shares in SLO at the rate that Ascendra holds, by the scale of SLOs (Fig. 9, bottom)."""
+    load = at(case, seed, duration, 0.98)
+    shares = [share(served(CASES[case], SYSTEMS[name], with_slos(load, s), seed)) for s in scales]
+    return {"what": "scales", "case": case, "name": name, "seed": seed, "scales": list(scales), "shares": shares}
+
+
+def _rows(what: str, choice: str, name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
+    rows = [row(served(CASES[CASE], choice, at(CASE, seed, duration, rate), seed)) for rate in rates]
+    return {
+        "what": what, "name": name, "seed": seed, "rates": list(rates), "rows": rows,
+        "seconds": duration, "e2e_p99": max(r["e2e_p99"] for r in rows),
     }  # fmt: skip
 
 
-def waits(choice: str, load: Workload, seed: int) -> dict[str, float]:
+def varied(name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
+    """One variant or baseline, by rate (Fig. 10, 11, 13 right)."""
+    return _rows("variants", VARIANTS[name], name, seed, duration, rates)
+
+
+def dropping(name: str, seed: int, duration: float, rates: Sequence[float]) -> dict[str, Any]:
+    """One system that drops, by rate (Fig. 12)."""
+    return _rows("overload", DROPPING[name], name, seed, duration, rates)
+
+
+def waits(name: str, seed: int, duration: float) -> dict[str, Any]:
     """Mean seconds from a request's placement to its start on LPs and on the HP, and the share of time that the HP
     runs."""
-    spec = RunSpec(hardware(CASE), PolicyChoice.parse(choice), 3, slo_rule="mean", lengths=running_mean)
+    load = at(CASE, seed, duration, QUIET)
+    spec = RunSpec(hardware(CASES[CASE]), PolicyChoice.parse(VARIANTS[name]), 3, slo_rule="mean", lengths=running_mean)
     came: dict[str, tuple[float, str]] = {}
     waited: dict[str, list[float]] = {"lp": [], "hp": []}
     busy = last = 0.0
@@ -125,20 +185,32 @@ def waits(choice: str, load: Workload, seed: int) -> dict[str, float]:
         if isinstance(event, Placed):
             came[event.id] = event.at, event.replica
         elif isinstance(event, Started) and event.id in came:
-            at, replica = came.pop(event.id)
-            waited["hp" if replica == "r2" else "lp"].append(event.at - at)
+            placed, replica = came.pop(event.id)
+            waited["hp" if replica == "r2" else "lp"].append(event.at - placed)
         elif isinstance(event, Stepped) and event.id == "r2":
             busy += event.seconds
         elif isinstance(event, Finished):
             last = event.at
-    return {**{kind: float(np.mean(own)) for kind, own in waited.items() if own}, "hp_busy": busy / last}
+    used = {**{kind: float(np.mean(own)) for kind, own in waited.items() if own}, "hp_busy": busy / last}
+    return {"what": "waits", "name": name, "seed": seed, "used": used}
 
 
-def paired(seed: int, duration: float, tolerance: float) -> dict[str, Any]:
-    """Capacities of a group of two (Fig. 13, left)."""
-    search = Searched(PAIR, seed, duration, tolerance, replicas=2)
-    systems = {"1L1H": "ascendra@ascendra:groups=1L1H", **BASELINES}
-    return {"what": "pair", "seed": seed, "capacity": {n: search.capacity([c])[0] for n, c in systems.items()}}
+def _capacity(case: Case, choice: str, seed: int, duration: float, tolerance: float, replicas: int) -> dict[str, Any]:
+    search = Searched(case, seed, duration, tolerance, replicas)
+    return {"capacity": search.capacity([choice])[0], "seconds": duration, "e2e_p99": search.longest}
+
+
+def of_two(name: str, seed: int, duration: float, tolerance: float) -> dict[str, Any]:
+    """Capacity of a group of two (Fig. 13, left)."""
+    choice = f"{CONFIGURED}@ascendra:groups=1L1H" if name == OURS else SYSTEMS[name]
+    found = _capacity(CASES[GROUP], choice, seed, duration, tolerance, 2)
+    return {"what": "group", "name": name, "seed": seed, **found}
+
+
+def paired(pair: str, name: str, seed: int, duration: float, tolerance: float) -> dict[str, Any]:
+    """Capacity of three replicas with the other data set (Fig. 14)."""
+    found = _capacity(PAIRS[pair], SYSTEMS[name], seed, duration, tolerance, 3)
+    return {"what": "pair", "pair": pair, "name": name, "seed": seed, **found}
 
 
 # --------------------------------------------------------------------------- what came out
@@ -153,44 +225,75 @@ def tightest(scales: Sequence[float], shares: Sequence[float], target: float = 0
     return scales[0] if shares[0] >= target else scales[-1]
 
 
-def found(values: Sequence[Any], small: bool) -> Found:
-    of = {what: [v for v in values if v["what"] == what] for what in ("scales", "variants", "pair")}
+def by_seed(values: Sequence[Any], what: str, **same: str) -> list[dict[str, Any]]:
+    """Seed by seed, the values of one kind by system."""
+    found: dict[int, dict[str, Any]] = {}
+    for value in values:
+        if value["what"] == what and all(value[key] == wanted for key, wanted in same.items()):
+            found.setdefault(value["seed"], {})[value["name"]] = value
+    return list(found.values())
 
-    def met(name: str, v: Any, rate: float = OVERLOAD) -> float:
-        return float(v["rows"][name][v["rates"].index(rate)]["met"])
+
+def found(values: Sequence[Any], small: bool) -> Found:
+    variants, overload, used = (by_seed(values, what) for what in ("variants", "overload", "waits"))
+
+    def met(value: Any, key: str = "met") -> float:
+        return float(value["rows"][value["rates"].index(OVERLOAD)][key])
 
     def over(name: str, other: str) -> Estimate:
-        return over_seeds([100 * (met(name, v) - met(other, v)) for v in of["variants"]])
+        return over_seeds([100 * (met(v[name]) - met(v[other])) for v in variants])
 
-    strictness = [
-        min(tightest(v["scales"], v["shares"][b]) for b in BASELINES) / tightest(v["scales"], v["shares"]["ascendra"])
-        for v in of["scales"]
-    ]
-    estimates = {
-        "slo-scale": over_seeds(strictness),
-        "overload-with-drops": over_seeds(
-            [met("with drops", v) / max(met(b, v) for b in BASELINES) for v in of["variants"]]
-        ),
-        "edf-over-sjf": over("ascendra", "shortest first (sjf)"),
-        "elastic": over("ascendra", "fixed batch at the HP"),
-        "2l1h-over-1l2h": over("ascendra", "1L2H"),
-        "1l1h-over-baselines": over_seeds(
-            [v["capacity"]["1L1H"] / max(v["capacity"][b] for b in BASELINES) for v in of["pair"]]
-        ),
-        "hp-waits": over_seeds([v["used"]["ascendra"]["lp"] / v["used"]["ascendra"]["hp"] for v in of["variants"]]),
+    def geometric(ratios: Sequence[float]) -> Estimate:
+        return over_seeds([float(np.log(each)) for each in ratios]).exp()
+
+    def strictness(case: str) -> Estimate:
+        own = by_seed(values, "scales", case=case)
+        least = [{name: tightest(v["scales"], v["shares"]) for name, v in systems.items()} for systems in own]
+        return geometric([min(v[b] for b in BASELINES) / v[OURS] for v in least])
+
+    def capacity(own: Sequence[Mapping[str, Any]], *names: str) -> Estimate:
+        return geometric([v[OURS]["capacity"] / max(v[n]["capacity"] for n in names) for v in own])
+
+    def dropped_over(*names: str) -> Estimate:
+        return geometric([met(v[OURS]) / max(met(v[n]) for n in names) for v in overload])
+
+    missed = [(1 - met(v[OURS])) / min(1 - met(v[b]) for b in BASELINES) for v in overload]
+    group = by_seed(values, "group")
+    estimates = {f"slo-scale-{case}": strictness(case) for case in CASES}
+    estimates |= {
+        "overload-with-drops": dropped_over(*BASELINES),
+        "overload-over-tuned": dropped_over("sarathi, 2048"),
+        "overload-over-edf": dropped_over(EDF),
+        "overload-missed": geometric(missed),
+        "edf-over-sjf": over(OURS, "shortest first (sjf)"),
+        "elastic": over(PAPER, "paper's settings, fixed batch"),
+        "2l1h-over-1l2h": over(OURS, "1L2H"),
+        "tickets": over(OURS, "without tickets"),
+        "1l1h-over-baselines": capacity(group, *BASELINES),
+        "1l1h-over-edf": capacity(group, EDF),
+        "hp-waits": over_seeds([v[OURS]["used"]["lp"] / v[OURS]["used"]["hp"] for v in used]),
         "tickets-hp-use": over_seeds(
-            [v["used"]["ascendra"]["hp_busy"] - v["used"]["without tickets"]["hp_busy"] for v in of["variants"]]
+            [v[OURS]["used"]["hp_busy"] - v["without tickets"]["used"]["hp_busy"] for v in used]
         ),
     }
-    settings = {"case": CASES[CASE].scenario, "pair": CASES[PAIR].scenario, "variants": dict(VARIANTS)}
+    for pair, each in PAIRS.items():
+        own = by_seed(values, "pair", pair=pair)
+        name = each.scenario.removeprefix("ascendra-")
+        estimates |= {f"{name}-over-default": capacity(own, *BASELINES), f"{name}-over-edf": capacity(own, EDF)}
+    settings = {
+        "scenarios": {name: case.scenario for name, case in ({**CASES, **PAIRS}).items()},
+        "held": HELD,
+        "variants": dict(VARIANTS),
+        "dropping": dict(DROPPING),
+    }
     return Found(estimates, list(values), sorted({v["seed"] for v in values}), "mean", settings)
 
 
 def draw(data: Any, axes: Any) -> None:
     """Share in SLO by the scale of SLOs, the mean of the seeds."""
-    own = [v for v in data if v["what"] == "scales"]
-    for name in own[0]["shares"]:
-        axes.plot(own[0]["scales"], 100 * np.mean([v["shares"][name] for v in own], axis=0), "o-", label=name)
+    own = by_seed(data, "scales", case=CASE)
+    for name, first in own[0].items():
+        axes.plot(first["scales"], 100 * np.mean([v[name]["shares"] for v in own], axis=0), "o-", label=name)
     axes.axhline(90.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("SLO scale")
@@ -199,17 +302,39 @@ def draw(data: Any, axes: Any) -> None:
 
 
 def tables(data: Any) -> str:
-    own = [v for v in data if v["what"] == "variants"]
-    rates = own[0]["rates"]
-    rows = [["in SLO (refused)", *(f"{rate:g} × capacity" for rate in rates)]]
-    for name in own[0]["rows"]:
+    parts = [_by_scale(data, case) for case in dict.fromkeys(v["case"] for v in data if v["what"] == "scales")]
+    parts.append(_by_rate(by_seed(data, "variants"), "in SLO; P99 of TTFT, mean TBT"))
+    parts.append(_by_rate(by_seed(data, "overload"), "all drop: in SLO (dropped)"))
+    used = by_seed(data, "waits")
+    rows = [[f"at {QUIET:g} × capacity", "wait at an LP, s", "at the HP, s", "HP runs"]]
+    for name in used[0]:
+        mean = {key: np.mean([v[name]["used"].get(key, np.nan) for v in used]) for key in ("lp", "hp", "hp_busy")}
+        rows.append([name, f"{mean['lp']:.3f}", f"{mean['hp']:.3f}", f"{100 * mean['hp_busy']:.0f} % of the time"])
+    parts.append(markdown(rows))
+    columns = {"llama, LongBench, two replicas": by_seed(data, "group")}
+    columns |= {p: by_seed(data, "pair", pair=p) for p in dict.fromkeys(v["pair"] for v in data if "pair" in v)}
+    rows = [["capacity, requests/s", *columns]]
+    for name in SYSTEMS:
+        rows.append([name, *(f"{np.mean([v[name]['capacity'] for v in own]):.2f}" for own in columns.values())])
+    return "\n\n".join([*parts, markdown(rows)])
+
+
+def _by_scale(data: Any, case: str) -> str:
+    own = by_seed(data, "scales", case=case)
+    rows = [[f"{case}, SLO scale", *(f"{s:g}" for s in next(iter(own[0].values()))["scales"])]]
+    for name in own[0]:
+        rows.append([name, *(f"{100 * s:.0f} %" for s in np.mean([v[name]["shares"] for v in own], axis=0))])
+    return markdown(rows)
+
+
+def _by_rate(own: Sequence[Mapping[str, Any]], head: str) -> str:
+    rates = next(iter(own[0].values()))["rates"]
+    rows = [[head, *(f"{rate:g} × capacity" for rate in rates)]]
+    for name in own[0]:
         cells = []
         for i in range(len(rates)):
-            met, refused = (100 * np.mean([v["rows"][name][i][key] for v in own]) for key in ("met", "refused"))
-            cells.append(f"{met:.1f} %" + (f" ({refused:.0f} %)" if refused else ""))
+            mean = {key: np.mean([v[name]["rows"][i][key] for v in own]) for key in own[0][name]["rows"][i]}
+            more = f" ({100 * mean['dropped']:.0f} %)" if mean["dropped"] else ""
+            cells.append(f"{100 * mean['met']:.1f} %{more}; {mean['p99_ttft']:.2f} s, {1000 * mean['tbt']:.0f} ms")
         rows.append([name, *cells])
-    used = [["at 0.7 × capacity", "wait at an LP, s", "at the HP, s", "HP runs"]]
-    for name in own[0]["used"]:
-        mean = {key: np.mean([v["used"][name].get(key, np.nan) for v in own]) for key in ("lp", "hp", "hp_busy")}
-        used.append([name, f"{mean['lp']:.3f}", f"{mean['hp']:.3f}", f"{100 * mean['hp_busy']:.0f} % of the time"])
-    return f"{markdown(rows)}\n\n{markdown(used)}"
+    return markdown(rows)
