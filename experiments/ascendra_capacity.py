@@ -30,7 +30,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "Ascendra, §8.2 and Fig. 9"
-SECONDS = 7000.0
+SECONDS = 5000.0
 
 REPLICAS, TARGET, DURATION = 3, 0.9, 600.0
 SEEDS = (31, 32, 33)  # not those that the policy was designed with
