@@ -77,7 +77,7 @@ DROPPING: Mapping[str, str] = {
     PAPER: f"ascendra:drop=true{TWO_L}",
     "prefill_first": f"{_DROPPING}=prefill_first@round_robin",
     "sarathi, 512": f"{_DROPPING}=sarathi,budget=512@round_robin",
-    "sarathi, 2048": f"{_DROPPING}=sarathi,budget=2048,reserve_kv=true@round_robin",
+    "sarathi, 4096": f"{_DROPPING}=sarathi,budget=4096,reserve_kv=true@round_robin",
     EDF: f"{_DROPPING}=edf@least_loaded",
 }
 PAIRS = {  # Fig. 14
@@ -262,7 +262,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
     estimates = {f"slo-scale-{case}": strictness(case) for case in CASES}
     estimates |= {
         "overload-with-drops": dropped_over(*BASELINES),
-        "overload-over-tuned": dropped_over("sarathi, 2048"),
+        "overload-over-tuned": dropped_over("sarathi, 4096"),
         "overload-over-edf": dropped_over(EDF),
         "overload-missed": geometric(missed),
         "edf-over-sjf": over(OURS, "shortest first (sjf)"),
