@@ -190,6 +190,6 @@ def text(found: Sequence[Optimum]) -> str:
         for o in found
     ]
     return (
-        f"{markdown([head, *rows])}\n\nA reference, no bound: every request served, each in a batch of its like, without "
-        "gaps. A policy that refuses the dearest requests serves more of the others."
+        f"{markdown([head, *rows])}\n\nA reference, no bound: every request served, each in a batch of its like, "
+        "without gaps. A policy that refuses the dearest requests serves more of the others."
     )
