@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=256, num_key_value_heads=1, max_position_embeddings=512, **shape)
+    config = LlamaConfig(vocab_size=256, num_key_value_heads=1, max_position_embeddings=8192, **shape)
     folder = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -45,7 +45,7 @@ def server(model: Path, folder: Path, sockets: Path) -> Iterator[tuple[httpx.Cli
         port = free.getsockname()[1]
     flags = {
         "--model": str(model), "--served-model-name": "m", "--port": str(port), "--host": "127.0.0.1",
-        "--dtype": "float32", "--max-model-len": "512", "--max-num-seqs": "8", "--block-size": "32",
+        "--dtype": "float32", "--max-model-len": "8192", "--max-num-seqs": "8", "--block-size": "32",
         "--scheduler-cls": "rubato.vllm.Scheduler", "--middleware": "rubato.vllm.Middleware",
         "--additional-config": json.dumps({"rubato": {"config": str(folder / "rubato.yaml")}}),
     }  # fmt: skip
@@ -122,7 +122,8 @@ def test_a_server_with_the_middleware(speaking_model: Path, tmp_path: Path) -> N
 
 
 def _long() -> dict[str, Any]:
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    """A stream that goes on for seconds on a fast machine, too."""
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     return {"json": body, "headers": {"authorization": "Bearer acme-key"}}
 
 
@@ -164,19 +165,28 @@ def _refusals(client: Client) -> None:
 def _clients_that_leave(client: Client) -> None:
     with client.http.stream("POST", "/v1/completions", **_long()) as answer:
         next(answer.iter_bytes())
-    for _ in range(100):
+    for _ in range(300):
+        client.ask()  # a step, with which what happened before is told, though not before its answer
         if client.metrics('rubato_requests_finished_total{outcome="cancelled".*') == 1:
             break
         time.sleep(0.1)
-    client.ask()  # a step, with which all that happened before is told
     assert client.metrics('rubato_requests_finished_total{outcome="cancelled".*') == 1
     assert client.get("/rubato/state")["in_flight"] == {}
 
 
 def _counts(client: Client) -> None:
+    for _ in range(100):  # the last one's end is told after its answer
+        if client.metrics("rubato_requests_offered_total") == client.metrics("rubato_requests_finished_total"):
+            break
+        time.sleep(0.1)
     assert client.metrics("rubato_requests_offered_total") == client.metrics("rubato_requests_finished_total") > 15
     met, missed = client.metrics('rubato_slo_met_total{dimension="all".*'), client.metrics("rubato_slo_missed_total")
     assert met + missed == client.metrics("rubato_requests_offered_total")
+    for _ in range(100):  # steps are told at times, with another step
+        if client.metrics("rubato_step_seconds_count") > 20:
+            break
+        client.ask()
+        time.sleep(0.1)
     assert client.metrics("rubato_step_seconds_count") > 20
     assert client.metrics("rubato_plan_seconds_count") > 0
     assert client.metrics("rubato_plan_stood_aside_total") > 0
