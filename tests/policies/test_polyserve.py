@@ -17,8 +17,9 @@ from rubato.core.plan import Limits, Role
 from rubato.core.request import SLO, Request, Stage
 from rubato.policies import polyserve
 from rubato.policies.polyserve import Router
-from rubato.policies.polyserve.replica_model import HeldRequest, Replica
+from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica
 from rubato.policy_kit.prefill_queue import Prompt, prefill_chunks
+from rubato.policy_kit.step_table import StepTable
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, Seq, request, run_spec
 from tests.policies.test_properties import Load, few, loads, run
@@ -206,7 +207,7 @@ def test_a_prompt_that_has_begun_gives_way_to_a_nearer_deadline() -> None:
     short = request("short", 8, most=5, ttft=0.08, tpot=0.06, arrival=0.01)
     spec = run_spec(
         STEP, replace(LIMITS, max_num_batched_tokens=16), "polyserve", {"budget": 16}, replicas=2, learns=False,
-        router_settings={"mode": "pd", "tiers": [0.05], "budget": 16},
+        router_settings={"mode": "pd", "tiers": [0.05]},
     )  # fmt: skip
     events = simulate_events([long, short], {"long": [5], "short": [5]}, spec)
     assert [e.id for e in events if isinstance(e, HandedOff)] == ["short", "long"]
@@ -249,14 +250,38 @@ def test_a_prefill_step_ends_before_a_prompt_in_it_is_due() -> None:
 
 
 @pytest.mark.parametrize(
+    ("queued", "own", "in_time"),
+    [  # when the prompt queued and the new one are due, in times that one of them takes alone
+        (1.5, 2.1, True),
+        (1.5, 1.9, False),  # behind the nearer deadline
+        (2.1, 1.2, True),
+        (1.5, 1.2, False),  # it would make the one behind it late
+        (0.5, 2.1, True),  # what is late already counts, and promises nothing
+    ],
+)
+def test_prompts_of_a_prefill_replica_count_one_after_the_other(queued: float, own: float, in_time: bool) -> None:
+    view = View("r0", 0.0, [], [], kv_free=100, kv_total=200, limits=LIMITS, latency=STEP)
+    replica = Replica(view, 0, 1, StepTable(STEP, 40))
+    replica.group = PREFILL
+    alone = replica.steps.alone(20)
+
+    def prompt(id: str, due: float) -> HeldRequest:
+        return HeldRequest(Seq(request(id, 20), length=20), 0, due * alone, 20, 20, 4.0, False)
+
+    replica.prompts["queued"] = prompt("queued", queued)
+    assert replica.prefills_in_time(prompt("own", own), 0.0) is in_time
+
+
+@pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"mode": "both"}, "mode is 'both': give co or pd"),
         ({"tiers": []}, r"tiers are \(\): give TPOTs in seconds, above 0 and ascending"),
         ({"tiers": [0.1, 0.02]}, r"tiers are \(0.1, 0.02\): give TPOTs"),
-        ({"budget": 0}, "budget is 0: give the tokens of a prefill batch, at least 1"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Router(**settings)
+    with pytest.raises(ValueError, match="budget is 0: give the tokens of a prefill batch, at least 1"):
+        polyserve.Scheduler(budget=0)

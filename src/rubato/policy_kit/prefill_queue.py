@@ -1,8 +1,8 @@
-"""Prompts of one replica that prefills, nearest deadline first: its next step, and when each of them is through."""
+"""Prompts of one replica that prefills, nearest deadline first: its next step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -51,23 +51,6 @@ def prefill_chunks(
         if len(chunks) < 2 or due == inf or at + latency.step_time(shape) <= due:
             break
     return chunks, shape
-
-
-def prefill_ends(
-    prompts: Sequence[Prompt], at: float, budget: int, most: int, latency: LatencyModel
-) -> Iterator[tuple[int, float]]:
-    """Which prompt is through when, step by step from `at` on: its place in `prompts`, and the time."""
-    queue = list(enumerate(prompts))
-    while queue:
-        chunks, shape = prefill_chunks([prompt for _, prompt in queue], at, budget, most, latency)
-        at += latency.step_time(shape)
-        rest = []
-        for (nth, prompt), tokens in zip(queue, chunks, strict=False):
-            if tokens == prompt.pending:
-                yield nth, at
-            else:
-                rest.append((nth, Prompt(prompt.due, prompt.pending - tokens, prompt.cached + tokens)))
-        queue = rest + queue[len(chunks) :]
 
 
 def dynamic_chunk(left: int, budget: int) -> int:

@@ -10,7 +10,6 @@ from rubato.core.interfaces import SeqView, View
 from rubato.policies.polyserve.scheduler import first_prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
-from rubato.policy_kit.prefill_queue import Prompt, prefill_ends
 from rubato.policy_kit.step_table import StepTable
 
 PREFILL = -1  # the group of the prefill replicas; tiers are counted from 0
@@ -157,24 +156,25 @@ class Replica:
             return whole
         return lead + (1.0 - lead / whole) * seconds
 
-    def prefills_in_time(self, request: HeldRequest, now: float, budget: int) -> bool:
-        """Whether its prompt, and those behind it, would be through in time among those queued here, step by step as
-        the scheduler runs them, and there is KV for all. What a replica of the pool has leaves."""
+    def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
+        """Whether its prompt, and those behind it, would be through in time among those queued here, one after the
+        other, nearest deadline first, and there is KV for all. Sharing steps saves time, for those that come later."""
         self.steps.renew(now)
         view, known = self.view, self.view.known
-        own = Prompt(request.due, request.pending, request.length - request.pending)
-        queue = [own]
+        queue = [(request.due, request.pending)]
         for id, other in self.prompts.items():
             seq = known.get(id)
-            pending = seq.pending - seq.in_flight if seq else other.pending
-            if pending > 1 or not seq:
-                queue.append(Prompt(other.due, pending, seq.length - pending if seq else other.length - pending))
-        if self.group is not None and sum(prompt.pending for prompt in queue) > view.kv_free * view.limits.block_size:
+            tokens = seq.pending - seq.in_flight if seq else other.pending
+            if tokens > 1 or not seq:
+                queue.append((other.due, tokens))
+        if self.group is not None and sum([tokens for _, tokens in queue]) > view.kv_free * view.limits.block_size:
             return False
-        queue.sort(key=lambda prompt: prompt.due)
-        place, most = queue.index(own), view.limits.max_num_batched_tokens
-        ends = prefill_ends(queue, now + self._wait(now), budget, most, view.latency)
-        return all(nth < place or at <= queue[nth].due for nth, at in ends)
+        at = now + self._wait(now)
+        for due, tokens in sorted(queue):
+            at += self.steps.alone(tokens)
+            if at > due >= request.due:
+                return False
+        return True
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight ends."""

@@ -13,7 +13,7 @@ from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Transfe
 from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Recall, Role
 from rubato.policies.polyserve.replica_model import PREFILL, HeldRequest, Replica, is_source
-from rubato.policies.polyserve.scheduler import by_deadline, check_budget, prompt_due
+from rubato.policies.polyserve.scheduler import by_deadline, prompt_due
 from rubato.policy_kit.batch_builder import remaining_output
 from rubato.policy_kit.kv_forecast import KVForecast
 from rubato.policy_kit.step_table import StepTable
@@ -42,13 +42,12 @@ class _Turn:
 @dataclass
 class Router:
     """mode: "co" for chunked prefill beside decodes, "pd" for prefill and decode replicas. tiers: TPOTs in seconds,
-    ascending; a request belongs to the loosest that is no looser than its own. budget: as of the Scheduler."""
+    ascending; a request belongs to the loosest that is no looser than its own."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"recall"})
     default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "co"
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)
-    budget: int = 2048
     _replicas: dict[str, Replica] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[tuple[int, int], StepTable] = field(init=False, repr=False, default_factory=dict)
     _groups: list[list[Replica]] = field(init=False, repr=False, default_factory=list)  # the most loaded first
@@ -69,7 +68,6 @@ class Router:
         self.tiers = tuple(self.tiers)
         if not self.tiers or not all(a < b for a, b in pairwise((0.0, *self.tiers, inf))):
             raise ValueError(f"tiers are {self.tiers!r}: give TPOTs in seconds, above 0 and ascending")
-        check_budget(self.budget)
         self._groups = [[] for _ in range(len(self.tiers) + 1)]  # the last one, `PREFILL`, prefills
 
     def roles(self, replicas: Sequence[str]) -> Mapping[str, Role]:
@@ -295,7 +293,7 @@ class Router:
     def _prefiller(self, request: HeldRequest, turn: _Turn, seat: Replica) -> Replica | None:
         """The most loaded prefill replica that has its prompt through in time, else one of the pool."""
         for replica in (*self._loaded(PREFILL, None), self._idlest(request.seq, besides=seat)):
-            if replica is not None and replica.prefills_in_time(request, turn.now, self.budget):
+            if replica is not None and replica.prefills_in_time(request, turn.now):
                 return replica
         return None
 

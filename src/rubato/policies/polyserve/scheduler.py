@@ -24,7 +24,8 @@ class Scheduler:
     budget: int = 2048
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
+        if self.budget < 1:
+            raise ValueError(f"budget is {self.budget}: give the tokens of a prefill batch, at least 1")
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
@@ -79,11 +80,6 @@ class Scheduler:
             budget = decodes.seqs + chunk
         builder = decode_first(view, budget)
         return builder.plan(repeat_steps=builder.repeat_steps() if all_now else 0)  # the lead changes with each step
-
-
-def check_budget(budget: int) -> None:
-    if budget < 1:
-        raise ValueError(f"budget is {budget}: give the tokens of a prefill batch, at least 1")
 
 
 def by_deadline(seq: SeqView, now: float) -> tuple[float, float]:
