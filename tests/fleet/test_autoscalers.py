@@ -17,21 +17,25 @@ from rubato.fleet.autoscalers import AttainmentAutoscaler, PoolAutoscaler
 from tests.doubles import Linear, Seq, request, shown, view
 
 POOL, TIER, PREFILL = Role(kind="best_effort"), Role("both", "0.02", kind="tier"), Role("prefill", kind="prefill")
-PENDING = replace(TIER, kind="pending")
+PENDING, LEFT = replace(TIER, kind="pending"), replace(TIER, group="empty")
 
 
 def fleet(*roles: Role, busy: str = "") -> list[View]:
-    """r0, r1, ... with these roles; those named in `busy` run something."""
+    """r0, r1, ... with these roles; those named in `busy` run something, and those of a tier, but for `LEFT`."""
     runs = [Seq(request(f"s{i}"), cached=9) for i in range(len(roles))]
     return [
-        replace(view(running=[runs[i]] if f"r{i}" in busy.split() else []), id=f"r{i}", role=role)
+        replace(
+            view(running=[runs[i]] if f"r{i}" in busy.split() or role in (TIER, PREFILL, PENDING) else []),
+            id=f"r{i}", role=role,
+        )
         for i, role in enumerate(roles)
-    ]
+    ]  # fmt: skip
 
 
 # what the pool holds, held requests, starting, what is wanted at 0 s and 1 s
 EMPTY = [
     ("a tier has the last", [TIER], 0, 0, (0, 1)),
+    ("a tier has left it empty", [LEFT], 0, 0, (0, 0)),
     ("one starts already", [TIER], 0, 1, (0, 0)),
     ("one is left", [TIER, POOL], 0, 0, (0, 0)),
     ("a replica that just joined is in the pool", [TIER, Role()], 0, 0, (0, 0)),
@@ -70,6 +74,14 @@ def test_idle_pool_replicas_beyond_the_spare_ones_leave_the_last_first() -> None
     again.scale([], seen, 0, 0.0)
     again.scale([], fleet(TIER, POOL, POOL, POOL, POOL, busy="r0 r3 r4"), 0, 20.0)  # r4 works in between
     assert list(again.scale([], seen, 0, 30.0).drain) == ["r2"]  # one only: the minimum is 4
+
+
+def test_what_a_tier_has_left_empty_leaves_too() -> None:
+    """The router, which would give it back to the pool, is asked only when a request is held."""
+    scaler = PoolAutoscaler(spare=1, drain_seconds=30.0)
+    seen = fleet(LEFT, LEFT, LEFT)
+    assert scaler.scale([], seen, 0, 0.0) == Scaling(drain=[], wake_at=30.0)
+    assert list(scaler.scale([], seen, 0, 30.0).drain) == ["r2", "r1"]
 
 
 def ended(scaler: AttainmentAutoscaler, requests: list[Request], met: int, at: float) -> None:
@@ -185,6 +197,24 @@ WRONG = [
 def test_a_wrong_setting_is_named(setting: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         autoscaler_of(load({}, [setting]))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "says"),
+    [
+        ({"policy": "ascendra", "replicas": 3}, "attainment", "'ascendra' gives its replicas roles at the start"),
+        ({"policy": "distserve", "replicas": 3}, "attainment", "'distserve' gives its replicas roles at the start"),
+        (
+            {"policy": "polyserve", "router": {"name": "auto", "mode": "pd"}, "replicas": 2}, "pool",
+            "autoscale: with 1 replicas, polyserve in mode pd needs at least 2 replicas",
+        ),
+        ({"policy": "ascendra", "replicas": 3}, "pool", "'ascendra' has none: choose autoscale.kind=attainment"),
+    ],
+)  # fmt: skip
+def test_a_router_that_cannot_follow_the_fleet_is_refused(config: dict[str, Any], kind: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        autoscaler_of(load(config, [f"autoscale={kind}"]))
     assert says in str(caught.value)
 
 

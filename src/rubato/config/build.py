@@ -21,7 +21,7 @@ from rubato.core.extras import MissingExtra
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Assigner, Autoscaler, Engine, LatencyModel, LengthPredictor
 from rubato.core.length_prediction import PREDICTORS, Oracle
-from rubato.core.plan import Limits
+from rubato.core.plan import Limits, Role
 from rubato.engines import simulated
 from rubato.engines.simulated import Drafter, Link, drafter
 from rubato.fleet.autoscalers import AUTOSCALERS, Bounds, PoolAutoscaler
@@ -248,16 +248,39 @@ def autoscaler_of(config: Config) -> Autoscaler | None:
             f"replicas is {config.replicas}: give as many as there are to be at the start, from autoscale.min, "
             f"{made.min}, to autoscale.max, {made.max}"
         )
-    if isinstance(made, PoolAutoscaler):
-        policy, router = config.policy, config.router
-        routes = router_for(policy.name, router.name, router.settings, policy.settings)
-        roles = routes.roles([f"r{i}" for i in range(max(2, made.max))]) if isinstance(routes, Assigner) else {}
-        if not any(role.kind == "best_effort" for role in roles.values()):
-            raise ConfigError(
-                f"autoscale 'pool' follows the pool of a policy that keeps one, as polyserve does, and "
-                f"{policy.name!r} has none: choose autoscale.kind=attainment, or policy polyserve"
-            )
+    _check_roles(config, made)
     return cast(Autoscaler, made)
+
+
+def _check_roles(config: Config, made: Any) -> None:
+    """Raises ConfigError where the router cannot follow a fleet that grows and shrinks, or keeps no pool to follow."""
+    policy, router = config.policy, config.router
+    routes = router_for(policy.name, router.name, router.settings, policy.settings)
+    fixed = pooled = False
+    if isinstance(routes, Assigner):
+        roles = _roles(routes, config.replicas)
+        pooled = all(role.kind == "best_effort" for role in roles.values())
+        fixed = not pooled
+    if isinstance(made, PoolAutoscaler) and not pooled:
+        raise ConfigError(
+            f"autoscale 'pool' follows the pool of a policy that keeps one, as polyserve does, and "
+            f"{policy.name!r} has none: choose autoscale.kind=attainment, or policy polyserve"
+        )
+    if fixed:
+        raise ConfigError(
+            f"autoscale: {policy.name!r} gives its replicas roles at the start, and none to those that join: choose a "
+            "policy whose replicas are all alike, such as edf, or polyserve"
+        )
+    if isinstance(routes, Assigner) and isinstance(made, Bounds):
+        _roles(routes, made.min)
+
+
+def _roles(router: Assigner, replicas: int) -> Mapping[str, Role]:
+    """Raises ConfigError if it cannot do with so few."""
+    try:
+        return router.roles([f"r{i}" for i in range(replicas)])
+    except ValueError as e:
+        raise ConfigError(f"autoscale: with {replicas} replicas, {e}") from e
 
 
 def _engine_class(kind: str) -> Any:

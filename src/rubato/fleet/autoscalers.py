@@ -45,8 +45,13 @@ def check_seconds(**settings: float) -> None:
 
 
 def in_pool(view: View) -> bool:
-    """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined."""
-    return not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort")
+    """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined, or
+    that a tier has left empty, which goes back to the pool when the router is asked again."""
+    return _idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
+
+
+def _idle(view: View) -> bool:
+    return not (view.waiting or view.running or view.moving)
 
 
 @dataclass
@@ -55,8 +60,8 @@ class PoolAutoscaler(Bounds):
     pool at once, so the pool is kept from running dry, and what it has too much is given back.
 
     A replica is added when for `add_seconds` the pool, with those that start, has had fewer than `spare` replicas, or
-    is empty while requests are held. An idle one leaves when for `drain_seconds` it has been one of more than `spare`
-    idle ones in the pool. spare: 0 = add only once requests are held."""
+    is empty while requests are held. One that has been idle for `drain_seconds` leaves while more than `spare` are
+    idle. spare: 0 = add only once requests are held."""
 
     spare: int = 1
     add_seconds: float = 1.0
@@ -91,8 +96,8 @@ class PoolAutoscaler(Bounds):
         return Scaling(add, self._to_drain(pool, there + add, now, wake), min(wake, default=None))
 
     def _to_drain(self, pool: Sequence[View], there: int, now: float, wake: list[float]) -> list[str]:
-        """Those idle for longest enough, the last that joined first: PolyServe takes the first from the pool."""
-        idle = [view.id for view in pool if not (view.waiting or view.running or view.moving)]
+        """Those idle for long enough, the last that joined first: PolyServe takes the first from the pool."""
+        idle = [view.id for view in pool if _idle(view)]
         self._idle_since = {id: self._idle_since.get(id, now) for id in idle}
         surplus = max(0, min(len(idle) - self.spare, there - self.min))
         drain: list[str] = []
