@@ -112,11 +112,18 @@ def _class_of(request: Request) -> str:
     return request.app or request.tier
 
 
+def checked_least(least: int) -> int:
+    """Raises ValueError unless it is 1 or more."""
+    if type(least) is not int or least < 1:
+        raise ValueError(f"least is {least!r}: give a whole number of finished requests, 1 or more")
+    return least
+
+
 class RunningMean:
     """The mean output length of finished requests of the same app (all apps until `least` of its own have finished)."""
 
     def __init__(self, least: int = 5, classes: Mapping[str, object] = NONE) -> None:
-        self._least = least
+        self._least = checked_least(least)
         self._stated = stated(classes)
         self._sums: dict[str, tuple[int, int]] = {}
 
@@ -181,9 +188,7 @@ class _Seen:
     than `least`, those of all. Raises ValueError for a `least` below 1."""
 
     def __init__(self, least: int) -> None:
-        if type(least) is not int or least < 1:
-            raise ValueError(f"least is {least!r}: give a whole number of finished requests, 1 or more")
-        self._least = least
+        self._least = checked_least(least)
         self._classes: OrderedDict[str, _Lengths] = OrderedDict()  # whose last request finished longest ago first
         self.all = _Lengths()
 
@@ -254,7 +259,9 @@ class Gaussian:
 
 
 def seeded_gaussian(least: int = 5, seed: int = 0, classes: Mapping[str, object] = NONE) -> Gaussian:
-    """For configurations."""
+    """For configurations. Raises ValueError for a bad seed."""
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"seed is {seed!r}: give a whole number, 0 or more")
     return Gaussian(np.random.default_rng(seed), least, classes)
 
 

@@ -78,10 +78,13 @@ class Annealing:
     early_exit: bool = True
 
     def __post_init__(self) -> None:
-        finite = 0.0 < self.threshold < inf and 0.0 < self.temperature < inf
+        finite = 0.0 < self.threshold <= self.temperature < inf
         if not (finite and 0.0 < self.decay < 1.0 and self.iterations >= 1):
             said = f"temperature {self.temperature}, threshold {self.threshold}, decay {self.decay}"
-            raise ValueError(f"{said}, iterations {self.iterations}: give finite numbers, a decay below 1, 1 iteration")
+            raise ValueError(
+                f"{said}, iterations {self.iterations}: give finite numbers above 0, a temperature no "
+                "lower than the threshold, a decay below 1, 1 iteration"
+            )
 
 
 class Level(NamedTuple):
