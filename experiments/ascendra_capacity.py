@@ -5,7 +5,7 @@ Mistral-7B and Qwen-14B (48,000 tokens of KV, as the paper has it) serve `ascend
 docs/ascendra.md says; beside it stands the paper's configuration, the defaults. A baseline that is beyond its capacity
 is unstable, so its share in SLO there falls with the length of a run. Baselines go round robin, as in the paper, in one
 setting (vLLM's 2,048 tokens, Sarathi's 512) and tuned seed by seed; beside them stand `sarathi` tuned behind
-`least_loaded`, `edf` and `slos_serve`. All know output lengths by the mean of finished requests.
+`least_loaded`, `edf` and, on one seed, `slos_serve`. All know output lengths by the mean of finished requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Workload, scenarios
 
 SOURCE = "Ascendra, §8.2 and Fig. 9"
-SECONDS = 5000.0
+SECONDS = 1300.0
 
 REPLICAS, TARGET, DURATION = 3, 0.9, 600.0
 SEEDS = (31, 32, 33)  # not those that the policy was designed with
@@ -55,7 +55,7 @@ CASES = {  # Fig. 9's
 }
 OURS, PAPER = "ascendra", "ascendra, paper's settings"
 CONFIGURED = "ascendra:batch_size=256,hp_tokens=4096"  # as docs/ascendra.md has it
-EDF, SLOW = "edf", "slos_serve"  # a run of the latter takes up to ten times as long as one of another
+EDF, SLOW = "edf", "slos_serve"  # a run of the latter takes several times as long as one of another
 # each is tuned over its settings, with the seed that it is measured with: none of them can be said to be worse by that
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     OURS: (f"{CONFIGURED}@ascendra:groups=2L1H",),
@@ -87,6 +87,7 @@ def jobs(small: bool, policy: str | None = None) -> list[Job]:
         for case in CASES
         for seed in (SEEDS[:1] if small else SEEDS)
         for name in beside(names, policy)
+        if name != SLOW or seed == SEEDS[0]
     ]
 
 
@@ -228,5 +229,5 @@ def tables(data: Any) -> str:
         for case in cases:
             shares = [v["beyond"][name] for v in data if v["case"] == case and name in v["beyond"]]
             cells.append(f"{100 * np.mean(shares):.1f} %" if shares else "")
-        rows.append([name, *cells])
+        rows.append([f"{name}, one seed" if name == SLOW else name, *cells])
     return markdown(rows)

@@ -1,219 +1,233 @@
-"""PolyServe's goodput beside tuned baselines: six data sets, 20 replicas, 90 % in SLO (Fig. 6).
+"""PolyServe's goodput beside tuned baselines: 90 % of all requests in SLO (Fig. 6), 95 % of all, 90 % of each tier.
 
-Each system is tuned on 5,000 requests of one seed, and measured at the setting found on 20,000 of each of three others,
-one for what `ONCE` names, after the fleet has filled (`_polyserve_runs.BEFORE`; half that for tuning). Baselines:
-co_chunk with its budget swept behind `least_loaded`, the largest also behind `minimal` and `random`, and prefill and
-decode apart with the split swept behind `minimal`; the best of them is the one of each data set. All predict lengths by
-the conditional mean and see `max_tokens` of 2,048.
+20 replicas. Each system is tuned for each measure on requests of one seed, those of one mean stay once the fleet has
+half filled, and measured at the setting found on three others, those of three mean stays (`_polyserve_runs.BEFORE`);
+on `LARGE`, data sets of short prompts, of which a stay brings 12,000 to 19,000 requests, on one other, and on 10
+replicas. polyserve has no setting but its mode. Its mode of a data set is the one that holds more on the tuning's
+seed, at 90 % of all. Baselines: co_chunk with its budget swept behind `least_loaded`, the largest also behind
+`minimal` and `random`, and prefill and decode apart with the split swept behind `minimal`, two splits also behind
+`random`; the best of them is the one of each data set and measure. All predict lengths by the conditional mean and see
+`max_tokens` of 2,048.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from experiments import Found
 from experiments import _polyserve_runs as runs
-from experiments._guest import beside
-from experiments._polyserve_runs import BASELINES, HOSTS, OURS, REPLICAS, TARGET, Tried
+from experiments._guest import beside, held
+from experiments._polyserve_runs import CHUNKS, MEASURES, OURS, REPLICAS, Tried, splits
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.optimum import Mode
 from rubato.planning.sweep import markdown
 
 SOURCE = "PolyServe, §5.2 and Fig. 6"
-SECONDS = 18000.0
+SECONDS = 7500.0
 
-SETS = ("uniform-4096-1024", "uniform-512-512", "mooncake-conversation", "splitwise", "sharegpt", "lmsys")
-SEEDS, TUNED_ON = (1, 2, 3), 0
-COUNT, TUNING = 20_000, 5000
+HOST = "constant"
+SETS = (
+    "lmsys", "sharegpt", "uniform-512-512", "splitwise", "uniform-4096-1024", "mooncake-conversation",
+    "mooncake-toolagent", "mooncake-synthetic",
+)  # fmt: skip
+LARGE, FEWER = SETS[:3], 10
+SEEDS, TUNED_ON, TUNING = (1, 2, 3), 0, 1.0  # TUNING: mean stays
 LEAST = 0.05
-SYSTEMS = {
-    "polyserve co": (OURS["co"],),
-    "polyserve pd": (OURS["pd"],),
-    "baseline co": BASELINES["co"],
-    "baseline pd": BASELINES["pd"],
-    "edf": ("edf@least_loaded",),
-}
+ALL, *_ = MEASURES
+SYSTEMS = ("polyserve co", "polyserve pd", "baseline co", "baseline pd", "edf")
+UNTAUGHT = "untaught"  # after the name of a system: lengths are learnt from the start of the run only
 POLYSERVE, PAPERS = ("polyserve co", "polyserve pd"), ("baseline co", "baseline pd")
 SMALL = (*POLYSERVE, "baseline co")
-# Measured on one seed, since a run takes minutes.
-ONCE = {*(("polyserve pd", data) for data in SETS[3:]), *(("edf", data) for data in SETS)}
+ONCE = {"edf", *(f"{name} {UNTAUGHT}" for name in POLYSERVE)}  # measured on one seed
 
 
 def jobs(small: bool, policy: str | None = None) -> list[Job]:
     if small:
         return [
-            Job(f"splitwise constant {name}", measured,
-                ("splitwise", "constant", name, settings(name)[:2], 200, 0, (), 4, 0.25))
+            Job(f"splitwise {name}", measured, ("splitwise", name, settings(name)[:2], (), 0.6, 3, 0.2))
             for name in beside(SMALL, policy)
-        ]  # fmt: skip
-    guests = beside(tuple(SYSTEMS), policy)[len(SYSTEMS) :]
-    more = [(next(iter(HOSTS)), name, data) for data in SETS for name in guests]
-    return [
-        Job(f"{data} {host} {name}", measured,
-            (data, host, name, settings(name), TUNING, COUNT, SEEDS[:1] if (name, data) in ONCE else SEEDS))
-        for host, name, data in (*of_table(), *more)
+        ]
+    names = beside((*SYSTEMS, *(f"{name} {UNTAUGHT}" for name in POLYSERVE)), policy)
+    made: list[tuple[str, str, Sequence[int], int]] = [
+        (data, name, SEEDS[:1], FEWER) for data in LARGE for name in names if name in (*POLYSERVE, *PAPERS)
+    ]
+    made += [
+        (data, name, SEEDS[: 1 if name in ONCE else 3], REPLICAS)
+        for data in SETS[3:] for name in names if data != "splitwise" or not name.endswith(UNTAUGHT)
     ]  # fmt: skip
-
-
-def settings(name: str) -> Sequence[str]:
-    """What a system is tuned over."""
-    return SYSTEMS.get(name, (name,))
-
-
-def of_table() -> list[tuple[str, str, str]]:
-    """Host, system and data set of each value. What takes hours is left out: `edf` where requests are short and many,
-    and some sets, and prefill and decode apart, with the second host."""
-    first, second = HOSTS
     return [
-        *((first, name, data) for data in SETS for name in (*POLYSERVE, *PAPERS)),
-        *((first, "edf", data) for data in (SETS[0], *SETS[2:4])),
-        *((second, name, data) for data in (SETS[0], *SETS[2:4]) for name in ("polyserve co", "baseline co")),
+        Job(f"{data} {name}", measured, (data, name, settings(name, replicas), seeds, runs.COUNTED, replicas))
+        for data, name, seeds, replicas in made
     ]
 
 
+def settings(name: str, replicas: int = REPLICAS) -> Sequence[str]:
+    """What a system is tuned over."""
+    name = name.removesuffix(f" {UNTAUGHT}")
+    known = {
+        **dict(zip(POLYSERVE, ((OURS[mode],) for mode in runs.MODES), strict=True)),
+        "baseline co": CHUNKS, "baseline pd": splits(replicas), "edf": ("edf@least_loaded",),
+    }  # fmt: skip
+    return known.get(name, (name,))
+
+
 def measured(
-    data: str, host: str, name: str, choices: Sequence[str], tuning: int, count: int, seeds: Sequence[int],
+    data: str, name: str, choices: Sequence[str], seeds: Sequence[int], stays: float = runs.COUNTED,
     replicas: int = REPLICAS, fill: float = runs.BEFORE,
 ) -> dict[str, Any]:  # fmt: skip
-    """The setting with the largest goodput, that of each seed (of the tuning's requests if there is none) and the
-    shares there by tier."""
-    best = replicas * runs.best_rate(data, host, mode_of(name))
-    tried = [Tried(data, host, tuning, TUNED_ON, replicas, fill / 2.0)]
-    tuned, choice = tried[0].best(choices, 0.4 * best)
-    if seeds:
-        tried += [Tried(data, host, count, seed, replicas, fill) for seed in seeds]
-    used = tried[1:] or tried
-    rates = [each.goodput(choice, tuned) if tuned else 0.0 for each in used]
-    shares = [each.near(choice, rate) for each, rate in zip(used, rates, strict=True) if rate]
+    """By measure: the setting with the largest goodput on the tuning's requests, what it holds there and on each seed
+    (the tuning's if none is given), and the shares there by tier."""
+    best, taught = replicas * runs.best_rate(data, HOST, mode_of(name)), not name.endswith(UNTAUGHT)
+    tuning = Tried(data, HOST, TUNED_ON, stays * TUNING / runs.COUNTED, replicas, fill / 2.0, taught)
+    used = [Tried(data, HOST, seed, stays, replicas, fill, taught) for seed in seeds] or [tuning]
+    found: dict[str, Any] = {}
+    start = 0.6 * best
+    for measure in MEASURES:
+        if not found or len(choices) > 1:
+            tuned, choice = tuning.best(choices, start, measure)
+        start = tuned or start
+        rates, at = [], start / runs.STEP**2  # a short window holds more
+        for each in used:
+            rates.append(held(partial(each.goodput, choice, at, measure)) if tuned else 0.0)
+            at = rates[-1] or at
+        shares = [each.near(choice, rate) for each, rate in zip(used, rates, strict=True) if rate]
+        tiers = [tier for tier in (shares[0] if shares else ()) if tier not in ("all", "worst")]
+        found[measure] = {
+            "setting": choice, "tuned": tuned, "goodput": rates,
+            "tiers": {tier: float(np.mean([s[tier] for s in shares])) for tier in tiers},
+        }  # fmt: skip
     return {
-        "data": data, "host": host, "name": name, "seeds": list(seeds) or [TUNED_ON], "setting": choice,
-        "goodput": rates, "tuned": tuned, "optimum": best,
-        "tiers": {tier: float(np.mean([s[tier] for s in shares])) for tier in (shares[0] if shares else ())},
-        "tried": [each.listed() for each in tried],
+        "data": data, "name": name, "replicas": replicas, "seeds": list(seeds) or [TUNED_ON], "optimum": best,
+        "measures": found,
+        "tried": [each.listed() for each in (tuning, *(used if seeds else ()))],
     }  # fmt: skip
 
 
 def mode_of(name: str) -> Mode:
-    return "pd" if name.endswith(" pd") else "co"
+    return "pd" if " pd" in name else "co"
 
 
 class Table:
-    """Goodput of each system by data set, host and seed."""
+    """Goodput of each system by data set, measure and seed."""
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self.values = {(v["host"], v["data"], v["name"]): v for v in values}
+        self.values = {(v["data"], v["name"]): v for v in values}
         self.sets = list(dict.fromkeys(v["data"] for v in values))
         self.names = list(dict.fromkeys(v["name"] for v in values))
-        self.hosts = list(dict.fromkeys(v["host"] for v in values))
 
-    def sets_of(self, host: str, name: str) -> list[str]:
-        """The data sets on which it was measured."""
-        return [data for data in self.sets if (host, data, name) in self.values]
-
-    def best(self, host: str, data: str, names: Sequence[str]) -> str:
+    def best(self, data: str, measure: str, names: Sequence[str] = PAPERS) -> str:
         """Whose mean over seeds is the largest."""
-        known = [name for name in names if (host, data, name) in self.values]
-        best: str = max(known, key=lambda name: float(np.mean(self.values[host, data, name]["goodput"])))
+        known = [name for name in names if (data, name) in self.values]
+        best: str = max(known, key=lambda name: float(np.mean(self.goodput(data, name, measure))))
         return best
 
-    def ratios(self, host: str, ours: str, others: Sequence[str]) -> Estimate:
-        """Our goodput over the best of the others', geometric mean over data sets, seed by seed."""
-        logs = []
-        for data in self.sets_of(host, ours):
-            own, other = (self._counted(host, data, name) for name in (ours, self.best(host, data, others)))
-            logs.append(np.log(own / other))
+    def chosen(self, data: str) -> str:
+        """Of polyserve's modes the one that holds more on the tuning's seed."""
+        known = [name for name in POLYSERVE if (data, name) in self.values]
+        return max(known, key=lambda name: float(self.values[data, name]["measures"][ALL]["tuned"]))
+
+    def goodput(self, data: str, name: str, measure: str) -> Any:
+        """Of each seed; none at all counts as `LEAST` of the optimum."""
+        value = self.values[data, name]
+        return np.maximum(value["measures"][measure]["goodput"], LEAST * value["optimum"])
+
+    def ratio(self, data: str, ours: str, measure: str, others: Sequence[str] = PAPERS) -> Any:
+        """Our goodput over the best of the others', seed by seed."""
+        return self.goodput(data, ours, measure) / self.goodput(data, self.best(data, measure, others), measure)
+
+    def mean(self, measure: str, ours: Mapping[str, str], others: Sequence[str] = PAPERS) -> Estimate:
+        """That, geometric mean over data sets. ours: the system of each."""
+        return self.over_sets([self.ratio(data, name, measure, others) for data, name in ours.items()])
+
+    def all_of(self, name: str) -> dict[str, str]:
+        """The data sets on which a system was measured, with its name."""
+        return {data: name for data in self.sets if (data, name) in self.values}
+
+    def of_optimum(self, name: str) -> Estimate:
+        """Geometric mean over data sets of the share of its mode's optimum."""
+        sets = self.all_of(name)
+        return self.over_sets([self.goodput(data, name, ALL) / self.values[data, name]["optimum"] for data in sets])
+
+    @staticmethod
+    def over_sets(ratios: Sequence[Any]) -> Estimate:
+        logs = [np.log(ratio) for ratio in ratios]
         return over_seeds([float(x) for x in np.mean(np.broadcast_arrays(*logs), axis=0)]).exp()
 
-    def _counted(self, host: str, data: str, name: str) -> Any:
-        """Goodput of each seed; none at all counts as `LEAST` of the optimum."""
-        value = self.values[host, data, name]
-        return np.maximum(value["goodput"], LEAST * value["optimum"])
-
-    def of_optimum(self, host: str, name: str) -> Estimate:
-        """Geometric mean over data sets of the share of its mode's optimum."""
-        sets = self.sets_of(host, name)
-        own = [np.log(self._counted(host, data, name) / self.values[host, data, name]["optimum"]) for data in sets]
-        return over_seeds([float(x) for x in np.mean(np.broadcast_arrays(*own), axis=0)]).exp()
-
-    def spread(self, host: str, name: str) -> float:
-        """The largest difference between tiers of any data set, in points."""
-        found: list[float] = []
-        for data in self.sets_of(host, name):
-            tiers = [share for tier, share in self.values[host, data, name]["tiers"].items() if tier != "all"]
-            found.append(100.0 * (max(tiers) - min(tiers)))
-        return max(found)
+    def spread(self, name: str) -> float:
+        """The largest difference between tiers of any data set at 90 % of all, in points."""
+        shares = [list(self.values[data, name]["measures"][ALL]["tiers"].values()) for data in self.all_of(name)]
+        return max([100.0 * (max(tiers) - min(tiers)) for tiers in shares if tiers], default=0.0)
 
 
 def found(values: Sequence[Any], small: bool) -> Found:
     table = Table(values)
-    first = table.hosts[0]
-    apart = "baseline pd" if "baseline pd" in table.names else "baseline co"
-    better = max(POLYSERVE, key=lambda name: table.ratios(first, name, PAPERS).value)
+    chosen = {data: table.chosen(data) for data in table.sets}
     estimates = {
-        "co-over-baselines": table.ratios(first, "polyserve co", PAPERS),
-        "pd-over-baselines": table.ratios(first, "polyserve pd", PAPERS),
-        "over-baselines": table.ratios(first, better, PAPERS),
-        "co-over-co": table.ratios(first, "polyserve co", ["baseline co"]),
-        "pd-over-pd": table.ratios(first, "polyserve pd", [apart]),
-        "co-of-optimum": table.of_optimum(first, "polyserve co"),
-        "pd-of-optimum": table.of_optimum(first, "polyserve pd"),
-        "co-spread": Estimate.exact(table.spread(first, "polyserve co")),
-        "pd-spread": Estimate.exact(table.spread(first, "polyserve pd")),
-        "co-second-host": table.ratios(table.hosts[-1], "polyserve co", ["baseline co"]),
+        f"chosen-{name}": table.mean(measure, chosen)
+        for name, measure in zip(("90", "95", "each"), MEASURES, strict=True)
     }
-    seeds = sorted({seed for v in values for seed in v["seeds"]})
+    for mode, name in zip(("co", "pd"), POLYSERVE, strict=True):
+        estimates[f"{mode}-over-baselines"] = table.mean(ALL, table.all_of(name))
+        same = f"baseline {mode}" if f"baseline {mode}" in table.names else PAPERS[0]
+        estimates[f"{mode}-over-{mode}"] = table.mean(ALL, table.all_of(name), [same])
+        estimates[f"{mode}-of-optimum"] = table.of_optimum(name)
+        estimates[f"{mode}-spread"] = Estimate.exact(table.spread(name))
+    each = list(MEASURES)[-1]
+    least = min((over_seeds(table.ratio(d, chosen[d], each).tolist()) for d in table.sets), key=lambda e: e.value)
+    estimates["least-each"] = least
+    untaught = {d: f"{name} {UNTAUGHT}" for d, name in chosen.items() if (d, f"{name} {UNTAUGHT}") in table.values}
+    estimates["untaught"] = (
+        table.over_sets([
+            table.goodput(d, name, ALL)[:1] / table.goodput(d, chosen[d], ALL)[:1] for d, name in untaught.items()
+        ])
+        if untaught
+        else Estimate.exact(1.0)
+    )  # fmt: skip
     given = {
-        "replicas": REPLICAS,
-        "target": TARGET,
-        "hosts": HOSTS,
-        "systems": {k: list(v) for k, v in SYSTEMS.items()},
-    }
-    return Found(estimates, list(values), seeds, "deadline", given)
+        "replicas": REPLICAS, "measures": MEASURES, "host": runs.HOSTS[HOST], "noise": runs.NOISE,
+        "kv_bytes_per_second": runs.LINK.bandwidth, "systems": {k: list(settings(k)) for k in SYSTEMS},
+    }  # fmt: skip
+    return Found(estimates, list(values), sorted({s for v in values for s in v["seeds"]}), "deadline", given)
 
 
 def draw(data: Any, axes: Any) -> None:
-    """Goodput over the optimum of its mode, by data set."""
+    """Polyserve's goodput over that of the best baseline, by data set and measure."""
     table = Table(data)
-    host = table.hosts[0]
-    for nth, name in enumerate(table.names):
-        own = {place: table.values.get((host, each, name)) for place, each in enumerate(table.sets)}
-        shares = [np.mean(v["goodput"]) / v["optimum"] for v in own.values() if v]
-        at = np.array([place for place, v in own.items() if v]) + 0.85 * (nth / len(table.names) - 0.5)
-        axes.bar(at, shares, 0.85 / len(table.names), label=name)
-    axes.set_xticks(range(len(table.sets)), table.sets, fontsize=7)
-    axes.set_ylabel("goodput at 90 % over the optimum")
+    for nth, measure in enumerate(MEASURES):
+        ratios = [float(np.mean(table.ratio(each, table.chosen(each), measure))) for each in table.sets]
+        at = np.arange(len(ratios)) + 0.8 * ((nth + 0.5) / len(MEASURES) - 0.5)
+        axes.bar(at, ratios, 0.8 / len(MEASURES), label=measure)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(table.sets)), [each.replace("-", "\n", 1) for each in table.sets], fontsize=6)
+    axes.set_ylabel("goodput over the best baseline's")
     axes.legend(fontsize=7)
 
 
 def tables(data: Any) -> str:
-    """A table for each host: goodput, its share of the optimum, and which systems are better. The optimum is of mean
-    cost: no bound, where a tenth may miss and those that cost most do."""
+    """For each measure: goodput by system, the best baseline's setting, and which systems are better than polyserve."""
     table, parts = Table(data), []
-    for host in table.hosts:
-        head = ["data set", "optimum over 90 % of the best baseline", *table.names]
-        rows = [[*head, "best baseline", "better than polyserve"]]
-        for each in table.sets_of(host, POLYSERVE[0]):
-            own = {n: table.values[host, each, n] for n in table.names if (host, each, n) in table.values}
-            mean = {name: float(np.mean(v["goodput"])) for name, v in own.items()}
-            best = table.best(host, each, PAPERS)
-            most = max(v["optimum"] for v in own.values()) / (TARGET * mean[best])
-            ours = max(mean[name] for name in POLYSERVE if name in mean)
-            once = {n: ", one seed" if len(v["seeds"]) == 1 else "" for n, v in own.items()}
-            cells = {n: f"{mean[n]:.1f} ({100 * mean[n] / own[n]['optimum']:.0f} %{once[n]})" for n in own}
-            rows.append([
-                each, f"{most:.2f}×", *(cells.get(n, "") for n in table.names),
-                f"`{own[best]['setting']}`", ", ".join(n for n in own if mean[n] > ours) or "none",
-            ])  # fmt: skip
-        parts.append(f"Host {host}; requests/s (share of the mode's optimum):\n\n{markdown(rows)}")
-        tiers = [["data set", "system", *(t for t in next(iter(own.values()))["tiers"] if t != "all")]]
-        for each, name in ((each, name) for each in table.sets_of(host, POLYSERVE[0]) for name in table.names):
-            if (host, each, name) in table.values:
-                shares = table.values[host, each, name]["tiers"]
-                cells = {tier: f"{100 * s:.0f} %" for tier, s in shares.items()}
-                tiers.append([each, name, *(cells.get(tier, "") for tier in tiers[0][2:])])
-        parts.append(f"Attained by tier, at that rate:\n\n{markdown(tiers)}")
+    for measure in MEASURES:
+        rows = [["data set", *table.names, "polyserve's mode", "over the best baseline", "best baseline's setting"]]
+        for each in table.sets:
+            chosen, best = table.chosen(each), table.best(each, measure)
+            cells = []
+            for name in table.names:
+                value = table.values.get((each, name))
+                once = "" if value is None or len(value["seeds"]) > 1 else " (one seed)"
+                cells.append(f"{np.mean(value['measures'][measure]['goodput']):.1f}{once}" if value else "")
+            ratio = over_seeds(table.ratio(each, chosen, measure).tolist())
+            setting = table.values[each, best]["measures"][measure]["setting"]
+            fleet = table.values[each, best]["replicas"]
+            where = each if fleet == REPLICAS else f"{each}, {fleet} replicas"
+            rows.append([where, *cells, mode_of(chosen), f"{ratio.value:.2f}×", f"`{setting}`"])
+        parts.append(f"Requests/s at {measure}:\n\n{markdown(rows)}")
+    rows = [["data set", "system", *(tier for tier in next(iter(table.values.values()))["measures"][ALL]["tiers"])]]
+    for (each, name), value in table.values.items():
+        rows.append([each, name, *(f"{100 * s:.0f} %" for s in value["measures"][ALL]["tiers"].values())])
+    parts.append(f"Attained by tier, at 90 % of all:\n\n{markdown(rows)}")
     return "\n\n".join(parts)

@@ -39,17 +39,17 @@ PLACEMENTS = {"co": 1, "pd": 2, "least_loaded": 1}  # of a request
 def jobs(small: bool) -> list[Job]:
     if small:
         return [Job("round 0", measured, ((20,), 100, 0.02))]
-    return [Job(f"round {n}", measured, (FLEETS, COUNT, runs.BEFORE / 4.0)) for n in range(ROUNDS)]
+    return [Job(f"round {n}", measured, (FLEETS, COUNT, 0.5)) for n in range(ROUNDS)]
 
 
 def measured(fleets: Sequence[int], count: int, fill: float) -> list[dict[str, Any]]:
     found = []
     for fleet in fleets:
         load = runs.offered(DATA, HOST, count, 1, fleet, fill).rescaled(LOAD * fleet * runs.best_rate(DATA, HOST, "co"))
-        first = runs.before(DATA, HOST, fleet, fill)
+        first = runs.coming_in(DATA, HOST, fleet, fill)
         for name, choice in SYSTEMS.items():
             with Inside(after=first) as inside:
-                records = runs.served(load, HOST, choice, fleet).records
+                records = runs.served(load, DATA, HOST, choice, fleet).records
             wall, cpu = now() - inside.began[0], process_cpu_time() - inside.began[1]
             found.append({
                 "fleet": fleet, "name": name, "attained": runs.share(records[first : first + count]),

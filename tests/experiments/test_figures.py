@@ -356,8 +356,8 @@ def test_the_page_says_which_systems_have_fewer_seeds_and_what_has_one() -> None
     assert seeds({"seeds": [1, 2], "data": by_run}) == "2 seeds (1: b)"
     assert seeds({"seeds": [7], "data": {}}) == "1 seed"
     page = pages(RUNS)["papers/polyserve.md"]
-    assert "3 seeds (1: baseline co, baseline pd, edf, polyserve pd)" in page
-    assert "| 1.435 (one seed) |" in page
+    assert "3 seeds (1: edf, polyserve co untaught, polyserve pd untaught)" in page
+    assert "| 0.9907 (one seed) |" in page
 
 
 def test_the_page_says_which_runs_are_too_short() -> None:
