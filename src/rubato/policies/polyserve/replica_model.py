@@ -146,8 +146,8 @@ class Replica:
         wanted, seconds = backlog + request.pending, ceil(steps) * each
         if at + seconds <= request.due or self.added:
             return seconds
-        lead = min(view.first_decode_due + (tpot if at > now else 0.0), first_prompt_due(view)) - tpot - at
-        if lead <= tpot:
+        lead = view.first_decode_due + (tpot if at > now else 0.0) - tpot - at
+        if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
             return seconds
         most = view.limits.max_num_batched_tokens - seqs
         beside = self.steps.decodes(seqs, kv) - self.steps.decodes(1, 1)

@@ -96,7 +96,8 @@ def prompt_due(seq: SeqView) -> float:
 
 def first_prompt_due(view: View) -> float:
     """When the first of the prompts here is due, late ones apart."""
-    return min([s.due for s in (*view.prefilling, *view.waiting) if s.due > view.now], default=inf)
+    now = view.now
+    return min([due for s in (*view.prefilling, *view.waiting) if (due := s.due) > now], default=inf)
 
 
 def _lent(view: View, tpot: float, decodes: Shape, most: int) -> int:
