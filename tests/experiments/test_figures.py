@@ -277,12 +277,14 @@ def test_the_index_is_short_counts_every_claim_of_a_paper_and_opens_with_those_t
         "Headline claims that were not run, and that hold",
     ]  # fmt: skip
     assert [len(re.findall(r"^\| \[", part, re.MULTILINE)) for part in parts[:2]] == counts[:2]
-    unrun = set(names()) - {run["figure"] for run in RUNS}
-    assert unrun
-    for figure in unrun:
-        rows = [line for line in parts[3].splitlines() if line.startswith(f"| [{figure}](")]
-        assert rows
-        assert all("| not run |" in row for row in rows)
+
+
+def test_the_index_names_what_was_not_run() -> None:
+    without = pages([run for run in RUNS if run["figure"] != "polyserve-flip"])["papers.md"]
+    (part,) = [part for part in without.split("\n## ") if part.startswith("Headline claims that were not run")]
+    rows = [line for line in part.splitlines() if line.startswith("| [polyserve-flip](")]
+    assert len(rows) == 2
+    assert all("| not run |" in row for row in rows)
 
 
 def of_papers() -> list[tuple[Claim, Estimate | None]]:
