@@ -171,7 +171,7 @@ def found(values: Sequence[Any], small: bool) -> Found:
         f"chosen-{name}": table.mean(measure, chosen)
         for name, measure in zip(("90", "95", "each"), MEASURES, strict=True)
     }
-    for mode, name in zip(("co", "pd"), POLYSERVE, strict=True):
+    for mode, name in zip(runs.MODES, POLYSERVE, strict=True):
         estimates[f"{mode}-over-baselines"] = table.mean(ALL, table.all_of(name))
         same = f"baseline {mode}" if f"baseline {mode}" in table.names else PAPERS[0]
         estimates[f"{mode}-over-{mode}"] = table.mean(ALL, table.all_of(name), [same])
@@ -209,7 +209,7 @@ def draw(data: Any, axes: Any) -> None:
 
 
 def tables(data: Any) -> str:
-    """For each measure: goodput by system, the best baseline's setting, and which systems are better than polyserve."""
+    """For each measure: goodput by system, polyserve's over the best baseline's, and that one's setting; by tier."""
     table, parts = Table(data), []
     for measure in MEASURES:
         rows = [["data set", *table.names, "polyserve's mode", "over the best baseline", "best baseline's setting"]]

@@ -14,7 +14,7 @@ import numpy as np
 from experiments import Found
 from experiments import _polyserve_runs as runs
 from experiments._polyserve_runs import OURS, Tried
-from experiments.polyserve_goodput import ALL
+from experiments.polyserve_goodput import ALL, mode_of
 from rubato.measure.confidence import Estimate, over_seeds
 from rubato.planning.jobs import Job
 from rubato.planning.sweep import markdown
@@ -43,7 +43,7 @@ def jobs(small: bool) -> list[Job]:
 
 
 def measured(name: str, size: int, seed: int, stays: float, fill: float) -> dict[str, Any]:
-    best = size * runs.best_rate(DATA, HOST, "pd" if name.endswith("pd") else "co")
+    best = size * runs.best_rate(DATA, HOST, mode_of(name))
     tried = Tried(DATA, HOST, seed, stays, size, fill)
     rate, choice = tried.best(SYSTEMS[name], 0.6 * best, ALL, runs.STEP**2)
     return {"name": name, "size": size, "seed": seed, "each": rate / size, "setting": choice, "tried": tried.listed()}

@@ -174,6 +174,8 @@ def test_a_configuration_and_an_experiment_name_them_alike(kind: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
+        ({"kind": "running_mean", "least": "x"}, "lengths 'running_mean': least is 'x': give a whole number"),
+        ({"kind": "gaussian", "seed": "x"}, "lengths 'gaussian': seed is 'x': give a whole number, 0 or more"),
         ({"kind": "conditional_mean", "least": 0}, "lengths 'conditional_mean': least is 0: give a whole number"),
         ({"kind": "gaussian", "seed": -1}, "lengths 'gaussian': "),
         ({"kind": "gaussian", "rng": 1}, "lengths 'gaussian' has no setting 'rng'"),

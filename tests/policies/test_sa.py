@@ -293,6 +293,8 @@ def test_bad_input_is_named() -> None:
         Annealing(iterations=0)
     with pytest.raises(ValueError, match="temperature inf"):
         Annealing(temperature=float("inf"))
+    with pytest.raises(ValueError, match=r"temperature 10\.0, .* a temperature no lower than the threshold"):
+        Annealing(temperature=10.0)
     with pytest.raises(PolicyError, match="dispatch is 'never': give 'place' or 'interval' or 'batch_end'"):
         load_router("sa", {"dispatch": "never"})
     with pytest.raises(PolicyError, match="max_batch is -1"):

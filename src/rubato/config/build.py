@@ -256,17 +256,14 @@ def _check_roles(config: Config, made: Any) -> None:
     """Raises ConfigError where the router cannot follow a fleet that grows and shrinks, or keeps no pool to follow."""
     policy, router = config.policy, config.router
     routes = router_for(policy.name, router.name, router.settings, policy.settings)
-    fixed = pooled = False
-    if isinstance(routes, Assigner):
-        roles = _roles(routes, config.replicas)
-        pooled = all(role.kind == "best_effort" for role in roles.values())
-        fixed = not pooled
+    roles = _roles(routes, config.replicas).values() if isinstance(routes, Assigner) else ()
+    pooled = bool(roles) and all(role.kind == "best_effort" for role in roles)
     if isinstance(made, PoolAutoscaler) and not pooled:
         raise ConfigError(
             f"autoscale 'pool' follows the pool of a policy that keeps one, as polyserve does, and "
             f"{policy.name!r} has none: choose autoscale.kind=attainment, or policy polyserve"
         )
-    if fixed:
+    if roles and not pooled:
         raise ConfigError(
             f"autoscale: {policy.name!r} gives its replicas roles at the start, and none to those that join: choose a "
             "policy whose replicas are all alike, such as edf, or polyserve"

@@ -11,6 +11,7 @@ from rubato.core.events import Event, Finished, Joined, Offered
 from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Shape
 from rubato.core.request import Request
+from rubato.fleet.scaling import idle
 from rubato.policy_kit.batch_builder import prefill_time
 
 INTERVAL = 1.0  # seconds between two looks at the fleet by predicted attainment
@@ -47,11 +48,7 @@ def check_seconds(**settings: float) -> None:
 def in_pool(view: View) -> bool:
     """Whether this replica serves no tier: PolyServe's best-effort pool (§4.3); nor does one that has just joined, or
     that a tier has left empty, which goes back to the pool when the router is asked again."""
-    return _idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
-
-
-def _idle(view: View) -> bool:
-    return not (view.waiting or view.running or view.moving)
+    return idle(view) or (not view.role.tier and view.role.phase == "both" and view.role.kind in ("", "best_effort"))
 
 
 @dataclass
@@ -97,11 +94,11 @@ class PoolAutoscaler(Bounds):
 
     def _to_drain(self, pool: Sequence[View], there: int, now: float, wake: list[float]) -> list[str]:
         """Those idle for long enough, the last that joined first: PolyServe takes the first from the pool."""
-        idle = [view.id for view in pool if _idle(view)]
-        self._idle_since = {id: self._idle_since.get(id, now) for id in idle}
-        surplus = max(0, min(len(idle) - self.spare, there - self.min))
+        unused = [view.id for view in pool if idle(view)]
+        self._idle_since = {id: self._idle_since.get(id, now) for id in unused}
+        surplus = max(0, min(len(unused) - self.spare, there - self.min))
         drain: list[str] = []
-        for id in reversed(idle):
+        for id in reversed(unused):
             if surplus == len(drain):
                 break
             if now >= (at := self._idle_since[id] + self.drain_seconds):

@@ -16,6 +16,11 @@ RETRY = 60.0  # seconds after a replica that did not start in which no other is 
 log = logging.getLogger(__name__)
 
 
+def idle(view: View) -> bool:
+    """Whether nothing is on a replica."""
+    return not (view.running or view.waiting or view.moving)
+
+
 class FleetScaling:
     """Adds and drains hosts of a cluster. hosts: those that serve, by id; changed here. requests: where requests are.
     make: a further host of an id (None: none can be added). check: raises ValueError for a host that lacks what the
@@ -100,7 +105,7 @@ class FleetScaling:
             host = self._hosts.get(id)
             if host is None:
                 self.draining.discard(id)
-            elif id not in placed and not ((view := host.view()).running or view.waiting or view.moving):
+            elif id not in placed and idle(host.view()):
                 self.draining.discard(id)
                 del self._hosts[id]
                 self._clock.spawn(host.close(), f"end of replica {id}")
