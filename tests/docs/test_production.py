@@ -99,6 +99,10 @@ EVIDENCE = {
     "speculative decoding in our engine": """
         policy:adaserve test:engines/torch/test_lossless.py::greedy_output_is_that_of_each_alone
         test:engines/torch/test_served_drafts.py::answers_are_the_same_with_a_drafter""",
+    "a gateway of ours in front of vLLM servers that run": """
+        src:fleet/server_host.py plugin-setting:link
+        test:fleet/test_server_fleet.py::servers_with_the_link_are_routed_to_as_replicas_here_are
+        test:vllm/test_gateway_link.py::what_gateways_fold_is_what_the_scheduler_shows_after_every_step""",
     "batches over night": """
         test:serving/test_request_slo.py::openai_tiers_are_always_known_and_others_are_not
         test:policies/test_tables.py::edf_gives_best_effort_what_is_left""",
@@ -223,9 +227,6 @@ def beyond_our_models() -> list[str]:
 # Of each need, what would be there if it were met: of those that are absent, and of some that are partial.
 LACKS: dict[str, Callable[[], list[str]]] = {
     "a GPU run": runs_on_gpus,
-    "a gateway of ours in front of vLLM servers that run": lambda: imported(
-        r"aiohttp|httpx|urllib|http\.client|requests", "src/rubato/fleet", "src/rubato/engines", "src/rubato/replica"
-    ),
     "tracing of a request": lambda: imported("opentelemetry"),
     "high availability": lambda: fields("standby|peer|leader|failover|state_file|redis"),
     "a lost replica comes back": lambda: fields("restart|respawn|revive") + said(r"\b(?:restart|respawn)_replica\b"),

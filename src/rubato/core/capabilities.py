@@ -8,9 +8,11 @@ from collections.abc import Set
 from rubato.core.did_you_mean import nearest
 
 # Of engines: `Engine.supports`. A host adds handoff where its plans can pass requests on, and recall where its router
-# can take them back, and leaves kv_transfer out where KV cannot go to another host. An engine of one's own may have
-# words of its own.
-CAPABILITIES = frozenset({"chunked", "mixed", "preempt", "draft", "tree", "kv_transfer", "handoff", "recall"})
+# can take them back, and leaves kv_transfer out where KV cannot go to another host; step_times where it is known how
+# long steps take, as of all but a server that does not tell. An engine of one's own may have words of its own.
+CAPABILITIES = frozenset(
+    {"chunked", "mixed", "preempt", "draft", "tree", "kv_transfer", "handoff", "recall", "step_times"}
+)
 
 
 def cure(missing: Set[str], drafter: str = "") -> str:

@@ -140,9 +140,16 @@ def _end_of_lines(file: IO[bytes]) -> int:
 def decode(line: bytes) -> Event:
     """The event of one line. Raises ValueError for a line that holds none."""
     row = orjson.loads(line)
-    if not isinstance(row, dict) or row.get("kind") not in _KINDS:
+    if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object with a kind among {', '.join(_KINDS)}")
-    return cast(Event, _KINDS[row.pop("kind")].validate_python(row))
+    return event_of(row.pop("kind", None), row)
+
+
+def event_of(kind: object, fields: object) -> Event:
+    """The event of this kind with these fields, as JSON has them. Raises ValueError for what is none."""
+    if kind not in _KINDS:
+        raise ValueError(f"expected a JSON object with a kind among {', '.join(_KINDS)}")
+    return cast(Event, _KINDS[kind].validate_python(fields))
 
 
 def read(path: str | Path) -> Iterator[Event]:

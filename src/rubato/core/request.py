@@ -125,14 +125,15 @@ class Progress:
     delays: Mapping[Cause, float] = field(default_factory=dict)
 
 
-HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled"]
+HandoffReason = Literal["prefilled", "declined", "offloaded", "recalled", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
     """Why a replica gave up a request that is to go on at another, at time `at`.
 
-    reason: the scheduler's ("prefilled", "declined", "offloaded"), or "recalled" by the router. cached: tokens whose KV
+    reason: the scheduler's ("prefilled", "declined", "offloaded"), "recalled" by the router, or "failed" where a server
+    failed at it. cached: tokens whose KV
     goes along, held by `source` until it has left; 0: the request alone moves, and is prefilled again. hops: how often
     it has been handed off so far, this time included.
     """

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
+NO_REPLICA = "rejected-no-replica"  # the reason of a refusal while all are lost and may come back
+ALONE = 60.0  # seconds that held requests wait for a replica where none is left
 RECENT = 64  # completions that `retry_after` looks back on
 LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
 
@@ -168,8 +170,8 @@ class Cluster:
         self._emit(Offered(now, request.id, request))
         if self._draining:
             self._end(seq, "refused", "rejected-shutting-down")
-        elif full:
-            self._end(seq, "refused", SATURATED)
+        elif full or not (self.hosts or self._why_dead):
+            self._end(seq, "refused", SATURATED if full else NO_REPLICA)
         else:
             self._request_routing()
 
@@ -449,10 +451,19 @@ class Cluster:
             if moving in self._transfers:  # a listener may have cancelled it
                 self._transfers.take_back(moving)
                 self._emit(Lost(now, moving, id))
+        self._scaling.ask_soon()
         if self.hosts:
             self._request_routing()
+        elif self._scaling.adds:
+            self.clock.call_at(now + ALONE, PLAN, self._end_if_alone)
         else:
             self._give_up(f"no replica is left: {error}", error)
+
+    def _end_if_alone(self) -> None:
+        """No replica has come in the place of those lost: what is held ends. What comes later may find one."""
+        if not self.hosts and not self._why_dead:
+            for seq in list(self._requests.unplaced.values()):
+                self._end(seq, "failed", f"no replica has come back for {ALONE:g} s")
 
     def _give_up(self, why: str, error: BaseException) -> None:
         """Nothing can be placed any more: unplaced requests end, later ones too."""

@@ -58,7 +58,9 @@ class LocalHost:
         kv_transfer: bool = True,
         step_timeout: float | None = None,
     ) -> None:
-        self.supports = (engine.supports | {"handoff", "recall"}) - (set() if kv_transfer else {"kv_transfer"})
+        self.supports = (engine.supports | {"handoff", "recall", "step_times"}) - (
+            set() if kv_transfer else {"kv_transfer"}
+        )
         missing = scheduler.needs - self.supports
         if missing:
             raise ValueError(

@@ -27,7 +27,7 @@ from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.remote_view import Held, Mirror, Report, shifted_report, shifted_request
 from rubato.policies import load
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class _Actor:
         replica = self._host.replica
         assert replica is not None, "reports are asked for after start"
         holding = [*replica.running.values(), *replica.leaving.values(), *replica.arriving.values()]
-        held = {s.id: (s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
+        held = {s.id: Held(s.cached, s.blocks, s.own_blocks, s.in_flight) for s in holding if not s.ended}
         return Report(
             as_of=self._clock.now(),
             events=tuple(events),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rubato.core.events import (
     Demoted,
@@ -26,25 +26,62 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import LatencyModel, LengthPredictor, View
 from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample, Shape
-from rubato.core.request import Request
+from rubato.core.request import Handoff, HandoffReason, Request
 from rubato.replica.sequence import Seq
 
-NOT_HELD = (0, 0, 0, 0)  # of a sequence without KV, as `Report.held` would have it
+
+class Held(NamedTuple):
+    """What a sequence holds: tokens in KV, KV blocks, of which its own, tokens in flight."""
+
+    cached: int
+    blocks: int
+    own: int
+    in_flight: int
+
+
+NOT_HELD = Held(0, 0, 0, 0)  # of a sequence without KV
+
+
+class GaveUp(NamedTuple):
+    """A request that a replica hands off, without KV: it is to be placed again."""
+
+    id: str
+    reason: HandoffReason
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """One request of a replica that tells of all it has. cached: tokens in KV; of one that waits, what the prefix cache
+    has of it. times, token_ids: of its output."""
+
+    request: Request
+    waiting: bool
+    started: bool
+    demoted: bool
+    cached: int
+    times: tuple[float, ...]
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened at a replica up to `as_of`, and its state then. held: sequence that runs, leaves or arrives ->
-    (tokens in KV, KV blocks, of which its own, tokens in flight). in_flight: the batch that runs. error: it is beyond
-    recovery; by then every request there has ended."""
+    """What happened at a replica up to `as_of`, and its state then. held: of each sequence that runs, leaves or
+    arrives. in_flight: the batch that runs. error: it is beyond recovery; by then every request there has ended. hits:
+    of waiting sequences, tokens that the prefix cache has, where that has changed. gave_up: handed off, which whoever
+    takes the report in is to fold as `HandedOff`. there: all that is there, in the
+    order in which it came, after reports were missed; None where none was."""
 
     as_of: float
     events: tuple[Event, ...]
     kv_free: int
     busy_until: float
-    held: Mapping[str, tuple[int, int, int, int]]
+    held: Mapping[str, Held]
     error: str | None = None
     in_flight: Shape = NO_BATCH
+    hits: tuple[tuple[str, int], ...] = ()
+    gave_up: tuple[GaveUp, ...] = ()
+    there: tuple[There, ...] | None = None
 
 
 class Mirror:
@@ -70,7 +107,8 @@ class Mirror:
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
-        self._held: Mapping[str, tuple[int, int, int, int]] = {}  # as last reported
+        self._held: Mapping[str, Held] = {}  # as last reported
+        self._strange: set[str] = set()  # requests that were not submitted here
         self._waiting: dict[str, Seq] = {}
         self._running: dict[str, Seq] = {}
         self._leaving: dict[str, Seq] = {}
@@ -85,8 +123,7 @@ class Mirror:
         return not (self._waiting or self._running or self._leaving or self._arriving)
 
     def submit(self, request: Request, now: float) -> None:
-        self._submitted += 1
-        seq = Seq(request, self._submitted, now, lengths=self._lengths, kv=self, token_ids=[])
+        seq = Seq(request, self._next_order(), now, lengths=self._lengths, kv=self, token_ids=[])
         coming = request.handoff is not None and request.handoff.cached > 0
         (self._arriving if coming else self._waiting)[request.id] = seq
 
@@ -95,8 +132,13 @@ class Mirror:
 
     def take(self, report: Report) -> None:
         """Fold a report in. Events of requests that are not here (they have ended) change nothing."""
+        if report.there is not None:
+            self._begin_afresh(report.there, report.as_of)
         for event in report.events:
-            self._fold(event)
+            self.fold(event)
+        for id, cached in report.hits:
+            if (waits := self._waiting.get(id)) is not None:
+                waits.cached = cached
         self._leaving = {id: seq for id, seq in self._leaving.items() if id in report.held}
         self._held = report.held
         for id, (cached, _, _, in_flight) in report.held.items():
@@ -143,18 +185,77 @@ class Mirror:
         )
 
     def left(self) -> list[Request]:
-        """The requests that have not ended, each with what it has received: to be served elsewhere."""
-        seqs = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
-        received = {s.id: s.total_output or s.demoted or s.delays_elsewhere for s in seqs}
-        return [replace(s.request, progress=s.progress(s.delays_elsewhere) if received[s.id] else None) for s in seqs]
+        """The requests submitted here that have not ended, each with what it has received: to be served elsewhere."""
+        here = [*self._running.values(), *self._waiting.values(), *self._arriving.values()]
+        seqs = [seq for seq in here if seq.id not in self._strange]
+        return [self._with_progress(seq) for seq in seqs]
 
-    def _fold(self, event: Event) -> None:
+    def moved(self, id: str, reason: HandoffReason, at: float) -> Request | None:
+        """A request that the replica hands off without KV, with what it has received; None if it is not here."""
+        seq = self._running.get(id) or self._waiting.get(id)
+        if seq is None:
+            return None
+        before = seq.request.handoff
+        handoff = Handoff(self.id, reason, at, 0, before.hops + 1 if before else 1)
+        return replace(self._with_progress(seq), group="", handoff=handoff)
+
+    def known(self, id: str) -> Seq | None:
+        """A request that is here."""
+        return self._running.get(id) or self._waiting.get(id) or self._arriving.get(id)
+
+    def waits(self, id: str) -> bool:
+        return id in self._waiting
+
+    def correct(self, id: str, prompt: int) -> None:
+        """A waiting request's prompt has so many tokens."""
+        seq = self._waiting[id]
+        self._waiting[id] = Seq(
+            _of_length(seq.request, prompt), seq.order, seq.waiting_since, lengths=self._lengths, kv=self, token_ids=[]
+        )
+
+    def _with_progress(self, seq: Seq) -> Request:
+        received = seq.total_output or seq.demoted or seq.delays_elsewhere
+        return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if received else None)
+
+    def _begin_afresh(self, there: Sequence[There], now: float) -> None:
+        """Show what there is. One that was submitted and is not there has ended, or has not come yet: it waits."""
+        before = {**self._waiting, **self._running, **self._arriving}
+        self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
+        strange, self._strange = self._strange, set()
+        for one in there:
+            had = before.pop(one.request.id, None)
+            request = one.request
+            if had is None or request.id in strange:
+                self._strange.add(request.id)
+            else:
+                request = _of_length(had.request, request.prompt)
+            order = had.order if had is not None else self._next_order()
+            seq = Seq(request, order, now, lengths=self._lengths, kv=self, token_ids=[])
+            seq.started, seq.demoted, seq.cached = one.started, one.demoted, one.cached
+            seq.got(one.times)
+            if seq.token_ids is not None:
+                seq.token_ids += one.token_ids
+            (self._waiting if one.waiting else self._running)[request.id] = seq
+        for id, seq in before.items():
+            if id not in strange:
+                self._waiting[id] = seq
+                seq.cached = seq.in_flight = 0
+
+    def _next_order(self) -> int:
+        self._submitted += 1
+        return self._submitted
+
+    def fold(self, event: Event) -> None:
+        """Something has happened there."""
         if isinstance(event, Stepped):
             self.latency.update(Sample(event.shape, event.seconds))
             self._stepped = event.at
             self._steps += 1
             return
         seq = self._running.get(event.id) or self._waiting.get(event.id) or self._arriving.get(event.id)
+        if isinstance(event, Offered):
+            self._came(event, seq)
+            return
         if seq is None:
             return
         match event:
@@ -185,8 +286,26 @@ class Mirror:
             case Finished():
                 if event.outcome == "completed" and self._lengths is not None:
                     self._lengths.learn(seq.request, event.output)
+                self._strange.discard(event.id)
                 for where in (self._running, self._waiting, self._arriving):
                     where.pop(event.id, None)
+
+    def _came(self, event: Offered, seq: Seq | None) -> None:
+        """A request has come to the replica: one that was submitted, of which it knows the true length, or another."""
+        if seq is None:
+            self._strange.add(event.id)
+            seq = Seq(event.request, self._next_order(), event.at, lengths=self._lengths, kv=self, token_ids=[])
+            self._waiting[event.id] = seq
+        elif event.id in self._waiting:
+            self.correct(event.id, event.request.prompt)
+
+
+def _of_length(request: Request, prompt: int) -> Request:
+    """The request, of which a gateway may have known the length of the prompt only by estimate."""
+    first, *rest = request.stages
+    if rest or first.prompt == prompt or first.token_ids:
+        return request
+    return replace(request, stages=(replace(first, prompt=prompt),))
 
 
 def shifted(event: Event, by: float) -> Event:
@@ -211,4 +330,16 @@ def shifted_request(request: Request, by: float) -> Request:
 def shifted_report(report: Report, by: float) -> Report:
     """The report in a clock that shows `by` seconds more."""
     events: Sequence[Event] = [shifted(event, by) for event in report.events]
-    return replace(report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events))
+    gave_up = tuple([one._replace(at=one.at + by) for one in report.gave_up])
+    there = report.there
+    if there is not None:
+        there = tuple(
+            [
+                replace(one, request=shifted_request(one.request, by), times=tuple([t + by for t in one.times]))
+                for one in there
+            ]
+        )
+    return replace(
+        report, as_of=report.as_of + by, busy_until=report.busy_until + by, events=tuple(events), gave_up=gave_up,
+        there=there,
+    )  # fmt: skip

@@ -54,6 +54,11 @@ class FleetScaling:
         self._soon: Handle | None = None
         self._not_before = 0.0  # when a replica may be started again
 
+    @property
+    def adds(self) -> bool:
+        """Whether replicas may come."""
+        return self._autoscaler is not None
+
     def open_views(self) -> list[View]:
         """Views of the hosts that take requests."""
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]

@@ -305,7 +305,7 @@ class Router:
     """groups: how many replicas of each kind work together, such as 2L1H, 1L1H or 1L2H; replicas form as many such
     groups as they can, in their order. Two or more left over form a smaller group; one joins the last."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     groups: str = "2L1H"
     _sizes: tuple[int, int] = field(init=False, repr=False)
     _home: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # replica -> group, also of lost ones

@@ -358,7 +358,7 @@ class Router:
     that come one by one), or when all of that has ended ("batch_end", §4.4 as the predictor has it). temperature,
     iterations, early_exit: of `Annealing`."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     wants: ClassVar[frozenset[str]] = frozenset({"step"})  # so that requests of one instant are mapped together
     default_lengths: ClassVar[str] = "running_mean"
     max_batch: int = 0

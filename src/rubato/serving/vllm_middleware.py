@@ -32,6 +32,7 @@ from rubato.config.schema import Config
 from rubato.core.clock import unix_time
 from rubato.core.events import Event, Finished, Offered, Tokens
 from rubato.core.request import SATURATED, Request
+from rubato.engines.vllm.link import address_for_gateways
 from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
@@ -384,7 +385,7 @@ class FrontEnd:
     # ----------------------------------------------------------------- pages
 
     def _own_page(self, path: str, tenant: Tenant) -> Response:
-        """`/rubato/requests/ID`, `/rubato/state`. Raises ApiError 404."""
+        """`/rubato/requests/ID`, `/rubato/state`, `/rubato/link`. Raises ApiError 404."""
         reports, id = self._reports, path.removeprefix("/rubato/requests/")
         reports.read()
         now = reports.clock.now()
@@ -393,6 +394,12 @@ class FrontEnd:
                 raise ApiError(403, "Only an admin's key may see how the server stands.", code="admin_only")
             engines = [_engine(number, now, fields) for number, fields in sorted(reports.engines.items())]
             return _page({"in_flight": +self._in_flight, "engines": engines})
+        if path == "/rubato/link":
+            if not tenant.admin and self._tenants.configured:
+                raise ApiError(403, "Only an admin's key may see where gateways reach the engine.", code="admin_only")
+            if (address := address_for_gateways()) is None:
+                raise ApiError(404, 'This server has no link: give "link": {} beside its policy.', code="no_link")
+            return _page(address)
         records = [r for r in reports.history.find(id) if tenant.admin or r.request.tenant == tenant.name]
         if not records:
             raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -23,6 +22,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Shape
 from rubato.core.request import Request
 from rubato.engines.vllm import link
+from rubato.engines.vllm.gateway_reports import answer_of
 from rubato.engines.vllm.link import PLACES, Events, Reader, State
 from rubato.serving.metrics import STEP, SLOMetrics
 from rubato.serving.request_history import RequestHistory
@@ -31,14 +31,6 @@ log = logging.getLogger("vllm.rubato")
 PLAN = tuple(seconds / 100 for seconds in STEP)
 LOST = "the end was not reported"
 LATE = 10.0  # seconds for which what is reported of an API request counts after its response
-
-
-def answer_of(id: str) -> str:
-    """The id of the response that vLLM's request of this id is for: without the number of its choice, that of its
-    prompt, and what vLLM adds to tell requests apart."""
-    id = re.sub(r"^\d+_", "", id)
-    id = re.sub(r"-[0-9a-f]{8}$", "", id)
-    return re.sub(r"^(cmpl-.+)-\d+$|^(resp_.+)_\d+$", r"\1\2", id)
 
 
 class PluginMetrics(SLOMetrics):

@@ -75,7 +75,7 @@ class SimulatedHost:
         learns: bool,
         every_step: Callable[[], bool],
     ) -> None:
-        supports = engine.supports | {"handoff", "recall"}
+        supports = engine.supports | {"handoff", "recall", "step_times"}
         if missing := scheduler.needs - supports:
             raise ValueError(
                 f"policy {policy!r} needs {', '.join(sorted(missing))}, which a simulated engine lacks here (it "

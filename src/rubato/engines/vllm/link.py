@@ -29,8 +29,8 @@ FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
 MOST = 20_000  # messages that wait for a reader
 # Where an engine core counts faults. An API server shows each from its start on.
 PLACES = (
-    "aborted", "compare", "completed", "cut_drafts", "end", "observe", "offer", "plan", "preempted", "refuse", "report",
-    "scheduled", "shift", "slow", "starting", "unknown batch", "view",
+    "aborted", "command", "compare", "completed", "cut_drafts", "end", "hand_off", "observe", "offer", "plan",
+    "preempted", "refuse", "report", "scheduled", "shift", "slow", "starting", "unknown batch", "view",
 )  # fmt: skip
 LONGEST_PATH = 100  # characters; a socket file's path may have 107 bytes
 
@@ -56,6 +56,13 @@ def seal(fields: Mapping[str, str]) -> str:
     key = os.environ.get(KEY, "")
     text = json.dumps(sorted(fields.items())).encode()  # of any text, also what is no valid UTF-8
     return blake2b(text, key=key.encode(), digest_size=16).hexdigest() if key else ""
+
+
+def _open(folder: str) -> None:
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    about = os.stat(folder)
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise OSError(f"{folder} is not a folder of this user's alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +91,9 @@ class Publisher:
     def __init__(self, folder: str, engine: int) -> None:
         import zmq
 
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        about = os.stat(folder)
-        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            raise OSError(f"{folder} is not a folder of this user's alone")
+        _open(folder)
         self._engine = engine
-        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MOST)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{_file(folder, engine)}")
@@ -117,7 +121,7 @@ class Reader:
         import zmq
 
         self._again = zmq.Again
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, MOST)
         for topic in (_of_client(client), ENGINE):
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
@@ -143,6 +147,25 @@ class Reader:
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+def leave_address(folder: str, host: str, port: int) -> None:
+    """Where gateways reach the core, for the API server to tell. Raises OSError as `Publisher`."""
+    _open(folder)
+    with open(os.path.join(folder, "gateways"), "wb") as file:
+        file.write(orjson.dumps({"host": host, "port": port}))
+
+
+def address_for_gateways() -> dict[str, Any] | None:
+    """What `leave_address` left in this process's folder; None where there is nothing."""
+    if FOLDER not in os.environ:
+        return None
+    try:
+        with open(os.path.join(os.environ[FOLDER], "gateways"), "rb") as file:
+            found: dict[str, Any] = orjson.loads(file.read())
+            return found
+    except OSError:
+        return None
 
 
 ENGINE = b"engine"

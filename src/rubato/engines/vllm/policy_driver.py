@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from math import inf
 from operator import attrgetter
@@ -17,18 +17,31 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import WallClock, unix_time
-from rubato.core.events import Demoted, Event, Finished, Offered, Preempted, Promoted, Started, Stepped, Tokens
+from rubato.core.events import (
+    Demoted,
+    Event,
+    Finished,
+    HandedOff,
+    Offered,
+    Preempted,
+    Promoted,
+    Started,
+    Stepped,
+    Tokens,
+)
 from rubato.core.interfaces import LengthPredictor, View
 from rubato.core.length_prediction import PREDICTORS
-from rubato.core.plan import NO_BATCH, Limits, Plan, Sample, Shape
-from rubato.core.request import Outcome
+from rubato.core.link_messages import Message, role_of
+from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
+from rubato.core.request import Handoff, HandoffReason, Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.drafts import Drafts
+from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.link import PLACES, Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
 from rubato.engines.vllm.room import SETTLED, Room
-from rubato.engines.vllm.sequence import VllmSeq, request_of
+from rubato.engines.vllm.sequence import VllmSeq, promised_request, request_of
 from rubato.engines.vllm.settings import Settings
 from rubato.latency import affine
 from rubato.policies import PolicyError, load, optional
@@ -40,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.rubato")  # below vLLM's own logger, whose handler and level it gets
 SUPPORTS = frozenset({"chunked", "preempt", "mixed"})
+FLEET = frozenset({"handoff", "recall"})  # with a gateway
 QUIET = 60.0  # seconds in which the same kind of fault, or of deviation, is not reported again
 FAULTS, WITHIN = 10, 60.0  # so many faults in so many seconds: from then on vLLM's own order, for good
 
@@ -114,7 +128,7 @@ class PolicyDriver:
     these books, by place. given_up: no step is planned any more.
 
     fair: holds requests of tenants beyond their share back from the policy. strangers: clients may state SLOs
-    themselves. publisher: to vLLM's API servers.
+    themselves. publisher: to vLLM's API servers. gateways: to those, if the engine is one of a fleet.
     """
 
     def __init__(
@@ -127,10 +141,16 @@ class PolicyDriver:
         fair: FairShare | None = None,
         strangers: bool = True,
         publisher: Publisher | None = None,
+        gateways: GatewayReports | None = None,
     ) -> None:
         self.name = settings.policy
         self.policy = load(settings.policy, settings.settings)
         self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
+        if gateways is not None:
+            self.supports |= FLEET
+        self.role = ANY
+        self._gateways = gateways
+        self._strange = 0  # requests here that no gateway can place elsewhere
         missing = self.policy.needs - self.supports
         if missing:
             words = ", ".join(sorted(missing))
@@ -180,12 +200,19 @@ class PolicyDriver:
         """A request arrived. Returns why it can never be served, or nothing; a refused one is not kept."""
         now = self.clock()
         arrival = now - max(0.0, self.unix() - own.arrival_time)
+        promised = self._gateways.promised(own.request_id) if self._gateways is not None else None
         try:
-            request, ticket = request_of(own, arrival, strangers=self._strangers)
+            if promised is None:
+                request, ticket = request_of(own, arrival, strangers=self._strangers)
+            else:
+                request, ticket = promised_request(own, promised.contract), ""
         except ValueError as error:
             return f"rejected-invalid: {error}"
         self._order += 1
         seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
+        if promised is not None:
+            seq.promised, seq.demoted = promised, promised.contract.demoted
+        self._strange += not _movable(seq)
         self._happened(seq, Offered(now, request.id, request))
         self._settled = 0
         if self._room is not None:
@@ -210,6 +237,7 @@ class PolicyDriver:
         if seq is None:
             return
         self._settled = 0
+        self._strange -= not _movable(seq)
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
         if outcome == "completed" and not verdict.met:
@@ -225,6 +253,8 @@ class PolicyDriver:
         self._to_observe(event)
         if self._reports is not None:
             self._reports.add(seq, event)
+        if self._gateways is not None:
+            self._gateways.add(seq, event, self.seqs)
 
     def _to_observe(self, event: Event) -> None:
         """Keep it for the policy, which is not asked any more once it is given up."""
@@ -254,8 +284,80 @@ class PolicyDriver:
         self._settled = 0
         seq = self.seqs.get(id)
         if seq is not None:
+            seq.waiting, seq.hit = True, None
             seq.waiting_since = self.clock()
             self._happened(seq, Preempted(seq.waiting_since, id))
+
+    # ----------------------------------------------------------------- a fleet
+
+    def open_to_gateways(self, about: Mapping[str, Any]) -> None:
+        """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
+        if self._gateways is None:
+            return
+
+        def hello() -> Message:
+            return {
+                **about,
+                "policy": self.name,
+                "supports": sorted(self.supports),
+                "limits": asdict(self.limits),
+                "latency": self.latency.to_dict(),
+            }
+
+        self._gateways.hand_over_to(hello, self.clock, self._kv_free())
+
+    def obey(self) -> list[tuple[str, HandoffReason]]:
+        """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
+        if self._gateways is None:
+            return []
+        leaving: list[tuple[str, HandoffReason]] = []
+        for gateway, command in self._gateways.link.commands():
+            try:
+                self._obey(gateway, command, leaving)
+            except Exception:  # another version's, or no gateway of ours: the engine goes on
+                self.fault("command")
+        return leaving
+
+    def _obey(self, gateway: str, command: Sequence[Any], leaving: list[tuple[str, HandoffReason]]) -> None:
+        assert self._gateways is not None
+        match command:
+            case ["expect", str(answer), dict(fields)]:
+                self._gateways.expect(gateway, answer, fields)
+            case ["assign", dict(fields)]:
+                self.role = role_of(fields)
+                self._settled = 0
+            case ["recall", "waiting" | "best_effort" as kind]:
+                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and _movable(s)]
+                leaving += [
+                    (seq.id, "recalled")
+                    for seq in own
+                    if (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
+                ]
+            case ["demote", str(answer)]:
+                self._gateways.demote(answer)
+                for seq in self.seqs.values():
+                    if seq.promised and seq.promised.contract.ids == self._gateways.ids(answer) and not seq.best_effort:
+                        seq.demoted = True
+                        self._happened(seq, Demoted(self.clock(), seq.id))
+            case _:
+                raise ValueError(f"unknown command {str(command)[:80]}")
+
+    @guarded
+    def hand_off(self, id: str, reason: HandoffReason) -> None:
+        """Its gateway is to place it on another replica; here it is over."""
+        seq = self.seqs.pop(id, None)
+        if seq is None or self._gateways is None:
+            return
+        now = self.clock()
+        self._settled = 0
+        self._strange -= not _movable(seq)
+        if self._fair is not None:
+            self._held.pop(id, None)
+            self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
+        before = seq.request.handoff
+        moved = Handoff(NAME, reason, now, 0, before.hops + 1 if before else 1)
+        self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
+        self._gateways.hand_off(seq, reason, now)
 
     # ----------------------------------------------------------------- one step
 
@@ -313,7 +415,8 @@ class PolicyDriver:
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
-            supports=self.supports,
+            supports=self.supports - {"handoff"} if self._strange else self.supports,
+            role=self.role,
             running_ids={s.id for s in holding},
             prefilling=prefilling,
             decodes=Shape(decodes, decodes, decode_kv + decodes),
@@ -450,6 +553,9 @@ class PolicyDriver:
         since = self._last if self._busy else now
         shape = NO_BATCH.with_entries(entries, drafting)
         self._flights.append(Flight(output, shape, Shape(decodes, decodes, kv), since, sampling))
+        if self._gateways is not None and shape.seqs:
+            seconds = self.latency.step_time(shape) if self._gateways.link.listeners else 0.0
+            self._gateways.batch(now, shape, seconds, output.num_scheduled_tokens, self._kv_free(), seqs)
 
     def deviated(self, causes: Iterable[str], about: str) -> None:
         """The step was not carried out as planned. causes: words of `docs/vllm.md`'s table."""
@@ -467,9 +573,11 @@ class PolicyDriver:
             self._count_fault("unknown batch")  # its beginning was not noted for a fault, or its end
         for seq in flight.sampling:
             seq.coming -= 1
+        done = None
         if flight.shape.seqs:
             seconds = now - max(flight.since, self._last)
             self._last = now
+            done = flight.shape, seconds
             if seconds > 0.0:
                 self.latency.update(Sample(flight.shape, seconds))
             self._lost_time.stepped(now, seconds, flight.shape, flight.decodes)
@@ -481,15 +589,20 @@ class PolicyDriver:
         for core in outputs.values():
             for out in core.outputs:
                 self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
-        self.report(idle=not self._busy)
+        self.report(idle=not self._busy, done=done)
 
-    def report(self, *, idle: bool = False) -> None:
+    def report(self, *, idle: bool = False, done: tuple[Shape, float] | None = None) -> None:
         """Tell the API servers what happened since they were last told. A fault costs that, and nothing else: they
-        learn of ends that they were not told from what is open later."""
-        if self._reports is None:
-            return
+        learn of ends that they were not told from what is open later. The same to gateways, which notice a gap. done: a
+        batch that is through, and its seconds."""
         try:
-            self._reports.send(self.clock(), self._state, self.seqs, idle=idle)
+            now = self.clock()
+            if self._gateways is not None:
+                batches = [flight.output.num_scheduled_tokens for flight in self._flights if flight.shape.seqs]
+                free = self._kv_free() if self._gateways.link.listeners or not self.seqs else 0
+                self._gateways.step(now, done, free, self.seqs, batches)
+            if self._reports is not None:
+                self._reports.send(now, self._state, self.seqs, idle=idle)
         except Exception:
             self.faults["report"] += 1
             if self._due("report"):
@@ -508,9 +621,14 @@ class PolicyDriver:
             "step_seconds_off": self.latency.spread,
         }
 
+    def _kv_free(self) -> int:
+        return self._kv.free([seq for seq in self.seqs.values() if not seq.waiting])
+
     def close(self) -> None:
         if self._reports is not None:
             self._reports.close()
+        if self._gateways is not None:
+            self._gateways.link.close()
 
     def _book(self, out: Any, now: float, drafted: int) -> None:
         seq = self.seqs.get(out.request_id)
@@ -520,8 +638,11 @@ class PolicyDriver:
         if len(ids) == 1 and not drafted and seq.reported:  # most of all: in every step, for each that decodes
             seq.times[-1].append(now)
             seq._output += 1
+            came = Tokens(now, seq.id, 1, "", tuple(ids))
             if not self.given_up:
-                self._events.append(Tokens(now, seq.id, 1, "", tuple(ids)))
+                self._events.append(came)
+            if self._gateways is not None:
+                self._gateways.add_tokens(came)
         elif ids:
             seq.got([now] * len(ids))
             if not seq.reported:
@@ -532,11 +653,16 @@ class PolicyDriver:
             tried = min(drafted, right + 1)
             if drafted:
                 self.drafts.verified(seq, tried, right)
-            self._to_observe(
-                Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
-            )
+            came = Tokens(now, seq.id, len(ids), token_ids=tuple(ids), tried=tried, accepted=tuple(range(right)))
+            self._to_observe(came)
+            if self._gateways is not None:
+                self._gateways.add_tokens(came)
         if out.finish_reason is not None:
             self._end(seq.id, *OUTCOMES.get(str(out.finish_reason), ("completed", "stop")))
+
+
+def _movable(seq: VllmSeq) -> bool:
+    return seq.promised is not None and seq.promised.movable
 
 
 def _chunks(plan: Plan, view: View) -> dict[str, int]:
@@ -544,7 +670,7 @@ def _chunks(plan: Plan, view: View) -> dict[str, int]:
     chunks = {}
     if plan.decode_all:
         chunks = {s.id: 1 for s in view.running if s.pending == 1}
-        for id in (*plan.preempt, *plan.drop):
+        for id in (*plan.preempt, *plan.drop, *plan.handoff):
             chunks.pop(id, None)
     for work in plan.work:
         chunks[work.seq] = work.tokens

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
-from rubato.core.request import NOTHING
+from rubato.core.request import NOTHING, HandoffReason
 from rubato.engines.vllm.kv_view import KVView
 from rubato.engines.vllm.policy_driver import PolicyDriver, Step, guarded, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
@@ -112,6 +112,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     # ----------------------------------------------------------------- coming and going
 
     def add_request(self, request: Any) -> None:
+        self._obey()
         id = request.request_id
         goes_on = id in self.requests  # a further part of a streamed input
         super().add_request(request)
@@ -148,6 +149,16 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         )
         self._refused.append((request.client_index, last))
 
+    def _obey(self) -> None:
+        """Do what gateways ask for."""
+        for id, reason in self.rubato.obey():
+            self._hand_off(id, reason)
+
+    def _hand_off(self, id: str, reason: HandoffReason) -> None:
+        """It goes on elsewhere. Nothing is sent to its client, whose gateway closes the stream."""
+        self.rubato.hand_off(id, reason)
+        self.finish_requests(id, RequestStatus.FINISHED_ABORTED)
+
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         if self._step is not None:
@@ -158,6 +169,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """One step by the policy's plan. (throttle_prefills: vLLM balances prefills between data parallel engines.)"""
+        self._obey()
         now = self.rubato.clock()
         self._adapters.clear()
         self._short_of_kv.clear()
@@ -186,6 +198,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             return None
         for id, reason in step.plan.drop.items():
             self._refuse(self.requests[id], reason)
+        for id, why in step.plan.handoff.items():
+            self._hand_off(id, why)
         for id in step.plan.preempt:
             request = self.requests[id]
             self.running.remove(request)

@@ -4,11 +4,12 @@ middleware in vLLM's API server (`rubato.serving.vllm_middleware`), which seals 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hmac import compare_digest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rubato.core.interfaces import LengthPredictor
+from rubato.core.link_messages import Contract
 from rubato.core.request import LEAST_MS, MOST_MS, SLO, Cause, OnDecline, Request, Sampling, Stage
 from rubato.core.slo import TOLERANCE
 from rubato.engines.vllm import link
@@ -25,6 +26,21 @@ MAX_CHARACTERS = 64  # of a tier's name, which policies keep, and of what a refu
 def sealed(fields: Mapping[str, str]) -> dict[str, str]:
     """What the middleware says of a request, as `vllm_xargs`."""
     return {**fields, SEAL: link.seal(fields)}
+
+
+def promised_request(own: Any, contract: Contract) -> Request:
+    """What a vLLM request asks for by the word of the gateway that sent it."""
+    asked = _request(own, contract.slo, contract.arrival, contract.tier, contract.tenant, contract.on_decline)
+    progress = contract.progress
+    if progress is not None and (received := sum(map(len, progress.times))):
+        stage, sampling = asked.stages[0], asked.sampling
+        asked = replace(
+            asked,
+            stages=(replace(stage, prompt=max(1, stage.prompt - received)),),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens + received),
+            progress=progress,
+        )
+    return replace(asked, handoff=contract.handoff)
 
 
 def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Request, str]:
@@ -45,23 +61,28 @@ def request_of(own: Any, arrival: float, *, strangers: bool = True) -> tuple[Req
         if key not in KEYS and not (by_us and key in (TENANT, ARRIVAL, TICKET)):
             raise ValueError(f"vllm_xargs: unknown key {_shown(key)}; known are {', '.join(KEYS)}")
     ttft, tpot, e2e = (_seconds(key, extra.get(key)) for key in MILLISECONDS)
+    held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
+    request = _request(
+        own,
+        SLO(ttft, tpot, e2e),
+        arrival - max(0.0, held),
+        _tier(extra.get(TIER, "default")),
+        extra.get(TENANT, "default"),
+        _on_decline(extra.get(ON_DECLINE, "best_effort")),
+    )
+    return request, extra.get(TICKET, "")
+
+
+def _request(own: Any, slo: SLO, arrival: float, tier: str, tenant: str, on_decline: OnDecline) -> Request:
+    params = own.sampling_params
     sampling = Sampling(
         max_tokens=own.max_tokens,
         temperature=params.temperature,
         stop=tuple(params.stop or ()),
         ignore_eos=params.ignore_eos,
     )
-    held = own.arrival_time - float(extra[ARRIVAL]) if ARRIVAL in extra else 0.0  # since it came to the middleware
-    request = Request(
-        own.request_id,
-        (Stage(own.num_prompt_tokens, SLO(ttft, tpot, e2e)),),
-        arrival - max(0.0, held),
-        tier=_tier(extra.get(TIER, "default")),
-        tenant=extra.get(TENANT, "default"),
-        sampling=sampling,
-        on_decline=_on_decline(extra.get(ON_DECLINE, "best_effort")),
-    )
-    return request, extra.get(TICKET, "")
+    stages = (Stage(own.num_prompt_tokens, slo),)
+    return Request(own.request_id, stages, arrival, tier, tenant, sampling=sampling, on_decline=on_decline)
 
 
 def _is_ours(seal: str, extra: Mapping[str, Any]) -> bool:
@@ -117,6 +138,19 @@ class Hit:
     longer: Any = None
 
 
+class Promised(NamedTuple):
+    """What a gateway has said of one request (`core.link_messages`); the gateway's name, and its name for it."""
+
+    gateway: str
+    id: str
+    contract: Contract
+
+    @property
+    def movable(self) -> bool:
+        """Whether it can be placed elsewhere: the choices of one answer stay together."""
+        return len(self.contract.ids) == 1
+
+
 class KV(Protocol):
     """vLLM's KV memory (`kv_view.KVView`)."""
 
@@ -132,12 +166,12 @@ class VllmSeq(Seq):
     bring at least, one each: `output` and `due` count them as out, since the next step's token comes after them.
     length, cached, pending: as of the last view, which sets them. waited: from when until when, and why.
     cached_at_start: tokens that it had in KV when it last started. ticket: the middleware's name for it. reported:
-    output tokens that API servers know of.
+    output tokens that API servers know of. promised: what a gateway has said of it; None: it came past them all.
     """
 
     __slots__ = (
-        "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "reported", "ticket", "waited",
-        "waiting",
+        "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "promised", "reported", "ticket",
+        "waited", "waiting",
     )  # fmt: skip
     kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
@@ -147,14 +181,16 @@ class VllmSeq(Seq):
     def __init__(
         self, request: Request, own: Any, kv: KV, order: int, lengths: LengthPredictor | None, ticket: str = ""
     ) -> None:
+        self.coming = 0
         super().__init__(request, order, request.arrival, lengths=lengths, kv=kv)  # type: ignore[arg-type]
         self.own = own
         self.waiting = True
-        self.coming = 0
         self.hit: Hit | None = None
         self.length = self.pending = own.num_tokens
-        self.cached = self.cached_at_start = self.reported = 0
+        self.cached = self.cached_at_start = 0
+        self.reported = self._output  # what it had before it moved here was told there
         self.ticket = ticket
+        self.promised: Promised | None = None
         self.waited: list[tuple[float, float, Cause]] = []
 
     def starts_at(self, now: float, cached: int) -> None:

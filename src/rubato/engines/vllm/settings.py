@@ -22,7 +22,8 @@ class Settings:
     lengths: what a policy may know of output lengths, one of `PREDICTORS` or nothing. slo_rule: how finished requests
     are judged, for policies that learn from it. uniform_drafts: all requests of a batch verify as many drafted tokens,
     which CUDA graphs of decodes need. stand_aside: a step is vLLM's own while every SLO has room. config: path of a
-    server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`)."""
+    server's YAML, for what is left out here and for tiers and tenants (`rubato.config.for_vllm`). link: where gateways
+    reach the engine core (`gateway_link.LinkSettings`); None: nowhere."""
 
     policy: str = "edf"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Settings:
     uniform_drafts: bool = False
     stand_aside: bool = True
     config: str = ""
+    link: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, kind, words in (
@@ -41,6 +43,7 @@ class Settings:
             ("uniform_drafts", bool, "true or false"),
             ("stand_aside", bool, "true or false"),
             ("config", str, "the path of a YAML file"),
+            ("link", Mapping | None, "an object, {} for any free port of this machine"),
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"rubato.{name} is {value!r}: give {words}")
@@ -72,7 +75,7 @@ def settings_of(additional: object) -> Settings:
 def check_version(found: str = "") -> None:
     """Raise RuntimeError unless the vLLM that is installed (found: its version) is one that the plug-in is written for:
     it overrides private methods of vLLM's scheduler, which other versions may call otherwise, or not at all."""
-    found = found or _installed()
+    found = found or installed_version()
     parts = found.split("+")[0].split(".")[:2]
     first, after = TESTED
     if not all(p.isdigit() for p in parts) or not first <= tuple(map(int, parts)) < after:
@@ -82,7 +85,8 @@ def check_version(found: str = "") -> None:
         )
 
 
-def _installed() -> str:
+def installed_version() -> str:
+    """Of vLLM. Raises RuntimeError where there is none."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)

@@ -44,7 +44,7 @@ class Router:
     """mode: "co" for chunked prefill beside decodes, "pd" for prefill and decode replicas. tiers: TPOTs in seconds,
     ascending; a request belongs to the loosest that is no looser than its own."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"recall"})
+    needs: ClassVar[frozenset[str]] = frozenset({"recall", "step_times"})
     default_lengths: ClassVar[str] = "conditional_mean"
     mode: str = "co"
     tiers: Sequence[float] = (0.02, 0.03, 0.05, 0.1)

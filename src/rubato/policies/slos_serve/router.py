@@ -24,7 +24,7 @@ class Router:
     Scheduler has it: a cluster hands those settings on.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset({"step_times"})
     max_hops: int = 3
     backup: str = "best_effort"
     safety_margin: float | None = Scheduler.safety_margin

@@ -1,0 +1,251 @@
+"""A core's end of the link to gateways (`core.link_messages`): a socket, with a thread of its own.
+
+A step hands over bytes and goes on; it waits for nobody, and encodes nothing while no gateway listens. A gateway that
+is too slow for its reports misses some, notices by their numbers and asks for a snapshot. The thread answers greetings
+and pings also while the engine runs a long step, or is idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import Any
+
+from rubato.core.clock import unix_time
+from rubato.core.did_you_mean import nearest
+from rubato.core.link_messages import PROTOCOL, TOKEN, Message, packed, unpacked
+
+log = logging.getLogger("vllm.rubato")
+
+MOST = 1000  # reports that wait for one gateway
+INSIDE = 10_000  # messages that wait for the thread
+COMMANDS = 10_000  # that wait for the next step
+POLL = 200  # milliseconds after which the thread looks whether it is to end
+GONE = 30.0  # seconds without a word after which a gateway is sent nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """host, port: where the core listens for gateways; port 0: any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LinkSettings:
+        """Raises ValueError for what cannot be, also for an address that others reach without a token."""
+        known = list(cls.__dataclass_fields__)
+        for key in given:
+            if key not in known:
+                raise ValueError(f"rubato.link has no {key!r}{nearest(key, known)}")
+        made = cls(**given)
+        if not isinstance(made.host, str) or not made.host:
+            raise ValueError(f"rubato.link.host is {made.host!r}: give an address, such as 127.0.0.1 or 0.0.0.0")
+        if type(made.port) is not int or not 0 <= made.port <= 65535:
+            raise ValueError(f"rubato.link.port is {made.port!r}: give a port, or 0 for any free one")
+        if not _is_loopback(made.host) and not os.environ.get(TOKEN):
+            raise ValueError(
+                f"rubato.link.host is {made.host!r}, where others can reach it: set the environment variable {TOKEN} "
+                "to a secret, for this server and for its gateways, or listen on 127.0.0.1"
+            )
+        return made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A gateway that has said who it is. fresh: it has had a snapshot, and every report since."""
+
+    name: str
+    heard: float
+    fresh: bool = False
+
+
+class GatewayLink:
+    """Listens from the start, and answers from `start` on. Raises OSError for an address that cannot be had."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        import zmq
+
+        self._zmq = zmq
+        self._hello: Callable[[], Message] = dict
+        self._clock: Callable[[], float] = float
+        self._token = os.environ.get(TOKEN, "")
+        context: Any = zmq.Context.instance()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, MOST)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is said, not dropped in silence
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that comes back by the same name
+        try:
+            self._socket.bind(f"tcp://{settings.host}:{settings.port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(f"rubato.link: cannot listen on {settings.host}:{settings.port} ({error})") from error
+        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
+        inside = f"inproc://rubato-link-{id(self)}"
+        self._from_steps = context.socket(zmq.PULL)
+        self._from_steps.setsockopt(zmq.RCVHWM, INSIDE)
+        self._from_steps.bind(inside)
+        self._to_thread = context.socket(zmq.PUSH)
+        self._to_thread.setsockopt(zmq.SNDHWM, INSIDE)
+        self._to_thread.setsockopt(zmq.LINGER, 0)
+        self._to_thread.connect(inside)
+        self._peers: dict[bytes, _Peer] = {}
+        self._commands: deque[tuple[str, list[Any]]] = deque(maxlen=COMMANDS)
+        self._idle: bytes | None = None  # the snapshot of an engine at which nothing happens
+        self._ending = False
+        self.listeners = 0  # gateways that are to be told
+        self.wanted = False  # a snapshot, by some gateway
+        self._thread = threading.Thread(target=self._run, name="rubato-link", daemon=True)
+
+    def start(self, hello: Callable[[], Message], clock: Callable[[], float]) -> None:
+        """hello: what a gateway is told first. clock: the core's."""
+        self._hello, self._clock = hello, clock
+        self._thread.start()
+
+    # ----------------------------------------------------------------- called by steps
+
+    def commands(self) -> list[tuple[str, list[Any]]]:
+        """What gateways have asked for since the last call, each with the gateway's name, in order."""
+        found = []
+        while self._commands:
+            found.append(self._commands.popleft())
+        return found
+
+    def report(self, message: Message) -> None:
+        """Send a report to all that listen; what the thread has no room for is missed."""
+        self._hand_over(b"report", packed(message))
+
+    def snapshot(self, message: Message, *, idle: bool) -> None:
+        """All there is, for gateways that have missed something. idle: nothing will happen before the next report."""
+        raw = packed(message)
+        self._idle = raw if idle else None
+        if self.wanted:
+            self.wanted = False
+            self._hand_over(b"snapshot", raw)
+
+    def busy(self) -> None:
+        """Something happens again: the last snapshot is no longer true."""
+        self._idle = None
+
+    def _hand_over(self, kind: bytes, raw: bytes) -> None:
+        with contextlib.suppress(self._zmq.Again):  # the numbers will show it
+            self._to_thread.send_multipart([kind, raw], self._zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._ending = True
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+        for socket in (self._to_thread, self._from_steps, self._socket):
+            socket.close(linger=0)
+
+    # ----------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        poller = self._zmq.Poller()
+        poller.register(self._socket, self._zmq.POLLIN)
+        poller.register(self._from_steps, self._zmq.POLLIN)
+        while not self._ending:
+            try:
+                ready = dict(poller.poll(POLL))
+                if self._from_steps in ready:
+                    self._forward()
+                if self._socket in ready:
+                    self._hear()
+                self._settle()
+            except Exception:  # the engine goes on, and so do other gateways
+                log.exception("the link to gateways failed at one message")
+
+    def _forward(self) -> None:
+        kind, raw = self._from_steps.recv_multipart()
+        for who, peer in list(self._peers.items()):
+            if peer.fresh == (kind == b"report"):  # reports to those that miss none, the snapshot to all others
+                peer.fresh = self._send(who, raw)
+                self.wanted |= not peer.fresh
+
+    def _hear(self) -> None:
+        who, raw = self._socket.recv_multipart()
+        try:
+            message = unpacked(raw)
+        except ValueError:
+            return  # no gateway of ours
+        kind = message["kind"]
+        if kind == "hello":
+            self._greet(who, message)
+            return
+        peer = self._peers.get(who)
+        if peer is None:  # it has not said hello, or was forgotten: it is to say it again
+            self._send(who, packed({"kind": "unknown"}))
+            return
+        peer.heard = self._clock()
+        if kind == "ping":
+            self._send(who, packed({"kind": "beat", "asked": message.get("asked"), **self._times()}))
+        elif kind == "resync":
+            peer.fresh = False
+            self._refresh(who, peer)
+        elif kind == "do":
+            self._commands.extend((peer.name, command) for command in message["commands"])
+
+    def _greet(self, who: bytes, message: Message) -> None:
+        if message.get("protocol") != PROTOCOL:
+            why = f"this engine speaks version {PROTOCOL} of the link, the gateway {message.get('protocol')!r}"
+        elif not compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
+            why = f"the token is not this server's: set {TOKEN} to the same secret for both"
+        else:
+            peer = self._peers[who] = _Peer(str(message.get("gateway", ""))[:64], self._clock())
+            self.listeners = len(self._peers)
+            said = {"kind": "hello", "protocol": PROTOCOL, "asked": message.get("asked"), **self._hello()}
+            self._send(who, packed({**said, **self._times()}))
+            self._refresh(who, peer)
+            return
+        log.warning("a gateway is not let in: %s", why)
+        self._send(who, packed({"kind": "refused", "why": why}))
+
+    def _refresh(self, who: bytes, peer: _Peer) -> None:
+        """Send a snapshot: the one there is, or the next."""
+        if (raw := self._idle) is not None:
+            peer.fresh = self._send(who, raw)
+        self.wanted |= not peer.fresh
+
+    def _send(self, who: bytes, raw: bytes) -> bool:
+        try:
+            self._socket.send_multipart([who, raw], self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            return False
+        except self._zmq.ZMQError as error:
+            if error.errno != self._zmq.EHOSTUNREACH:
+                raise
+            self._peers.pop(who, None)
+            self.listeners = len(self._peers)
+            return False
+        return True
+
+    def _settle(self) -> None:
+        """The snapshot of an engine that has become idle meanwhile, to those that wait for one; and forget the dead."""
+        if self.wanted and (raw := self._idle) is not None:
+            self.wanted = False
+            for who, peer in list(self._peers.items()):
+                if not peer.fresh:
+                    peer.fresh = self._send(who, raw)
+                    self.wanted |= not peer.fresh
+        before = self._clock() - GONE
+        for who in [who for who, peer in self._peers.items() if peer.heard < before]:
+            del self._peers[who]
+            self.listeners = len(self._peers)
+
+    def _times(self) -> dict[str, float]:
+        return {"clock": self._clock(), "unix": unix_time()}

@@ -1,0 +1,207 @@
+"""What an engine core reports to gateways step by step, and whose requests they are (`core.link_messages`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rubato.core.events import Event, Finished, Offered, Tokens
+from rubato.core.link_messages import Contract, Message, contract_of, event_row
+from rubato.core.plan import Shape
+from rubato.core.request import without_texts
+from rubato.engines.vllm.gateway_link import GatewayLink
+from rubato.engines.vllm.sequence import Promised, VllmSeq
+
+MOST_CONTRACTS = 20_000  # of answers whose requests have not come yet
+
+
+def answer_of(id: str) -> str:
+    """The id of the response that vLLM's request of this id is for: without the number of its choice, that of its
+    prompt, and what vLLM adds to tell requests apart."""
+    return place_of(id)[0]
+
+
+def place_of(id: str) -> tuple[str, int, int]:
+    """The same, the number of the prompt and that of the choice."""
+    choice, found, rest = id.partition("_")
+    at, id = (int(choice), rest) if found and choice.isdecimal() else (0, id)
+    id = re.sub(r"-[0-9a-f]{8}$", "", id)
+    if (parts := re.fullmatch(r"(cmpl-.+)-(\d+)|(resp_.+)_\d+", id)) is None:
+        return id, 0, at
+    return (parts[1], int(parts[2]), at) if parts[1] else (parts[3], 0, at)
+
+
+class GatewayReports:
+    """link: to the gateways; none of them: nothing is kept for them but what they have promised."""
+
+    def __init__(self, link: GatewayLink) -> None:
+        self.link = link
+        self._number = 0
+        self._rows: list[list[Any]] = []
+        self._shown: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
+        self._hits: dict[str, int] = {}  # of each that waits: tokens that the prefix cache has, as last told
+        self._contracts: dict[str, tuple[str, Contract]] = {}  # by answer: the gateway, and what it said
+
+    # ----------------------------------------------------------------- whose requests these are
+
+    def expect(self, gateway: str, answer: str, fields: Mapping[str, Any]) -> None:
+        """Raises ValueError, TypeError or KeyError for what is no contract."""
+        self._contracts[answer] = (gateway, contract_of(fields))
+        while len(self._contracts) > MOST_CONTRACTS:
+            del self._contracts[next(iter(self._contracts))]
+
+    def demote(self, answer: str) -> None:
+        """Requests of this answer that come later are best effort."""
+        if (found := self._contracts.get(answer)) is not None:
+            self._contracts[answer] = (found[0], found[1]._replace(demoted=True))
+
+    def ids(self, answer: str) -> tuple[str, ...]:
+        """The gateway's names for the requests of this answer."""
+        found = self._contracts.get(answer)
+        return () if found is None else found[1].ids
+
+    def promised(self, id: str) -> Promised | None:
+        """Of vLLM's request of this id; None for one that came past every gateway."""
+        answer, prompt, choice = place_of(id)
+        if (found := self._contracts.get(answer)) is None:
+            return None
+        gateway, contract = found
+        place = prompt * contract.n + choice
+        if not (choice < contract.n and place < len(contract.ids)):
+            return None
+        return Promised(gateway, contract.ids[place], contract)
+
+    def hand_over_to(self, hello: Callable[[], Message], clock: Callable[[], float], kv_free: int) -> None:
+        """The engine is ready: gateways are answered from now on. kv_free: blocks, of an engine without requests."""
+        self._snapshot(clock(), kv_free, {}, (), idle=True)
+        self.link.start(hello, clock)
+
+    def _forget(self, id: str, open: Iterable[str]) -> None:
+        """vLLM's request of this id has ended; the contract goes with the last of its answer."""
+        answer = answer_of(id)
+        found = self._contracts.get(answer)
+        if found is not None and (
+            len(found[1].ids) == 1 or not any(other != id and answer_of(other) == answer for other in open)
+        ):
+            del self._contracts[answer]
+
+    # ----------------------------------------------------------------- what happened
+
+    def add(self, seq: VllmSeq, event: Event, open: Iterable[str]) -> None:
+        """Of a request that is here. open: all that have not ended."""
+        if type(event) is Finished:
+            self._forget(seq.id, open)
+            self._shown.pop(seq.id, None)
+            self._hits.pop(seq.id, None)
+        if not self.link.listeners:
+            return
+        if type(event) is Offered:
+            self._rows.append(_offered(seq, event))
+        else:
+            self._rows.append(event_row(event))
+
+    def hand_off(self, seq: VllmSeq, reason: str, at: float) -> None:
+        """Its gateway is to place it elsewhere."""
+        self._contracts.pop(answer_of(seq.id), None)
+        self._shown.pop(seq.id, None)
+        self._hits.pop(seq.id, None)
+        if self.link.listeners:
+            self._rows.append(["h", seq.id, reason, at])
+
+    def add_tokens(self, event: Tokens) -> None:
+        if self.link.listeners:
+            self._rows.append(event_row(event))
+
+    def batch(
+        self,
+        now: float,
+        shape: Shape,
+        seconds: float,
+        tokens: Mapping[str, int],
+        kv_free: int,
+        seqs: Mapping[str, VllmSeq],
+    ) -> None:
+        """The next batch runs, for so many seconds as predicted. tokens: of each request in it; seqs: all that are
+        here."""
+        self.link.busy()
+        if not self.link.listeners:
+            return
+        hits = {}
+        for seq in seqs.values():
+            if seq.waiting and self._hits.get(seq.id, 0) != seq.cached:
+                hits[seq.id] = self._hits[seq.id] = seq.cached
+        said: Message = {"shape": shape, "busy": now + seconds, "tokens": tokens, "kv": kv_free}
+        if held := self._changed(seqs):  # their new blocks
+            said["held"] = held
+        self._send(now, {**said, "hits": hits} if hits else said)
+
+    def step(
+        self,
+        now: float,
+        done: tuple[Shape, float] | None,
+        kv_free: int,
+        seqs: Mapping[str, VllmSeq],
+        batches: Sequence[Mapping[str, int]],
+    ) -> None:
+        """Something happened. done: a batch that is through, and its seconds. batches: that run; tokens of each request
+        in it."""
+        if self.link.listeners:
+            said: Message = {"kv": kv_free}
+            if done is not None:
+                said["done"] = done
+            if held := self._changed(seqs):
+                said["held"] = held
+            if done is not None or held or self._rows:
+                self._send(now, said)
+        else:
+            self._rows.clear()
+            self._shown.clear()
+            self._hits.clear()
+        idle = not seqs and not batches  # nothing will happen before a request comes
+        if self.link.wanted or idle:
+            self._snapshot(now, kv_free, seqs, batches, idle=idle)
+
+    def _changed(self, seqs: Mapping[str, VllmSeq]) -> dict[str, tuple[int, int]]:
+        """Of requests that hold KV, what is not as it was told."""
+        shown, changed = self._shown, {}
+        for id, seq in seqs.items():
+            if not seq.waiting:
+                own = seq.own
+                row = (own.num_computed_tokens - own.num_in_flight_tokens, seq.blocks)
+                if shown.get(id) != row:
+                    shown[id] = changed[id] = row
+            elif id in shown:
+                del shown[id]
+        return changed
+
+    def _send(self, now: float, said: Message) -> None:
+        self._number += 1
+        if self._rows:
+            said["events"], self._rows = self._rows, []
+        self.link.report({"kind": "report", "n": self._number, "at": now, **said})
+
+    def _snapshot(
+        self, now: float, kv_free: int, seqs: Mapping[str, VllmSeq], batches: Sequence[Mapping[str, int]], *, idle: bool
+    ) -> None:
+        """All that is here, in the order in which it came, and all that was told of it."""
+        self._changed(seqs)
+        rows = []
+        for id, seq in seqs.items():
+            cached, blocks = self._shown.get(id, (0, 0))
+            if seq.waiting:
+                cached = self._hits[id] = seq.cached
+            ids = list(seq.own.output_token_ids)
+            times = list(seq.times_of_stage())[-len(ids) :] if ids else []  # not of what came before it moved here
+            offered = _offered(seq, Offered(now, id, seq.request))[1:]
+            row = (seq.waiting, seq.started, seq.demoted, cached, blocks)
+            rows.append([*offered, row, times, ids[: len(times)]])
+        said = {"n": self._number, "at": now, "kv": kv_free, "seqs": rows, "batches": batches}
+        self.link.snapshot({"kind": "snapshot", **said}, idle=idle)
+
+
+def _offered(seq: VllmSeq, event: Offered) -> list[Any]:
+    """gateway's id: empty for a request that came past every gateway."""
+    request = without_texts(event.request)
+    own = seq.promised.id if seq.promised is not None else ""
+    return ["Offered", {"at": event.at, "id": event.id, "request": request}, own]

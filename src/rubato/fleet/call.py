@@ -1,0 +1,67 @@
+"""One API request that a gateway passes on to a server: what goes there, and where what comes back goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rubato.core.request import Progress
+from rubato.fleet.upstream import Headers
+
+
+class CannotContinueError(Exception):
+    """What was streamed so far cannot be gone on from elsewhere; the message says why."""
+
+
+class Call(Protocol):
+    """answer: the id that the server gives its response. ids: of the requests that it makes, a choice of a prompt each;
+    choices: of one prompt. begun: the client has had something of the response."""
+
+    answer: str
+    ids: tuple[str, ...]
+    choices: int
+    path: str
+    streams: bool
+    begun: bool
+
+    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+        """Headers and body for a server. progress: what has come of it elsewhere, of a response that has begun. Raises
+        CannotContinueError."""
+        ...
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """The head of a stream."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Whole chunks of it."""
+        ...
+
+    async def end(self, rest: bytes) -> None:
+        """Its last chunks; what became of the requests is known."""
+        ...
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """A response that does not stream, or an error that is the client's."""
+        ...
+
+
+Calls = dict[str, Call]  # by the id of each of its requests
+
+
+def usage_of(body: bytes) -> tuple[int, int]:
+    """Tokens of prompt and output that a response counts; 0 where it does not."""
+    import orjson
+
+    try:
+        found = orjson.loads(body)
+        usage = found.get("usage") or {}
+        return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    except (ValueError, TypeError, AttributeError):
+        return 0, 0
+
+
+def position(call: Call, id: str) -> int:
+    """Which of its call's requests this one is."""
+    ids: Sequence[str] = call.ids
+    return ids.index(id)

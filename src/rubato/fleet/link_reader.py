@@ -1,0 +1,124 @@
+"""A gateway's end of the link to one vLLM engine core: its messages, put together to reports of a replica.
+
+A core says what has changed; here it becomes what a `Mirror` folds. Requests get the names that gateways gave them; one
+that came past all of them keeps the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rubato.core.events import Event, Finished, Offered, Stepped
+from rubato.core.link_messages import Message, event_of
+from rubato.core.plan import NO_BATCH, Shape
+from rubato.core.request import Request
+from rubato.fleet.remote_view import GaveUp, Held, Report, There
+
+NOTHING = Held(0, 0, 0, 0)
+
+
+class MissedReportError(Exception):
+    """A report is missing before this one: a snapshot is needed."""
+
+
+class LinkReader:
+    """number: of the last report that is in."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self.number = -1  # no snapshot yet
+        self._names: dict[str, str] = {}  # of requests, by the engine's id
+        self._held: dict[str, Held] = {}
+        self._batches: deque[Mapping[str, int]] = deque()  # that run: tokens of each request
+        self._shape = NO_BATCH
+        self._kv_free = 0
+        self._busy_until = 0.0
+
+    def read(self, message: Message) -> Report | None:
+        """The report in a message; None for one that is in already. Raises MissedReportError after a gap; ValueError,
+        KeyError or TypeError for what no core of this version sends."""
+        number, at = message["n"], message["at"]
+        if message["kind"] == "snapshot":
+            return self._snapshot(number, at, message)
+        if number <= self.number:
+            return None
+        if self.number < 0 or number != self.number + 1:
+            raise MissedReportError
+        self.number = number
+        rows = message.get("events", ())
+        events = [self._event(row, at) for row in rows if row[0] != "h"]
+        moved = [row for row in rows if row[0] == "h"]
+        gave_up = tuple([GaveUp(self._names.pop(id, id), reason, when) for _, id, reason, when in moved])
+        self._kv_free = message["kv"]
+        if (done := message.get("done")) is not None:
+            shape, seconds = done
+            landed = self._batches.popleft() if self._batches else {}
+            if not self._batches:
+                self._shape, self._busy_until = NO_BATCH, at
+            self._fly(landed)
+            events.append(Stepped(at, self._replica, Shape(*shape), seconds))
+        if "tokens" in message:
+            self._run({self._names.get(id, id): count for id, count in message["tokens"].items()})
+            self._shape, self._busy_until = Shape(*message["shape"]), message["busy"]
+        hits = {self._names.get(id, id): hit for id, hit in message.get("hits", {}).items()}
+        for id, (cached, blocks) in message.get("held", {}).items():
+            name = self._names.get(id, id)
+            self._held[name] = self._held.get(name, NOTHING)._replace(cached=cached, blocks=blocks, own=blocks)
+        report = replace(self._report(at, tuple(events), hits), gave_up=gave_up)
+        for event in (*events, *gave_up):
+            if isinstance(event, Finished | GaveUp):
+                self._held.pop(event.id, None)
+        return report
+
+    def _event(self, row: list[Any], at: float) -> Event:
+        if row[0] == "Offered":
+            return self._offered(row[1], row[2])
+        event = event_of(row, at)
+        name = self._names.get(event.id)
+        if isinstance(event, Finished):
+            self._names.pop(event.id, None)
+        return event if name is None or name == event.id else replace(event, id=name)
+
+    def _offered(self, fields: Mapping[str, Any], gateway_id: str) -> Offered:
+        event = event_of(["Offered", fields], 0.0)
+        assert isinstance(event, Offered)
+        name = gateway_id or event.id
+        self._names[event.id] = name
+        return Offered(event.at, name, replace(event.request, id=name))
+
+    def _run(self, tokens: Mapping[str, int]) -> None:
+        """A batch runs."""
+        self._batches.append(tokens)
+        self._fly(tokens)
+
+    def _fly(self, tokens: Mapping[str, int]) -> None:
+        """Count the tokens in flight of these anew."""
+        for name in tokens:
+            flying = sum([batch.get(name, 0) for batch in self._batches])
+            self._held[name] = self._held.get(name, NOTHING)._replace(in_flight=flying)
+
+    def _report(self, at: float, events: tuple[Event, ...], hits: Mapping[str, int]) -> Report:
+        return Report(
+            at, events, self._kv_free, self._busy_until, self._held, in_flight=self._shape, hits=tuple(hits.items())
+        )
+
+    def _snapshot(self, number: int, at: float, message: Message) -> Report | None:
+        if number < self.number:
+            return None
+        self.number = number
+        self._names.clear()
+        self._held = {}
+        self._batches.clear()
+        self._shape, self._kv_free, self._busy_until = NO_BATCH, message["kv"], at
+        there = []
+        for fields, gateway_id, (waiting, started, demoted, cached, blocks), times, ids in message["seqs"]:
+            request: Request = self._offered(fields, gateway_id).request
+            if not waiting:
+                self._held[request.id] = Held(cached, blocks, blocks, 0)
+            there.append(There(request, waiting, started, demoted, cached, tuple(times), tuple(ids)))
+        for tokens in message["batches"]:
+            self._run({self._names.get(id, id): count for id, count in tokens.items()})
+        return replace(self._report(at, (), {}), there=tuple(there))

@@ -1,0 +1,149 @@
+"""A cluster over OpenAI servers that run elsewhere, given by address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rubato.core.clock import Clock
+from rubato.core.events import Event
+from rubato.core.interfaces import LatencyModel, Scaling, SeqView, View
+from rubato.core.link_messages import Message
+from rubato.fleet import server_probe
+from rubato.fleet.build import cluster_of
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster, HostLost
+from rubato.fleet.cluster_options import ClusterOptions
+from rubato.fleet.event_bus import Listener
+from rubato.fleet.server_host import ServerAbout, ServerHost
+from rubato.fleet.server_link import Link, ZmqLink
+from rubato.fleet.upstream import HttpServer, Upstream, UpstreamError
+
+log = logging.getLogger(__name__)
+
+AGAIN = 1.0  # seconds from one look whether a lost server is back to the next
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server. link: its engine core's address for gateways; empty: as the server says. key: for its API."""
+
+    url: str
+    link: str = ""
+    key: str = ""
+
+
+@dataclass
+class FixedFleet:
+    """An `Autoscaler` that wants as many replicas as there are servers: one that is lost is waited for."""
+
+    servers: int
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """The views say it all."""
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        return Scaling(add=max(0, self.servers - len(fleet) - starting))
+
+
+class ServerFleet:
+    """Makes hosts for servers, each time for one that has none. transport, link: of a server; for tests, others than
+    HTTP and ZeroMQ. profile: step times of servers that do not tell them."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        clock: Clock,
+        options: ClusterOptions,
+        calls: Calls,
+        *,
+        profile: Callable[[], LatencyModel | None] = lambda: None,
+        transport: Callable[[str], Upstream] = HttpServer,
+        link: Callable[[str], Link] = ZmqLink,
+        step_timeout: float | None = None,
+    ) -> None:
+        self._servers = servers
+        self._clock = clock
+        self._options = options
+        self._calls = calls
+        self._profile, self._transport, self._link = profile, transport, link
+        self._step_timeout = step_timeout
+        self._taken: dict[str, Server] = {}  # by the replica's id
+        self.known: ServerAbout | None = None  # what the first server is: all others must be alike
+
+    def host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
+        """One of the fleet's first hosts: its server must be there."""
+        return self._host(id, emit, lost, patient=False)
+
+    def extra_host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
+        """One for a server that was lost: its start waits until it is back."""
+        return self._host(id, emit, lost, patient=True)
+
+    def _host(self, id: str, emit: Listener, lost: HostLost, *, patient: bool) -> ServerHost:
+        server = next(one for one in self._servers if one not in self._taken.values())
+        self._taken[id] = server
+        upstream = self._transport(server.url)
+
+        def gone(id: str, error: BaseException, requests: Sequence[object]) -> None:
+            del self._taken[id]
+            lost(id, error, requests)  # type: ignore[arg-type]
+
+        async def open_link() -> Link | None:
+            await self._reachable(server, upstream, patient)
+            address = server.link or await server_probe.link_address(server.url, upstream, server.key)
+            if address is None:
+                log.warning("server %s has no link: its load is known from what is sent there", server.url)
+            return None if address is None else self._link(address)
+
+        async def about(told: Message | None) -> ServerAbout:
+            found = await server_probe.about(server.url, upstream, told, self._profile(), server.key)
+            self._check_alike(server, found)
+            return found
+
+        return ServerHost(
+            id, server.url, upstream, self._clock, about=about, link=open_link, calls=self._calls, emit=emit,
+            lost=gone, options=self._options.replica, step_timeout=self._step_timeout,
+        )  # fmt: skip
+
+    async def _reachable(self, server: Server, upstream: Upstream, patient: bool) -> None:
+        """Raises ValueError for a server that does not answer; patient: asks until it does."""
+        while True:
+            try:
+                reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
+                reply.close()
+                if reply.status == 200:
+                    return
+                why = f"/health answered {reply.status}"
+            except UpstreamError as error:
+                why = str(error)
+            if not patient:
+                raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
+            await asyncio.sleep(AGAIN)
+
+    def _check_alike(self, server: Server, found: ServerAbout) -> None:
+        """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""
+        first = self.known = self.known or found
+        for what, ours, theirs in (
+            ("model", first.model, found.model),
+            ("vLLM", first.version, found.version),
+            ("policy", first.policy, found.policy),
+        ):
+            if ours and theirs and ours != theirs:
+                raise ValueError(
+                    f"server {server.url} has {what} {theirs!r}, and the first one {ours!r}: a gateway is for servers "
+                    "that are alike; start another gateway for those"
+                )
+        wanted = self._options.choice.policy
+        if found.policy and found.policy != wanted:
+            raise ValueError(
+                f"server {server.url} schedules by policy {found.policy!r}, and the gateway is to route for "
+                f"{wanted!r}: give the gateway --policy {found.policy}, or start the server with {wanted!r}"
+            )
+
+
+def server_cluster(fleet: ServerFleet, servers: int, clock: Clock, options: ClusterOptions) -> Cluster:
+    """A cluster over a fleet of so many servers. Raises as `build.cluster_of`."""
+    options = replace(options, autoscaler=FixedFleet(servers))
+    return cluster_of([fleet.host] * servers, clock, options, fleet.extra_host)

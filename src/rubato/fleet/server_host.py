@@ -1,0 +1,547 @@
+"""One OpenAI server as a replica: requests go there over HTTP, as they came; what it tells of itself is folded here.
+
+With the link of the plug-in (`core.link_messages`) every step is known, and waiting requests can be taken back. Without
+it, or while it is silent, what is sent there is counted: a request waits until its first chunk comes, and each chunk is
+a token. A server that is lost, or that fails at a request, gives it back to the cluster, if it can go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rubato.core.clock import PLAN, Clock, unix_time
+from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
+from rubato.core.interfaces import Host, LatencyModel, View
+from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
+from rubato.core.plan import KV, Limits, Recall, Role
+from rubato.core.replica_options import ReplicaOptions
+from rubato.core.request import Outcome, Request
+from rubato.core.slo import StageTimes, judge
+from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
+from rubato.fleet.cluster import HostLost
+from rubato.fleet.event_bus import Listener
+from rubato.fleet.link_reader import LinkReader, MissedReportError
+from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.server_link import Link, hello
+from rubato.fleet.sse_relay import StreamRelay
+from rubato.fleet.upstream import Reply, Upstream, UpstreamError, whole
+
+log = logging.getLogger(__name__)
+
+SILENT = 5.0  # seconds without a word of the link, after which it counts as broken
+PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
+PROBES = 2  # in a row that may fail
+FAILURES = 3  # requests in a row that a server may fail at before it is lost
+RETRIES = 3  # times that a request which failed is placed again
+REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
+SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
+STAYS = "KV moves between vLLM engines by a connector, not through a gateway"
+
+
+class ServerLostError(Exception):
+    """A server cannot be reached, or its engine hangs."""
+
+
+@dataclass(frozen=True)
+class ServerAbout:
+    """What a server is: its model, and what a router sees of it. version: of vLLM, empty where it is not said."""
+
+    model: str
+    limits: Limits
+    latency: LatencyModel
+    supports: frozenset[str]
+    policy: str = ""
+    version: str = ""
+
+
+class ServerHost:
+    """A `Host` over one server.
+
+    link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
+    given what its core said first. Both raise ValueError or UpstreamError. calls: of the gateway, where each request's
+    body is. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        url: str,
+        upstream: Upstream,
+        clock: Clock,
+        *,
+        about: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]],
+        link: Callable[[], Coroutine[Any, Any, Link | None]],
+        calls: Calls,
+        emit: Listener,
+        lost: HostLost,
+        options: ReplicaOptions,
+        step_timeout: float | None = None,
+    ) -> None:
+        self.id = id
+        self.url = url
+        self.clock = clock
+        self.about: ServerAbout | None = None
+        self.linked = False  # the link tells what happens there
+        self._upstream = upstream
+        self._ask, self._open_link = about, link
+        self._calls = calls
+        self._emit_outside, self._lost = emit, lost
+        self._options = options
+        self._step_timeout = step_timeout
+        self._link: Link | None = None
+        self._reader = LinkReader(id)
+        self._greeted: asyncio.Future[Message] | None = None
+        self._ahead = 0.0  # what the engine core's clock shows more than this one
+        self._trip = float("inf")  # seconds of the fastest ping so far
+        self._mirror: Mirror | None = None
+        self._role: Role | None = None
+        self._mine: dict[str, Call] = {}  # by the id of each request that is here
+        self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
+        self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
+        self._failures = 0
+        self._silent = 0.0
+        self._gone = False
+        self._idle = asyncio.Event()
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    # ----------------------------------------------------------------- Host
+
+    async def start(self) -> None:
+        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used."""
+        told: Message | None = None
+        self._link = await self._open_link()
+        if self._link is not None:
+            self._spawn(self._listen(self._link))
+            told = await self._greet(self._link)
+        self.about = await self._ask(told)
+        mirror = Mirror(
+            self.id, self.about.limits, self.about.latency, self.about.supports, self.clock.now(), self._options.lengths
+        )
+        self._mirror = mirror
+        if self._link is not None:
+            self._link.send({"kind": "resync"})
+            self.linked = True
+        self._spawn(self._watch(mirror))
+
+    def submit(self, request: Request) -> None:
+        mirror = self._started()
+        call = self._calls[request.id]
+        mirror.submit(request, self.clock.now())
+        self._mine[request.id] = call
+        if call.answer in self._serving:
+            return  # with the first of its requests
+        if self._link is not None:
+            commands = [expect(call.answer, call.ids, call.choices, shifted_request(request, self._ahead))]
+            if request.progress is not None and request.progress.demoted:
+                commands.append(demote(call.answer))
+            self._link.send({"kind": "do", "commands": commands})
+        self._news[call.answer] = asyncio.Event()
+        task = asyncio.ensure_future(self._serve(call, request))
+        self._serving[call.answer] = task
+        task.add_done_callback(lambda done: self._served(call, done))
+
+    def cancel(self, id: str, reason: str) -> None:
+        call = self._mine.get(id)
+        if call is None:
+            return
+        self._finish(id, "cancelled", reason)
+        if not any(other in self._mine for other in call.ids):
+            self._leave(call)
+
+    def resume(self, id: str) -> None:
+        """No request here waits for a tool."""
+
+    def view(self) -> View:
+        return self._started().view(self.clock.now())
+
+    def assign(self, role: Role) -> None:
+        self._role = role
+        self._started().assign(role)
+        self._command(assign(role))
+
+    def recall(self, kind: Recall) -> None:
+        if self.linked:
+            self._command(recall(kind))
+            return
+        now, mirror = self.clock.now(), self._started()
+        for id, call in list(self._mine.items()):
+            seq = mirror.known(id)
+            wanted = seq is not None and (kind == "waiting" or seq.best_effort) and mirror.waits(id)
+            request = mirror.moved(id, "recalled", now) if wanted and not call.begun and len(call.ids) == 1 else None
+            if request is not None:
+                self._fold(HandedOff(now, id, request))
+
+    def reserve(self, request: Request) -> bool:
+        raise RuntimeError(STAYS)
+
+    async def transfer(self, id: str, to: Host) -> None:
+        raise RuntimeError(STAYS)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        raise RuntimeError(STAYS)
+
+    def release(self, id: str) -> None:
+        """Nothing is on its way."""
+
+    async def drain(self) -> None:
+        while self._mine and not self._gone:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def close(self) -> None:
+        """Leave the server; what it serves for this gateway ends as failed."""
+        for id in list(self._mine):
+            self._finish(id, "failed", "the server closed")
+        self._gone = True
+        tasks = [task for task in (*self._tasks, *self._serving.values()) if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
+        await self._upstream.close()
+
+    # ----------------------------------------------------------------- requests
+
+    async def _serve(self, call: Call, request: Request) -> None:
+        """Send a call there, and pass on what comes back."""
+        try:
+            headers, body = call.sent(request.progress if call.begun else None)
+            reply = await self._upstream.open("POST", call.path, headers, body)
+        except CannotContinueError as error:
+            self._fail(call, str(error))
+            return
+        except UpstreamError as error:
+            self._failed(call, f"replica {self.id} cannot be reached: {error}")
+            return
+        try:
+            await self._pass_on(call, reply)
+        except UpstreamError as error:
+            self._failed(call, f"replica {self.id} broke off: {error}")
+        finally:
+            reply.close()
+
+    async def _pass_on(self, call: Call, reply: Reply) -> None:
+        if reply.status >= 500 or reply.status == 429:
+            error = await whole(reply)
+            await self._heard_of(call)
+            if not any(id in self._mine for id in call.ids):  # what the server says is the echo of a refusal
+                return
+            self._failed(call, f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}")
+            return
+        if reply.status != 200:
+            raw = await whole(reply)
+            await call.whole(reply.status, reply.headers, raw)
+            self._end(call, "refused", f"rejected-invalid: the server answered {reply.status}")
+            return
+        if dict(reply.headers).get("content-type", "").startswith("text/event-stream"):
+            await self._stream(call, reply)
+            return
+        raw = await whole(reply)
+        self._failures = 0
+        prompt, output = usage_of(raw)
+        if not self.linked:
+            self._begin(call, prompt)
+            self._count(call, [at % len(call.ids) for at in range(output)])
+        await self._ended(call)
+        await call.whole(200, reply.headers, raw)
+
+    async def _stream(self, call: Call, reply: Reply) -> None:
+        relay = StreamRelay(len(call.ids))
+        begun = False
+        while data := await reply.part():
+            now, choices = relay.feed(data)
+            if not begun and (now or relay.rest()):
+                begun, self._failures = True, 0
+                if not call.begun:
+                    await call.begin(200, reply.headers)
+            if not self.linked and choices:
+                self._begin(call, 0)
+                self._count(call, choices)
+            if now:
+                await call.write(now)
+        if not relay.ended and (relay.rest() == b"" or call.path in NEED_DONE):
+            raise UpstreamError("the stream ended before its last chunk")
+        await self._ended(call)
+        await call.end(relay.rest())
+
+    async def _ended(self, call: Call) -> None:
+        """The response has come to its end: so have its requests, which the link tells of as a rule."""
+        await self._heard_of(call)
+        self._end(call, "completed", "stop")
+
+    async def _heard_of(self, call: Call) -> None:
+        """Wait for the link to tell of the ends of its requests, but not for long."""
+        news = self._news[call.answer]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_WAIT):
+                while self.linked and any(id in self._mine for id in call.ids):
+                    news.clear()
+                    await news.wait()
+
+    def _end(self, call: Call, outcome: Outcome, reason: str) -> None:
+        for id in call.ids:
+            self._finish(id, outcome, reason)
+
+    def _fail(self, call: Call, why: str) -> None:
+        self._end(call, "failed", why)
+
+    def _failed(self, call: Call, why: str) -> None:
+        """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can."""
+        self._failures += 1
+        log.warning("%s", why)
+        self._give_back(call, why)
+        if self._failures >= FAILURES:
+            self._die(ServerLostError(f"{why}; {self._failures} requests in a row failed there"))
+
+    def _give_back(self, call: Call, why: str) -> None:
+        now, mirror = self.clock.now(), self._started()
+        for id in [id for id in call.ids if id in self._mine]:
+            request = mirror.moved(id, "failed", now)
+            if request is None:  # the link tells that it has left the engine, and not how it ended
+                self._finish(id, "failed", why)
+            elif (no := self._stays_here(call, request, now)) is not None:
+                self._finish(id, "failed", f"{why}; {no}")
+            else:
+                self._fold(HandedOff(now, id, request))
+
+    def _stays_here(self, call: Call, request: Request, now: float) -> str | None:
+        """Why a request that failed is not tried elsewhere; None if it is."""
+        assert request.handoff is not None
+        e2e = request.stages[0].slo.e2e
+        if e2e is not None and now > request.arrival + e2e:
+            return "its deadline has passed"
+        if request.handoff.hops > RETRIES:
+            return f"it was tried {RETRIES} times"
+        if call.begun:
+            try:
+                call.sent(request.progress)
+            except CannotContinueError as error:
+                return str(error)
+        return None
+
+    def _served(self, call: Call, task: asyncio.Task[None]) -> None:
+        """Nothing of a call is under way here any more. An error here is one of ours: it must not stay in flight."""
+        if self._serving.get(call.answer) is task:
+            del self._serving[call.answer]
+            self._news.pop(call.answer, None)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            log.error("replica %s: a request could not be passed on", self.id, exc_info=error)
+            self._fail(call, f"the gateway failed at it: {type(error).__name__}: {error}")
+
+    def _leave(self, call: Call) -> None:
+        """Take no more of its response: the server ends what is left of it."""
+        task = self._serving.pop(call.answer, None)
+        self._news.pop(call.answer, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    # ----------------------------------------------------------------- events
+
+    def _fold(self, *events: Event) -> None:
+        """What is known here, and not from the link."""
+        mirror = self._started()
+        for event in events:
+            mirror.fold(event)
+        self._emit(events)
+
+    def _emit(self, events: Sequence[Event]) -> None:
+        """Tell the cluster of its own requests, and of steps."""
+        for event in events:
+            if isinstance(event, Stepped):
+                self._emit_outside(event)
+                continue
+            call = self._mine.get(event.id)
+            if call is None or isinstance(event, Offered):  # the cluster offered it
+                continue
+            if isinstance(event, Finished | HandedOff):
+                del self._mine[event.id]
+                if (news := self._news.get(call.answer)) is not None:
+                    news.set()
+                if isinstance(event, HandedOff) and not any(id in self._mine for id in call.ids):
+                    self._leave(call)
+            self._emit_outside(event)
+        if not self._mine:
+            self._idle.set()
+
+    def _begin(self, call: Call, prompt: int) -> None:
+        """Something has come of it: it waits no more. prompt: tokens, where the server has said how many."""
+        now, mirror = self.clock.now(), self._started()
+        for id in call.ids:
+            if id in self._mine and mirror.waits(id):
+                if prompt and len(call.ids) == 1:
+                    mirror.correct(id, prompt)
+                self._fold(Started(now, id))
+
+    def _count(self, call: Call, choices: Sequence[int]) -> None:
+        """A token of each of these choices."""
+        now = self.clock.now()
+        for at in choices:
+            if at < len(call.ids) and (id := call.ids[at]) in self._mine:
+                self._fold(Tokens(now, id, 1))
+
+    def _finish(self, id: str, outcome: Outcome, reason: str) -> None:
+        """End a request here, of which the link has not said that it ended."""
+        if id not in self._mine:
+            return
+        now, mirror = self.clock.now(), self._started()
+        seq = mirror.known(id)
+        assert seq is not None, "what is served here is here"
+        stages = [StageTimes(*stage) for stage in zip(seq.starts, seq.times_of_all(), strict=True)]
+        verdict = judge(seq.request, stages, outcome, self._options.slo_rule)
+        self._fold(Finished(now, id, outcome, reason, verdict, seq.total_output, seq.best_effort))
+
+    # ----------------------------------------------------------------- the link
+
+    async def _greet(self, link: Link) -> Message:
+        """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
+        self._greeted = asyncio.get_running_loop().create_future()
+        for _ in range(int(SILENT / HEARTBEAT)):
+            link.send(hello(self.id, self.clock.now()))
+            done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
+            if done:
+                return self._greeted.result()
+        raise ValueError(f"server {self.url}: its engine does not answer on the link within {SILENT:g} s")
+
+    async def _listen(self, link: Link) -> None:
+        while not self._gone:
+            message = await link.receive()
+            try:
+                self._hear(link, message)
+            except MissedReportError:
+                link.send({"kind": "resync"})
+            except Exception as error:  # deaf to its replica this host is of no use: its requests must not hang
+                log.exception("replica %s: its report could not be used", self.id)
+                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
+
+    def _hear(self, link: Link, message: Message) -> None:
+        self._silent = 0.0
+        match message["kind"]:
+            case "hello":
+                self._trip = float("inf")  # it may be another core
+                self._measure_ahead(message)
+                if self._greeted is not None and not self._greeted.done():
+                    self._greeted.set_result(message)
+                elif self._role is not None:  # it was away
+                    self._command(assign(self._role))
+            case "refused":
+                error = ValueError(f"server {self.url} does not let this gateway in: {message['why']}")
+                if self._greeted is not None and not self._greeted.done():
+                    self._greeted.set_exception(error)
+            case "unknown":
+                link.send(hello(self.id, self.clock.now()))
+            case "beat":
+                self._measure_ahead(message)
+            case "snapshot" | "report":
+                if self._mirror is not None and (report := self._reader.read(message)) is not None:
+                    self._take(self._mirror, shifted_report(report, -self._ahead))
+
+    def _take(self, mirror: Mirror, report: Report) -> None:
+        if not self.linked:
+            log.info("replica %s: the link is back", self.id)
+            self.linked = True
+        mirror.take(report)  # all of it first: told of an end, the cluster may place another
+        self._emit(report.events)
+        for id, reason, at in report.gave_up:
+            if (request := mirror.moved(id, reason, at)) is not None:
+                self._fold(HandedOff(at, id, request))
+
+    def _measure_ahead(self, message: Message) -> None:
+        """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
+        set, as Unix time says it, where the two machines' agree."""
+        heard, asked = self.clock.now(), message["asked"]
+        if heard - asked > self._trip:
+            return
+        self._trip = heard - asked
+        least, most = message["clock"] - heard, message["clock"] - asked
+        ahead: float = (message["clock"] - message["unix"]) - (heard - unix_time())
+        self._ahead = ahead if least <= ahead <= most else (least + most) / 2
+
+    def _command(self, *commands: list[Any]) -> None:
+        if self._link is not None:
+            self._link.send({"kind": "do", "commands": list(commands)})
+
+    # ----------------------------------------------------------------- health
+
+    async def _watch(self, mirror: Mirror) -> None:
+        """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
+        failed = 0
+        while not self._gone:
+            await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
+            if self._link is not None:
+                self._link.send({"kind": "ping", "asked": self.clock.now()})
+                self._silent += HEARTBEAT
+                if self.linked and self._silent < SILENT:
+                    failed = 0
+                    self._check_step(mirror)
+                    continue
+                if self.linked:
+                    log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
+                    self.linked = False
+                self._link.send(hello(self.id, self.clock.now()))
+                self._link.send({"kind": "resync"})
+            failed = 0 if await self._is_healthy() else failed + 1
+            if failed >= PROBES:
+                self._die(ServerLostError(f"server {self.url} does not answer"))
+
+    async def _is_healthy(self) -> bool:
+        try:
+            reply = await self._upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
+            reply.close()
+        except UpstreamError:
+            return False
+        return reply.status == 200
+
+    def _check_step(self, mirror: Mirror) -> None:
+        """Lose a server whose engine hangs in a step."""
+        view = mirror.view(self.clock.now())
+        if self._step_timeout is None or not view.in_flight.seqs:
+            return
+        predicted = max(0.0, view.busy_until - view.as_of)
+        if self.clock.now() - view.as_of > self._step_timeout + SLOWER * predicted:
+            self._die(ServerLostError(f"the engine of server {self.url} hangs in a step"))
+
+    def _die(self, error: ServerLostError) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        mirror = self._started()
+        for request in mirror.left():
+            call = self._mine.get(request.id)
+            if call is not None and call.begun:
+                try:
+                    call.sent(request.progress)
+                except CannotContinueError as no:
+                    self._finish(request.id, "failed", f"{error}; {no}")
+        left = [request for request in mirror.left() if request.id in self._mine]
+        current = asyncio.current_task()
+        for task in self._serving.values():
+            if task is not current:
+                task.cancel()
+        self._serving.clear()
+        self._mine.clear()
+        self._idle.set()
+        self._lost(self.id, error, left)
+        self._spawn(self.close())  # what it holds open is of no use any more
+
+    # ----------------------------------------------------------------- parts
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _started(self) -> Mirror:
+        if self._mirror is None:
+            raise RuntimeError(f"host {self.id!r} is not started: await start() first")
+        return self._mirror
+
+
+NEED_DONE = ("/v1/chat/completions", "/v1/completions")

@@ -1,0 +1,62 @@
+"""The link to one server's engine core, over ZeroMQ (`core.link_messages`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from rubato.core.link_messages import PROTOCOL, TOKEN, Message, packed, unpacked
+
+MOST = 10_000  # messages that wait on either side
+
+
+class Link(Protocol):
+    """Messages to an engine core and from it."""
+
+    def send(self, message: Message) -> None:
+        """Without waiting; what there is no room for is lost."""
+        ...
+
+    async def receive(self) -> Message:
+        """The next one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def hello(gateway: str, now: float) -> Message:
+    """What a gateway of this name says first, at this time of its clock."""
+    token = os.environ.get(TOKEN, "")
+    return {"kind": "hello", "protocol": PROTOCOL, "gateway": gateway, "token": token, "asked": now}
+
+
+class ZmqLink:
+    """A `Link` to an address such as `tcp://127.0.0.1:5557`; it connects, again and again, by itself."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, MOST)
+        self._socket.setsockopt(zmq.RCVHWM, MOST)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._plain: Any = zmq.Socket.shadow(self._socket)
+        self._socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        try:
+            self._plain.send(packed(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return  # no core there: it will greet us, or be lost
+
+    async def receive(self) -> Message:
+        while True:
+            try:
+                return unpacked(await self._socket.recv())
+            except ValueError:
+                continue  # no core of ours
+
+    def close(self) -> None:
+        self._socket.close(linger=0)

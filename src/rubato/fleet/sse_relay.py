@@ -1,0 +1,65 @@
+"""Server-sent events on their way through: counted, not read. The last chunk is held back, for what is added to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+END = b"\n\n"
+DONE = b"data: [DONE]"
+INDEX = re.compile(rb'"index": ?(\d+)')
+
+
+def may_be_last(chunk: bytes) -> bool:
+    """A chunk with a finish reason, or without a choice (`usage`). In a text the quotes would be escaped."""
+    return b'"finish_reason":"' in chunk or b'"finish_reason": "' in chunk or b'"choices":[]' in chunk
+
+
+class StreamRelay:
+    """One response. choices: how many it has; of several each chunk says which one it is of."""
+
+    def __init__(self, choices: int = 1) -> None:
+        self._several = choices > 1
+        self._cut = b""  # the beginning of a chunk of which the end has not come
+        self._held: list[bytes] = []  # chunks from the one on that may be the last
+        self.ended = False  # it came to its end, by its own word
+
+    def feed(self, data: bytes) -> tuple[bytes, Sequence[int]]:
+        """What has come: what of it, and of what was held, may be passed on, and the choice of each chunk that brings
+        something of one."""
+        if self._cut:
+            data = self._cut + data
+            self._cut = b""
+        if not data.endswith(END):
+            whole, found, self._cut = data.rpartition(END)
+            data = whole + found
+            if not data:
+                return b"", ()
+        if not self._held and not may_be_last(data) and DONE not in data:
+            return data, self._choices(data)
+        passed: list[bytes] = []
+        counted: list[int] = []
+        for chunk in data.split(END)[:-1]:
+            counted += self._choices(chunk + END)
+            if chunk.startswith(DONE):
+                self.ended = True
+                self._held.append(chunk + END)
+            elif may_be_last(chunk):
+                passed += self._held
+                self._held = [chunk + END]
+            elif self._held:
+                self._held.append(chunk + END)
+            else:
+                passed.append(chunk + END)
+        return b"".join(passed), counted
+
+    def rest(self) -> bytes:
+        """What was held back, and a chunk that was cut short."""
+        return b"".join(self._held) + self._cut
+
+    def _choices(self, data: bytes) -> Sequence[int]:
+        """One number for each chunk that brings something of a choice, that choice's."""
+        if not self._several:
+            roles = data.count(b'"role":') + data.count(b'"choices":[]') + data.count(DONE)
+            return (0,) * max(0, data.count(b"data: {") - roles)
+        return [int(found[1]) for found in INDEX.finditer(data)]

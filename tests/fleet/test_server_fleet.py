@@ -1,0 +1,183 @@
+"""A fleet of servers makes the same decisions as replicas in this process, and keeps its books right."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.events import Assigned, Event, Finished, HandedOff, Offered, Placed
+from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
+from rubato.core.request import SLO, Progress, Request, Sampling, Stage
+from rubato.engines.simulated import Engine
+from rubato.fleet.build import local_cluster
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.upstream import Headers
+from rubato.latency.affine import Model
+from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, kv_blocks=2000, block_size=16)
+STEP = Model(k=(0.0, 2e-4), b=(6e-3, 1e-3), a=1e-7, host_per_seq=1e-4)
+TIERS = {"chat": SLO(0.4, 0.03), "tools": SLO(1.5, 0.06), "batch": SLO(e2e=20.0)}
+
+
+class MemoryCall:
+    """A call of which all is kept that came back."""
+
+    streams = True
+    path = "/v1/completions"
+    choices = 1
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.answer = request.id
+        self.ids = (request.id,)
+        self.begun = False
+        self.came = b""
+        self.status = 0
+        self.ends = 0
+
+    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+        received = 0 if progress is None else len(progress.token_ids)
+        prompt = [*self.request.stages[0].token_ids, *(progress.token_ids if progress is not None else ())]
+        body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}
+        return [("x-request-id", self.answer.removeprefix("cmpl-"))], orjson.dumps(body)
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        self.begun, self.status = True, status
+
+    async def write(self, data: bytes) -> None:
+        self.came += data
+
+    async def end(self, rest: bytes) -> None:
+        self.came += rest
+        self.ends += 1
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status, self.came = status, body
+        self.ends += 1
+
+
+def offered(seed: int, rate: float, seconds: float) -> list[Request]:
+    """Three tiers, Poisson arrivals."""
+    rng = random.Random(seed)
+    at, found = 0.0, []
+    while (at := at + rng.expovariate(rate)) < seconds:
+        tier = rng.choice(list(TIERS))
+        prompt = tuple(rng.randrange(251) for _ in range(rng.randint(10, 120)))
+        found.append(
+            Request(
+                f"cmpl-{len(found)}", (Stage(len(prompt), TIERS[tier], token_ids=prompt),), at, tier=tier,
+                sampling=Sampling(max_tokens=rng.randint(1, 20), ignore_eos=True),
+            )
+        )  # fmt: skip
+    return found
+
+
+def options(policy: str, settings: dict[str, Any], router: str) -> ClusterOptions:
+    return ClusterOptions(PolicyChoice(policy, settings, router), ReplicaOptions(causes=False))
+
+
+async def run(cluster: Cluster, requests: list[Request], before: Callable[[Request], None]) -> list[Event]:
+    clock, events = VirtualClock(), list[Event]()
+    cluster.listen(events.append)
+    await cluster.start()
+    began = clock.now()
+    for request in requests:
+        await clock.sleep_until(began + request.arrival, ARRIVAL)
+        request = replace(request, arrival=clock.now())
+        before(request)
+        cluster.offer(request)
+    while cluster.in_flight:
+        await clock.sleep_until(clock.now() + 0.5, ARRIVAL)
+    await cluster.close()
+    return events
+
+
+def here(requests: list[Request], chosen: ClusterOptions, replicas: int) -> list[Event]:
+    async def main() -> list[Event]:
+        clock = VirtualClock()
+        engines = [Engine(STEP, LIMITS, clock, seed=i) for i in range(replicas)]
+        cluster = local_cluster(engines, [replace(STEP) for _ in engines], clock, chosen)
+        return await run(cluster, requests, lambda request: None)
+
+    return run_virtual(main())
+
+
+def there(
+    requests: list[Request], chosen: ClusterOptions, replicas: int, linked: bool = True,
+    profile: Callable[[], Any] = lambda: None,
+) -> tuple[list[Event], dict[str, MemoryCall]]:  # fmt: skip
+    async def main() -> tuple[list[Event], dict[str, MemoryCall]]:
+        clock, choice = VirtualClock(), chosen.choice
+        cores = [
+            StubCore(STEP, LIMITS, clock, choice.policy, chosen.replica, seed=i, settings=dict(choice.settings))
+            for i in range(replicas)
+        ]
+        for core in cores:
+            await core.start()
+        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        calls: Calls = {}
+        kept: dict[str, MemoryCall] = {}
+        fleet = ServerFleet(
+            [Server(url, "there" if linked else "") for url in servers], clock, chosen, calls, profile=profile,
+            transport=servers.__getitem__, link=lambda address: MemoryLink(next(waiting)),
+        )  # fmt: skip
+        waiting = iter(cores)
+
+        def before(request: Request) -> None:
+            kept[request.id] = MemoryCall(request)
+            calls[request.id] = kept[request.id]
+
+        events = await run(server_cluster(fleet, replicas, clock, chosen), requests, before)
+        for core in cores:
+            await core.host.close()
+        return events, kept
+
+    return run_virtual(main())
+
+
+def decisions(events: list[Event]) -> list[tuple[Any, ...]]:
+    """What a router decided, in order."""
+    found: list[tuple[Any, ...]] = []
+    for event in events:
+        if isinstance(event, Placed):
+            found.append(("placed", event.id, event.replica))
+        elif isinstance(event, HandedOff) and event.request.handoff is not None:
+            found.append(("handed off", event.id, event.request.handoff.reason))
+        elif isinstance(event, Assigned):
+            found.append(("assigned", event.id, event.role))
+        elif isinstance(event, Finished) and event.outcome == "refused":
+            found.append(("refused", event.id, event.reason))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto"), ("slos_serve", "auto"), ("ascendra", "auto")]
+)
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.full)])
+def test_servers_with_the_link_are_routed_to_as_replicas_here_are(policy: str, router: str, seconds: float) -> None:
+    """Above what two replicas can serve in time: requests are recalled, offloaded and demoted."""
+    requests = offered(1, 200.0, seconds)
+    chosen = options(policy, {}, router)
+    ours = here(requests, chosen, 2)
+    theirs, calls = there(requests, chosen, 2)
+    kinds = Counter(type(event).__name__ for event in theirs if isinstance(event, Offered | Finished))
+    assert kinds == {"Offered": len(requests), "Finished": len(requests)}
+    assert decisions(ours) == decisions(theirs)
+    assert met(ours) == met(theirs)
+    assert all(call.ends == 1 for call in calls.values())
+
+
+def met(events: list[Event]) -> dict[str, bool]:
+    return {event.id: event.verdict.met for event in events if isinstance(event, Finished)}

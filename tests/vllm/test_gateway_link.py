@@ -1,0 +1,463 @@
+"""What an engine core tells gateways, with a formula for a model; and the link itself, over ZMQ."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from rubato.core.events import Finished, HandedOff, Offered, Started, Tokens
+from rubato.core.link_messages import PROTOCOL, TOKEN, Message, assign, demote, expect, packed, recall, unpacked
+from rubato.core.plan import Role
+from rubato.core.request import SLO, Progress, Request, Stage
+from rubato.engines.vllm import gateway_link
+from rubato.engines.vllm.gateway_link import GatewayLink, LinkSettings
+from rubato.engines.vllm.gateway_reports import GatewayReports, place_of
+from rubato.engines.vllm.policy_driver import FLEET
+from rubato.fleet.link_reader import LinkReader, MissedReportError
+from rubato.fleet.remote_view import GaveUp, Mirror, Report
+from rubato.latency import affine
+from tests.vllm.harness import Harness, harness
+
+
+class Wire:
+    """In the place of the socket: messages go through as bytes, in order, to one gateway; some get lost."""
+
+    def __init__(self, losses: random.Random | None = None, share: float = 0.0) -> None:
+        self.listeners, self.wanted = 1, True
+        self.asked: list[tuple[str, list[Any]]] = []
+        self.messages: list[Message] = []
+        self._losses, self._share = losses, share
+        self.lost = 0
+
+    def commands(self) -> list[tuple[str, list[Any]]]:
+        asked, self.asked = self.asked, []
+        return [(gateway, unpacked(packed({"kind": "do", "c": command}))["c"]) for gateway, command in asked]
+
+    def report(self, message: Message) -> None:
+        if self._losses is not None and self._losses.random() < self._share:
+            self.lost += 1
+        else:
+            self.messages.append(unpacked(packed(message)))
+
+    def snapshot(self, message: Message, *, idle: bool) -> None:
+        if self.wanted:
+            self.wanted = False
+            self.messages.append(unpacked(packed(message)))
+
+    def busy(self) -> None:
+        pass
+
+
+class Gateway:
+    """A gateway's books of one core: the reader and the mirror that gateways have."""
+
+    def __init__(self, made: Harness, wire: Wire) -> None:
+        self.made, self.wire = made, wire
+        self.reader = LinkReader("r0")
+        limits = made.scheduler.rubato.limits
+        self.mirror = Mirror("r0", limits, affine.Model(), frozenset(), 0.0)
+        self.events: list[Any] = []
+        self.gaps = 0
+
+    def hear(self) -> None:
+        messages, self.wire.messages = self.wire.messages, []
+        for message in messages:
+            try:
+                report = self.reader.read(message)
+            except MissedReportError:
+                self.gaps += 1
+                self.wire.wanted = True
+                continue
+            if report is not None:
+                self._take(report)
+
+    def _take(self, report: Report) -> None:
+        self.mirror.take(report)
+        self.events += [*report.events, *report.gave_up]
+        for id, reason, at in report.gave_up:
+            if (request := self.mirror.moved(id, reason, at)) is not None:
+                self.mirror.fold(HandedOff(at, id, request))
+
+    def differences(self) -> Iterator[str]:
+        """Where the fold is not what the scheduler itself shows."""
+        theirs, ours = self.made.scheduler.view(), self.mirror.view(self.made.now)
+        names = {
+            seq.id: seq.promised.id if seq.promised else seq.id for seq in self.made.scheduler.rubato.seqs.values()
+        }
+        over = {id.rpartition("-")[0] for id in self.made.ended}  # of which their streams tell, if no report does
+        if {names[s.id] for s in theirs.waiting} != {s.id for s in ours.waiting} - over:
+            yield f"waiting {[names[s.id] for s in theirs.waiting]} {[s.id for s in ours.waiting]}"
+        if {names[s.id] for s in (*theirs.running, *theirs.moving)} != {s.id for s in ours.running}:
+            yield f"running {[names[s.id] for s in theirs.running]} {[s.id for s in ours.running]}"
+        if theirs.kv_free != ours.kv_free:
+            yield f"kv_free {theirs.kv_free} {ours.kv_free}"
+        for seq in (*theirs.running, *theirs.moving):
+            own = self.mirror.known(names[seq.id])
+            if own is None:
+                continue
+            for what, one, other in (
+                ("cached", seq.cached - seq.in_flight, own.cached),
+                ("in_flight", seq.in_flight, own.in_flight),
+                ("blocks", seq.blocks, own.blocks),
+                ("output", seq.output - seq.coming, own.output),
+                ("demoted", seq.demoted, own.demoted),
+                ("prompt", seq.request.stages[0].prompt, own.request.stages[0].prompt),
+            ):
+                if one != other:
+                    yield f"{names[seq.id]}: {what} {one} {other}"
+
+
+def told(made: Harness, losses: random.Random | None = None, share: float = 0.0) -> Gateway:
+    """The harness with a gateway that listens."""
+    wire = Wire(losses, share)
+    driver = made.scheduler.rubato
+    driver._gateways = GatewayReports(wire)  # type: ignore[arg-type]
+    driver.supports |= FLEET
+    driver.report()
+    return Gateway(made, wire)
+
+
+def promise(gateway: Gateway, id: str, prompt: int, slo: SLO, **more: Any) -> None:
+    """The gateway sends a request: what it promises comes before it."""
+    request = Request(id, (Stage(prompt, slo),), gateway.made.now, **more)
+    gateway.mirror.submit(request, gateway.made.now)
+    gateway.wire.asked.append(("g", expect(id, (id,), 1, request)))
+
+
+@pytest.mark.parametrize(
+    ("seed", "asynchronous", "policy", "prefix"),
+    [(0, False, "edf", False), (1, False, "edf", True), (2, True, "edf", False), (3, False, "slos_serve", False),
+     (4, True, "edf", True), (5, False, "polyserve", False)],
+)  # fmt: skip
+def test_what_gateways_fold_is_what_the_scheduler_shows_after_every_step(
+    model: Path, seed: int, asynchronous: bool, policy: str, prefix: bool
+) -> None:
+    rng = random.Random(seed)
+    made = harness(model, policy, blocks=14, asynchronous=asynchronous, prefix=prefix)
+    made.exact = False  # hand-offs are not in the plan's chunks
+    gateway = told(made)
+    gateway.hear()
+    offered = preempted = 0
+    for i in range(60):
+        id, prompt = f"chatcmpl-{i}", [rng.randrange(5) for _ in range(rng.randint(5, 60))]
+        if rng.random() < 0.7:
+            slo = rng.choice([SLO(), SLO(rng.uniform(0.05, 1.0), rng.uniform(0.02, 0.2)), SLO(e2e=rng.uniform(0.5, 5))])
+            promise(gateway, id, len(prompt) + rng.choice([0, 0, 7]), slo)  # a length that may be an estimate
+            made.add(f"{id}-0a1b2c3d", prompt, rng.randint(1, 12))
+        else:
+            made.add(f"other{i}", prompt, rng.randint(1, 12), slo_ttft_ms=rng.uniform(50, 1000))
+        offered += 1
+        for _ in range(rng.randint(0, 6)):
+            made.step()
+            gateway.hear()
+            assert not list(gateway.differences()), (i, list(gateway.differences()))
+            preempted = sum(type(e).__name__ == "Preempted" for e in gateway.events)
+        if rng.random() < 0.15 and (ids := list(made.scheduler.requests)):
+            made.abort(rng.choice(ids))
+            gateway.hear()
+    while made.scheduler.has_requests() or made.running:
+        made.step()
+        gateway.hear()
+        assert not list(gateway.differences())
+    ends = [event.id for event in gateway.events if isinstance(event, Finished)]
+    assert len(ends) == len(set(ends)) == offered
+    assert gateway.mirror.empty
+    assert gateway.gaps == 0
+    assert preempted > 0 or seed != 0
+    heard = {event.id: 0 for event in gateway.events if isinstance(event, Offered)}
+    for event in gateway.events:
+        if isinstance(event, Tokens):
+            assert len(event.token_ids) == event.tokens
+            heard[event.id] += event.tokens
+    assert sum(heard.values()) == sum(map(len, made.out.values()))
+    made.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gateway_that_missed_reports_is_right_again_after_a_snapshot(model: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    made = harness(model, "edf", blocks=14, asynchronous=seed % 2 == 1)
+    gateway = told(made, random.Random(seed), 0.1)
+    right = 0
+    for i in range(40):
+        id = f"chatcmpl-{i}"
+        promise(gateway, id, 30, SLO(0.5, 0.1))
+        made.add(f"{id}-0a1b2c3d", [rng.randrange(200) for _ in range(30)], rng.randint(1, 12))
+        for _ in range(rng.randint(0, 6)):
+            made.step()
+            gateway.hear()
+            if not gateway.wire.wanted and gateway.reader.number == made.scheduler.rubato._gateways._number:
+                assert not list(gateway.differences())
+                right += 1
+    gateway.wire._share = 0.0
+    while made.scheduler.has_requests() or made.running:
+        made.step()
+        gateway.hear()
+    made.step()
+    gateway.hear()
+    assert gateway.wire.lost > 5
+    assert gateway.gaps > 5
+    assert right > 20
+    assert not gateway.mirror.view(made.now).running
+    # those whose end was lost are told by their streams: for all that a snapshot says, they may be on their way
+    assert {s.id for s in gateway.mirror.view(made.now).waiting} <= {f"chatcmpl-{i}" for i in range(40)}
+
+
+def test_a_gateway_gives_roles_and_takes_back_what_is_its_own(model: Path) -> None:
+    made = harness(model, "edf", blocks=40, seqs=2, tokens=16)
+    made.exact = False
+    gateway = told(made)
+    gateway.wire.asked.append(("g", assign(Role(tier="fast", kind="hp"))))
+    for i in range(6):
+        promise(gateway, f"chatcmpl-{i}", 16, SLO(5.0, 1.0) if i % 2 else SLO())
+        made.add(f"chatcmpl-{i}-0a1b2c3d", [3] * 16, 8)
+    made.add("other", [3] * 16, 8)
+    for _ in range(3):
+        made.step()
+    gateway.hear()
+    assert made.scheduler.view().role == Role(tier="fast", kind="hp")
+    waiting = {s.id for s in gateway.mirror.view(made.now).waiting}
+    assert {"other"} < waiting
+    gateway.wire.asked.append(("g", recall("waiting")))
+    made.step()
+    gateway.hear()
+    back = [event for event in gateway.events if isinstance(event, GaveUp)]
+    assert {event.id for event in back} == waiting - {"other"}
+    assert {event.reason for event in back} == {"recalled"}
+    assert not any(event.id == "other" for event in back)
+    gateway.wire.asked.append(("g", recall("best_effort")))
+    made.step()
+    gateway.hear()
+    left = made.scheduler.rubato.seqs.values()
+    assert all(seq.promised is None or not seq.best_effort for seq in left)
+    made.run()
+    gateway.hear()
+    assert gateway.mirror.empty
+    ended = {event.id for event in gateway.events if isinstance(event, Finished | GaveUp)}
+    assert ended == {*(f"chatcmpl-{i}" for i in range(6)), "other"}
+
+
+def test_another_gateways_requests_and_strangers_stay_at_a_recall(model: Path) -> None:
+    made = harness(model, "edf", blocks=40, seqs=1)
+    gateway = told(made)
+    promise(gateway, "chatcmpl-a", 16, SLO())
+    request = Request("chatcmpl-b", (Stage(16),), 0.0)
+    gateway.wire.asked.append(("h", expect("chatcmpl-b", ("chatcmpl-b",), 1, request)))
+    for id in ("chatcmpl-a", "chatcmpl-b"):
+        made.add(f"{id}-0a1b2c3d", [3] * 16, 4)
+    gateway.wire.asked.append(("h", recall("best_effort")))
+    made.run()
+    gateway.hear()
+    assert [event.id for event in gateway.events if isinstance(event, GaveUp)] == ["chatcmpl-b"]
+    assert [event.id for event in gateway.events if isinstance(event, Finished)] == ["chatcmpl-a"]
+
+
+def test_demoted_requests_are_best_effort_from_the_start_and_while_they_run(model: Path) -> None:
+    made = harness(model, "vllm", blocks=40)  # edf would bring them back
+    gateway = told(made)
+    for id in ("chatcmpl-a", "chatcmpl-b"):
+        promise(gateway, id, 16, SLO(5.0, 1.0))
+    gateway.wire.asked.append(("g", demote("chatcmpl-a")))
+    for id in ("chatcmpl-a", "chatcmpl-b"):
+        made.add(f"{id}-0a1b2c3d", [3] * 16, 4)
+    made.step()
+    assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, False]
+    gateway.wire.asked.append(("g", demote("chatcmpl-b")))
+    made.step()
+    assert [s.best_effort for s in made.scheduler.rubato.seqs.values()] == [True, True]
+    made.run()
+
+
+def test_time_that_a_gateway_held_a_request_counts_and_what_it_had_elsewhere(model: Path) -> None:
+    made = harness(model, "edf", blocks=40)
+    gateway = told(made)
+    made.now = 10.0
+    request = Request("cmpl-a", (Stage(16, SLO(2.0, 0.5)),), 7.0, progress=Progress((7.0,), ((8.0, 8.5, 9.0),)))
+    gateway.wire.asked.append(("g", expect("cmpl-a", ("cmpl-a",), 1, request)))
+    made.add("cmpl-a-0-0a1b2c3d", [3] * 19, 5)
+    made.step()
+    seq = next(iter(made.scheduler.rubato.seqs.values()))
+    assert seq.request.arrival == 7.0
+    assert seq.request.stages[0].prompt == 16
+    assert seq.request.sampling.max_tokens == 8
+    assert list(seq.times_of_stage())[:3] == [8.0, 8.5, 9.0]
+    made.run()
+    gateway.hear()
+    (end,) = [event for event in gateway.events if isinstance(event, Finished)]
+    assert end.output == 8
+    assert end.verdict.ttft == 1.0
+
+
+def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> None:
+    made = harness(model, "edf", blocks=40)
+    gateway = told(made)
+    gateway.wire.asked += [
+        ("g", ["expect", "chatcmpl-a", {"ids": []}]), ("g", ["assign", {"colour": "red"}]), ("g", ["recall", "all"]),
+        ("g", ["end"]), ("g", []),
+    ]  # fmt: skip
+    made.add("chatcmpl-a-0a1b2c3d", [3] * 16, 4)
+    made.run()
+    assert made.scheduler.rubato.faults["command"] == 5
+    assert len(made.out["chatcmpl-a-0a1b2c3d"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("id", "place"),
+    [
+        ("chatcmpl-abc-0123abcd", ("chatcmpl-abc", 0, 0)),
+        ("2_chatcmpl-abc-0123abcd", ("chatcmpl-abc", 0, 2)),
+        ("cmpl-abc-3-0123abcd", ("cmpl-abc", 3, 0)),
+        ("1_cmpl-abc-3-0123abcd", ("cmpl-abc", 3, 1)),
+    ],
+)
+def test_which_choice_of_which_prompt_a_request_is(id: str, place: tuple[str, int, int]) -> None:
+    assert place_of(id) == place
+
+
+# --------------------------------------------------------------------------- over the socket
+
+
+class Peer:
+    """A gateway's raw socket."""
+
+    def __init__(self, port: int, **options: int) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, **message: Any) -> None:
+        self.socket.send(packed(message))
+
+    def hello(self, token: str = "", protocol: int = PROTOCOL) -> Message:
+        self.say(kind="hello", protocol=protocol, token=token, gateway="g")
+        return self.next()
+
+    def next(self, kind: str = "") -> Message:
+        """The next message of this kind."""
+        while True:
+            assert self.socket.poll(5000), f"nothing came of kind {kind!r}"
+            message = unpacked(self.socket.recv())
+            if kind in ("", message["kind"]):
+                return message
+
+
+@pytest.fixture
+def linked(model: Path) -> Iterator[Any]:
+    made = harness(model, "edf", blocks=60, rubato={"link": {}})
+    yield made
+    made.scheduler.rubato.close()
+
+
+def port_of(made: Harness) -> int:
+    link = made.scheduler.rubato._gateways.link
+    assert isinstance(link, GatewayLink)
+    return link.port
+
+
+def test_a_gateway_is_greeted_at_once_by_an_idle_engine_and_told_of_all_that_is_there_by_a_busy_one(
+    linked: Harness,
+) -> None:
+    first = Peer(port_of(linked))
+    hello = first.hello()
+    assert (hello["kind"], hello["policy"], hello["protocol"]) == ("hello", "edf", PROTOCOL)
+    assert affine.Model.from_dict(hello["latency"]).host == 0.0
+    assert hello["limits"]["kv_blocks"] == 60
+    assert {"handoff", "recall", "chunked"} <= set(hello["supports"])
+    assert first.next()["seqs"] == []
+    first.say(kind="ping", asked=1.5)
+    assert first.next("beat")["asked"] == 1.5
+    linked.add("chatcmpl-a-0a1b2c3d", [3] * 30, 20)
+    for _ in range(4):
+        linked.step()
+    second = Peer(port_of(linked))
+    second.hello()
+    time.sleep(0.1)
+    linked.step()
+    snapshot = second.next("snapshot")
+    assert [row[0]["id"] for row in snapshot["seqs"]] == ["chatcmpl-a-0a1b2c3d"]
+    reader = LinkReader("r0")
+    assert reader.read(snapshot) is not None
+    linked.step()
+    while reader.number < linked.scheduler.rubato._gateways._number:
+        reader.read(second.next())
+    linked.run()
+    first.socket.close()
+    second.socket.close()
+
+
+def test_who_has_not_the_token_or_another_version_is_told_so_and_is_not_obeyed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    made = harness(model, "edf", blocks=60, rubato={"link": {"host": "127.0.0.1"}})
+    forger = Peer(port_of(made))
+    forger.say(kind="do", commands=[assign(Role(kind="hp"))])
+    assert forger.next()["kind"] == "unknown"
+    assert "token" in forger.hello(token="guess")["why"]
+    forger.say(kind="do", commands=[assign(Role(kind="hp"))])
+    assert forger.next()["kind"] == "unknown"
+    forger.socket.send(b"\xff no JSON")
+    assert "version" in forger.hello(token="secret", protocol=PROTOCOL + 1)["why"]
+    made.add("a", [3] * 16, 4)
+    made.run()
+    assert made.scheduler.view().role == Role()
+    assert not made.scheduler.rubato.faults
+    assert forger.hello(token="secret")["kind"] == "hello"
+    made.scheduler.rubato.close()
+    forger.socket.close()
+
+
+def test_an_open_address_needs_a_token_and_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ValueError, match=TOKEN):
+        LinkSettings.of({"host": "0.0.0.0"})
+    monkeypatch.setenv(TOKEN, "secret")
+    assert LinkSettings.of({"host": "0.0.0.0"}).host == "0.0.0.0"
+    for wrong in ({"port": 70_000}, {"port": True}, {"host": ""}, {"prot": 1}):
+        with pytest.raises(ValueError, match=r"rubato\.link"):
+            LinkSettings.of(wrong)
+
+
+@pytest.mark.parametrize("how", ["stalled", "dead"])
+def test_no_listener_holds_up_a_step_and_one_that_lives_hears_all(
+    model: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that does not read costs the engine nothing: reports go on, and it would need a snapshot."""
+    monkeypatch.setattr(gateway_link, "MOST", 200)
+    made = harness(model, "edf", blocks=60, rubato={"link": {}})
+    bad = Peer(port_of(made), RCVHWM=1)
+    bad.hello()
+    good = Peer(port_of(made))
+    good.hello()
+    reader = LinkReader("r0")
+    reader.read(good.next("snapshot"))
+    if how == "dead":
+        bad.socket.close(linger=0)
+    events: list[Any] = []
+    for i in range(300):
+        made.add(f"r{i}", [3] * 30, 10)
+        while made.scheduler.has_requests():
+            made.step()
+        while good.socket.poll(0) or reader.number < made.scheduler.rubato._gateways._number:
+            try:
+                report = reader.read(good.next())
+            except MissedReportError:
+                good.say(kind="resync")
+                continue
+            if report is not None:
+                events += report.events
+    ended = [event.id for event in events if isinstance(event, Finished)]
+    assert ended == [f"r{i}" for i in range(300)]
+    assert sum(isinstance(event, Started) for event in events) == 300
+    made.scheduler.rubato.close()
+    good.socket.close()
+    if how == "stalled":
+        bad.socket.close()
