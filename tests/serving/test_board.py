@@ -200,9 +200,7 @@ def test_what_fair_share_holds_says_so(edge: Runs) -> None:
         await at.clock.sleep_until(STEP, 0)
         told = await seen(at, "a")
         assert told["queue"]["held"] == 2
-        assert told["requests"][2]["why"] == (
-            "held by the router, behind 1 other, until it chooses a replica, or until its tenant's share allows it"
-        )
+        assert told["requests"][2]["why"] == "held by the router or for its tenant's share, behind 1 other"
         await asyncio.gather(*tasks)
 
     edge(scenario, tenants=TENANTS, fair=FairShare(window=1))
@@ -241,7 +239,7 @@ def test_why_a_request_is_where_it_is() -> None:
     moved = replace(one, handoff=Handoff("r0", "prefilled", 0.5, 10))
     records = history(one)
     (row,) = rows(records, held=shown(one))
-    assert row["why"] == "held by the router, first in the queue, until it chooses a replica"
+    assert row["why"] == "held by the router, first in the queue"
     (row,) = rows(records, held=shown(moved))
     assert row["why"] == "handed off by r0 (prefilled): held until another replica takes it"
     records(Placed(0.1, "a", "r0"))
@@ -278,7 +276,7 @@ def test_of_many_the_most_urgent_are_shown_and_all_are_counted() -> None:
 def test_a_replica_says_how_old_its_view_is_and_what_it_is_for() -> None:
     told = replica_shown(replace(view(now=10.0, kv_free=750), as_of=8.5), 0.02, ["r0"])
     assert (told["age_ms"], told["state"], told["kv_used_tokens"], told["step_ms"]) == (1500.0, "draining", 4000, 20.0)
-    assert role_words(Role("decode", "chat", "g1", "hp")) == "decode only, tier chat, group g1, hp"
+    assert role_words(Role("decode", "chat", "g1", "hp")) == "decode only, tier chat, group g1, kind hp"
 
 
 # --------------------------------------------------------------------------- counts

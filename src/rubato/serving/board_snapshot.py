@@ -102,8 +102,8 @@ class RequestsInFlight:
             if seq is not None and seq.request.handoff is not None:
                 handoff = seq.request.handoff
                 return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
-            share = ", or until its tenant's share allows it" if self._fair else ""
-            return f"held by the router, {_after(place.before)}, until it chooses a replica{share}"
+            share = " or for its tenant's share" if self._fair else ""
+            return f"held by the router{share}, {_after(place.before)}"
         if place.state == "waiting":
             turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"
             return f"{turn} at {replica}, {_after(place.before)}"
@@ -153,5 +153,5 @@ def replica_shown(view: View, step_seconds: float | None, draining: Collection[s
 def role_words(role: Role) -> str:
     """What a replica is for, in words."""
     phase = "prefill and decode" if role.phase == "both" else f"{role.phase} only"
-    more = [("tier", role.tier), ("group", role.group), ("", role.kind)]
-    return ", ".join([phase, *(f"{name} {value}".strip() for name, value in more if value)])
+    more = [("tier", role.tier), ("group", role.group), ("kind", role.kind)]
+    return ", ".join([phase, *(f"{name} {value}" for name, value in more if value)])

@@ -86,7 +86,7 @@ function askForKey() {
   answered = performance.now();
   shown = null;
   at("board").hidden = true;
-  at("key-form").hidden = false;
+  at("key-form").hidden = at("key-fields").hidden = false;
   at("key-forget").hidden = !key;
   say(key ? "The server does not know this key." : "This server asks for an API key.", key ? "missed" : "");
 }
@@ -115,9 +115,10 @@ function show(told) {
   at("board").hidden = false;
   at("board").classList.remove("stale");
   at("model").textContent = told.model;
+  if (!at("key-fields").hidden && at("key-form").contains(document.activeElement)) at("top").focus();
   at("key-form").hidden = !told.keys;
+  at("key-fields").hidden = true;
   at("key-forget").hidden = false;
-  at("key").required = true;
   const who = told.keys ? `, as ${told.tenant}${told.admin ? " (admin: all requests)" : " (its own requests)"}` : "";
   const states = { serving: "Serving", draining: "Draining: takes no new request", dead: "Dead: no replica is left" };
   const up = wholeSeconds(told.serving_seconds * 1000);
@@ -131,7 +132,9 @@ function show(told) {
   offerTiers(told.may_ask_for);
 }
 
-function showSummary({ total, queue, window_seconds }) {
+// A tenant's queue is of its own requests, all else in the summary of all.
+function showSummary({ total, queue, window_seconds, admin }) {
+  const own = admin ? "" : "of yours";
   const { recent } = total;
   figures(at("figures"), [
     [`Attainment, last ${window_seconds / 60} min`, percent(recent.attainment), metOf(recent)],
@@ -139,9 +142,9 @@ function showSummary({ total, queue, window_seconds }) {
     ["Offered", count(total.offered)],
     ["Finished", count(total.met + total.missed)],
     ["In flight", count(total.in_flight)],
-    ["Held at the router", count(queue.held)],
-    ["Waiting at replicas", count(queue.waiting)],
-    ["Running", count(queue.running), queue.moving ? `and ${count(queue.moving)} moving` : ""],
+    ["Held at the router", count(queue.held), own],
+    ["Waiting at replicas", count(queue.waiting), own],
+    ["Running", count(queue.running), [queue.moving ? `and ${count(queue.moving)} moving` : "", own].join(" ").trim()],
   ]);
 }
 
@@ -203,7 +206,7 @@ function showRequests(told) {
 function requestCells(row, told) {
   const where = { held: "router", moving: `moving to ${row.replica}` }[row.state] ?? row.replica;
   const waited = row.waited_ms === null ? "" : `for ${duration(row.waited_ms)}`;
-  const because = row.placed_because ? `placed there because: ${row.placed_because}` : "";
+  const because = row.placed_because ? `the router's reason: ${row.placed_because}` : "";
   return [
     { text: row.id, title: row.id },
     whose(row, told),
