@@ -6,6 +6,7 @@ const NONE = "–";
 export function duration(ms) {
   if (ms === null || ms === undefined) return NONE;
   const size = Math.abs(ms);
+  if (size > 0 && size < 0.1) return `${ms.toFixed(3)}\u00a0ms`;
   if (size < 10) return `${ms.toFixed(1)}\u00a0ms`;
   if (size < 1000) return `${Math.round(ms)}\u00a0ms`;
   if (size < 10_000) return `${(ms / 1000).toFixed(2)}\u00a0s`;
