@@ -29,6 +29,7 @@ PROCESSES = (
     "docs/test_runs.py",
     "fleet/test_ray_",
     "processes/",
+    "serving/board/",
     "serving/test_openapi.py",
     "soak/",
 )

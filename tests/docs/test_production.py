@@ -60,6 +60,10 @@ EVIDENCE = {
         metric:rubato_requests_offered_total metric:rubato_slo_met_total page:grafana.json
         test:serving/test_metrics.py::counts
         test:serving/test_dashboard.py::every_metric_and_label_of_the_dashboard_is_exported""",
+    "a live page of our server": """
+        src:serving/board.py
+        test:serving/test_board.py::all_that_was_offered_is_counted_and_each_request_has_its_place
+        test:serving/board/test_browser.py::narrow_and_wide_light_and_dark""",
     "metrics of the plug-in": """
         plugin:stat_logger_plugins metric:rubato_plan_seconds metric:rubato_plan_deviations_total
         metric:rubato_given_up test:vllm/test_link.py::reports_are_the_events_of_the_engine""",

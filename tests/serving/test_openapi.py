@@ -127,7 +127,7 @@ def test_whatever_the_document_allows_or_forbids(url_and_document: tuple[str, An
 
 def test_without_a_key_with_a_wrong_one_and_beyond_a_limit(url_and_document: tuple[str, Any]) -> None:
     for operation in operations(url_and_document):
-        if not operation.path.startswith(("/v1", "/debug")):
+        if not operation.path.startswith(("/v1", "/debug", "/board")):
             continue
 
         @settings(LIMITS, max_examples=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rubato.core.clock import PLAN, Clock, Handle
@@ -23,7 +23,7 @@ from rubato.core.events import (
     Stepped,
     Transferred,
 )
-from rubato.core.interfaces import Autoscaler, Dispatch, Host, LengthPredictor, Router, View
+from rubato.core.interfaces import Autoscaler, Dispatch, Host, LengthPredictor, Router, SeqView, View
 from rubato.core.plan import Role
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
@@ -117,6 +117,16 @@ class Cluster:
     @property
     def in_flight(self) -> int:
         return len(self._requests)
+
+    @property
+    def held(self) -> Sequence[SeqView]:
+        """The requests that are at no replica, in the order in which they came."""
+        return list(self._requests.unplaced.values())
+
+    @property
+    def draining_replicas(self) -> Collection[str]:
+        """Ids of those that take nothing more."""
+        return self._scaling.draining
 
     @property
     def wants_steps(self) -> bool:

@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's endpoints over a `Cluster`, `/health`, `/metrics` and `/debug`."""
+"""The ASGI app: OpenAI's endpoints over a `Cluster`, `/health`, `/metrics`, `/debug`, and the board."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
 from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
+from rubato.serving.board import add_board
 from rubato.serving.errors import ApiError, from_finished, invalid, no_room
 from rubato.serving.metrics import Metrics
 from rubato.serving.rate_limits import RATE, TenantGate, TenantUsage
@@ -148,6 +149,7 @@ def create_app(service: Service) -> FastAPI:
     _add_completions(app, state)
     _add_models(app, state)
     _add_operations(app, state)
+    add_board(app, state)
     openapi.complete(app, keys=state.tenants.configured)
     return app
 

@@ -74,7 +74,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
     if keys:
         parts["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
         for name, path in document["paths"].items():
-            if name.startswith(("/v1/", "/debug/")):
+            if name.startswith(("/v1/", "/debug/", "/board.json")):
                 for operation in path.values():
                     operation["security"] = [{SCHEME: []}]
 

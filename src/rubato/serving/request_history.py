@@ -63,6 +63,7 @@ class RequestRecord:
     best_effort_since: float | None = None
     best_effort: float = 0.0  # seconds, until it ended or was promoted again
     replicas: list[str] = field(default_factory=list)
+    why: str = ""  # the router's explanation of the last placement, if it gave one
     preemptions: int = 0
     brings_kv: bool = False  # where it goes next
     cached: int = 0  # prompt tokens whose KV was there when it first started
@@ -111,6 +112,11 @@ class RequestHistory:
             if self._ended is not None:
                 self._ended(record)
 
+    @property
+    def in_flight(self) -> Mapping[str, RequestRecord]:
+        """Those that have not ended, every choice by its own id, in the order in which they were offered."""
+        return self._open
+
     def find(self, id: str) -> Sequence[RequestRecord]:
         """All choices of the request that the API calls `id`; none if it is not known, or no longer."""
         return self._answers.get(id, ())
@@ -129,6 +135,7 @@ def _fold(record: RequestRecord, event: Event) -> None:
         record.stages.append(_Stage(event.request.arrival))
     elif isinstance(event, Placed):
         about["replica"] = event.replica
+        record.why = event.why
         if event.why:
             about["why"] = event.why
         record.replicas.append(event.replica)

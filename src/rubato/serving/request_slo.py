@@ -58,6 +58,13 @@ class Tiers:
         self._usable = self._named
         self._least = dict.fromkeys(HEADERS, 0.0)  # seconds that may be stated: 0 = anything, inf = nothing at all
 
+    @property
+    def usable(self) -> Sequence[Tier]:
+        """Those that a request gets when it names them."""
+        best_effort = self._named[BEST_EFFORT]
+        tiers = {**self._usable, **({BEST_EFFORT: best_effort} if best_effort.slo.best_effort else {})}
+        return list(tiers.values())
+
     def allowed(self, names: Sequence[str] | None) -> Tiers:
         """For a tenant that may use the tiers of these names, None = all. Raises ValueError for an unknown one.
 

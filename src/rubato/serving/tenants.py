@@ -54,7 +54,7 @@ class Tenants:
             seen[digest] = tenant.name
         self.quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota != Quota()}
         self._tiers = {tenant.name: tiers.allowed(tenant.tiers) for tenant in tenants}
-        self._all = tiers
+        self.all_tiers = tiers
 
     def of(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant whose key `Authorization: Bearer KEY` holds. Raises ApiError 401."""
@@ -79,7 +79,7 @@ class Tenants:
         return self._named[name]
 
     def tiers(self, tenant: Tenant) -> Tiers:
-        return self._tiers.get(tenant.name, self._all)
+        return self._tiers.get(tenant.name, self.all_tiers)
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -1,0 +1,157 @@
+"""How a cluster stands at one instant, for the board: where each request in flight is and why, and each replica.
+
+One pass over what is in flight, whoever looks; the rows are made of the few requests that are shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from heapq import nsmallest
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+from rubato.core.interfaces import SeqView, View
+from rubato.core.plan import Role
+from rubato.serving.request_history import LOST, PREEMPTED, RequestRecord
+from rubato.serving.slo_report import in_ms, ms
+
+MOST_SHOWN = 200  # requests in flight; all are counted
+State = Literal["held", "waiting", "running", "moving"]
+
+
+class _Place(NamedTuple):
+    """Where a request is. before: how many came before it in its queue. replica: "" = at none."""
+
+    state: State
+    seq: SeqView | None = None
+    replica: str = ""
+    before: int = 0
+
+
+class RequestsInFlight:
+    """All of them. records: in the order in which they were offered. held: those at no replica. fair: tenants share the
+    replicas, so one that is held may wait for its tenant's share."""
+
+    def __init__(
+        self,
+        records: Mapping[str, RequestRecord],
+        held: Sequence[SeqView],
+        views: Sequence[View],
+        now: float,
+        *,
+        fair: bool,
+    ) -> None:
+        places: dict[str, _Place] = {}
+        for view in views:  # one on its way is shown where its KV comes from, and held, too
+            places.update((seq.id, _Place("moving", seq, view.id)) for seq in view.moving)
+        places.update((seq.id, _Place("held", seq, before=at)) for at, seq in enumerate(held))
+        for view in views:
+            places.update((seq.id, _Place("running", seq, view.id)) for seq in view.running)
+            places.update((seq.id, _Place("waiting", seq, view.id, at)) for at, seq in enumerate(view.waiting))
+        self._now = now
+        self._fair = fair
+        self._found = [(record, places.get(id) or _unseen(record)) for id, record in records.items()]
+
+    def shown(self, tenant: str | None) -> dict[str, Any]:
+        """Of one tenant, or all (None), as JSON: exact counts, and rows of the `MOST_SHOWN` whose next token is due
+        soonest, in the order in which they were offered."""
+        found = [f for f in self._found if tenant in (None, f[0].request.tenant)]
+        counts = Counter(place.state for _, place in found)
+        rows = found
+        if len(found) > MOST_SHOWN:
+            soonest = nsmallest(MOST_SHOWN, range(len(found)), key=lambda at: _due(found[at][1]))
+            rows = [found[at] for at in sorted(soonest)]
+        return {
+            "queue": {"in_flight": len(found), **{name: counts[name] for name in _STATES}},
+            "requests": [self._row(record, place) for record, place in rows],
+        }
+
+    def _row(self, record: RequestRecord, place: _Place) -> dict[str, Any]:
+        request, now, seq = record.request, self._now, place.seq
+        if place.state == "moving" and record.replicas:
+            place = place._replace(replica=record.replicas[-1])
+        due = _due(place)
+        return {
+            "id": request.id,
+            "tenant": request.tenant,
+            "tier": request.tier,
+            "slo": in_ms(request.stages[0].slo),
+            "state": place.state,
+            "replica": place.replica,
+            "why": self._why(record, place),
+            "placed_because": record.why[:200] if place.state != "held" else "",
+            "age_ms": ms(now - request.arrival),
+            "waited_ms": None if record.waiting is None else ms(now - record.waiting[1]),
+            "prompt_tokens": request.prompt,
+            "output_tokens": record.output,
+            "max_tokens": request.sampling.max_tokens,
+            "due_in_ms": ms(due - now),  # negative: late
+            "late": due < now or (seq is not None and seq.missed),
+            "best_effort": request.best_effort,
+            "demoted": record.best_effort_since is not None,
+        }
+
+    def _why(self, record: RequestRecord, place: _Place) -> str:
+        """In plain words, why it is where it is."""
+        seq, replica = place.seq, place.replica
+        waits_for = "" if record.waiting is None else record.waiting[0]
+        if place.state == "held":
+            if waits_for == LOST:
+                return "its replica is gone: held by the router until another takes it"
+            if seq is not None and seq.request.handoff is not None:
+                handoff = seq.request.handoff
+                return f"handed off by {handoff.source} ({handoff.reason}): held until another replica takes it"
+            share = " or for its tenant's share" if self._fair else ""
+            return f"held by the router{share}, {_after(place.before)}"
+        if place.state == "waiting":
+            turn = "preempted, waits to go on" if waits_for == PREEMPTED else "waits for its turn"
+            return f"{turn} at {replica}, {_after(place.before)}"
+        if place.state == "moving":
+            return f"on its way to {replica}"
+        pending = 1 if seq is None else seq.pending
+        if pending > 1:
+            return f"runs at {replica}: prefill, {pending} tokens to go"
+        return f"runs at {replica}: decode"
+
+
+_STATES: tuple[State, ...] = ("held", "waiting", "running", "moving")
+
+
+def _unseen(record: RequestRecord) -> _Place:
+    """Of one that no view has: it has just been sent, or its KV has."""
+    return _Place("moving", replica=record.replicas[-1]) if record.replicas else _Place("held")
+
+
+def _due(place: _Place) -> float:
+    return inf if place.seq is None else place.seq.due
+
+
+def _after(before: int) -> str:
+    return "first in the queue" if before == 0 else f"behind {before} other{'s' if before > 1 else ''}"
+
+
+def replica_shown(view: View, step_seconds: float | None, draining: Collection[str]) -> dict[str, Any]:
+    """A replica as JSON. `batch` is the one that runs now, `age_ms` how old what is known about it is."""
+    block = view.limits.block_size
+    return {
+        "id": view.id,
+        "role": role_words(view.role),
+        "state": "draining" if view.id in draining else "busy" if view.running else "idle",
+        "running": len(view.running),
+        "waiting": len(view.waiting),
+        "moving": len(view.moving),
+        "batch": {"requests": view.in_flight.seqs, "tokens": view.in_flight.tokens},
+        "kv_used_tokens": (view.kv_total - view.kv_free) * block,
+        "kv_total_tokens": view.kv_total * block,
+        "age_ms": ms(max(0.0, view.now - min(view.as_of, view.now))),
+        "steps": view.steps,
+        "step_ms": ms(step_seconds),
+    }
+
+
+def role_words(role: Role) -> str:
+    """What a replica is for, in words."""
+    phase = "prefill and decode" if role.phase == "both" else f"{role.phase} only"
+    more = [("tier", role.tier), ("group", role.group), ("kind", role.kind)]
+    return ", ".join([phase, *(f"{name} {value}" for name, value in more if value)])

@@ -1,0 +1,363 @@
+"""/board.json: all that was offered is counted, tenants see their own requests, and names are only data."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from rubato.core.events import Finished, Left, Offered, Placed, Preempted, Started, Stepped, Verdict
+from rubato.core.plan import NO_BATCH, Limits, Role
+from rubato.core.request import SLO, Handoff, Request, Sampling
+from rubato.policy_kit.fair_share import FairShare
+from rubato.serving import board
+from rubato.serving.board_counts import MISSES, MOST_TIERS, OTHER, WINDOW, BoardCounts
+from rubato.serving.board_snapshot import MOST_SHOWN, RequestsInFlight, replica_shown, role_words
+from rubato.serving.request_history import RequestHistory
+from rubato.serving.request_slo import Tier, Tiers
+from tests.doubles import Seq, request, shown, view
+from tests.serving.conftest import STEP, Edge, key, tenant
+
+Runs = Callable[..., None]
+TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
+TIGHT = Limits(2, 512, 256, 64, 16)  # two at a time
+MARKUP = '<img src=x onerror="alert(1)">'
+
+
+async def seen(at: Edge, who: str | None = None) -> Any:
+    answer = await at.http.get("/board.json", headers=key(who) if who else {})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    return answer.json()
+
+
+def assert_counted(told: Any) -> None:
+    for counts in (told["total"], *told["tiers"]):
+        for part in (counts, counts["recent"]):
+            assert part["offered"] == part["met"] + part["missed"] + part["in_flight"]
+    for name in ("offered", "met", "missed", "in_flight"):
+        assert told["total"][name] == sum(tier[name] for tier in told["tiers"])
+    states = {name: told["queue"][name] for name in ("held", "waiting", "running", "moving")}
+    assert told["queue"]["in_flight"] == sum(states.values())
+
+
+def test_all_that_was_offered_is_counted_and_each_request_has_its_place(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        assert (await seen(at))["total"]["attainment"] is None
+        tasks = [asyncio.create_task(at.complete(max_tokens=10, slo={"ttft_ms": 5000})) for _ in range(4)]
+        await at.clock.sleep_until(2.5 * STEP, 0)
+        await at.http.post("/v1/completions", json={"model": "simulated", "prompt": "a", "service_tier": "no such"})
+        await at.clock.sleep_until(board.FRESH + 0.5 * STEP, 0)
+        told = await seen(at)
+        assert_counted(told)
+        assert (told["total"]["offered"], told["total"]["in_flight"]) == (at.cluster.offered, at.cluster.in_flight)
+        assert told["queue"] == {"in_flight": 4, "held": 0, "waiting": 2, "running": 2, "moving": 0}
+        assert [row["why"] for row in told["requests"]] == [
+            "runs at r0: decode",
+            "runs at r0: decode",
+            "waits for its turn at r0, first in the queue",
+            "waits for its turn at r0, behind 1 other",
+        ]
+        last = told["requests"][-1]
+        assert (last["due_in_ms"], last["age_ms"], last["waited_ms"]) == (4450.0, 550.0, 550.0)
+        assert [row["output_tokens"] for row in told["requests"]] == [5, 5, 0, 0]
+        (replica,) = told["replicas"]
+        assert (replica["running"], replica["waiting"], replica["state"]) == (2, 2, "busy")
+        assert replica["batch"] == {"requests": 2, "tokens": 2}
+        assert (replica["step_ms"], replica["age_ms"], replica["role"]) == (100.0, 0.0, "prefill and decode")
+        assert 0 < replica["kv_used_tokens"] < replica["kv_total_tokens"] == 64 * 16
+        await asyncio.gather(*tasks)
+        await at.clock.sleep_until(3.0, 0)
+        told = await seen(at)
+        assert_counted(told)
+        assert told["total"]["offered"] == told["total"]["met"] == at.cluster.finished == 4
+        assert (told["total"]["attainment"], told["requests"], told["misses"]) == (1.0, [], [])
+
+    edge(scenario, limits=TIGHT)
+
+
+def test_misses_have_their_cause_and_what_was_measured(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        assert (await at.chat(slo={"ttft_ms": 20})).status_code == 200
+        refused = await at.chat(slo={"ttft_ms": 20, "on_decline": "refuse"})
+        assert refused.status_code == 429
+        told = await seen(at)
+        assert_counted(told)
+        (tier,) = told["tiers"]
+        assert (tier["offered"], tier["met"], tier["attainment"]) == (2, 0, 0.0)
+        assert tier["outcomes"] == {"completed": 1, "refused": 1}
+        assert set(tier["causes"].values()) == {1}
+        latest, first = told["misses"]
+        assert (latest["cause"], latest["outcome"], latest["ttft_ms"]) == ("refused", "refused", None)
+        assert latest["reason"] == refused.headers["x-rubato-reject-reason"]
+        assert (first["outcome"], first["ttft_ms"], first["targets"]["ttft_ms"]) == ("completed", 100.0, 20.0)
+        assert (first["cause"] or "unknown") in tier["causes"]
+        assert (first["served"], first["margin_ms"]) == ("best_effort", -80.0)
+
+    edge(scenario)
+
+
+def test_a_tenant_sees_its_own_requests_and_the_totals_an_admin_all(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        late = {"ttft_ms": 20}
+        await at.complete(key("b"), slo=late)
+        tasks = [asyncio.create_task(at.complete(key(who), max_tokens=20)) for who in ("a", "b", "b")]
+        await at.clock.sleep_until(board.FRESH * 2, 0)
+        ids = {t: [e.id for e in at.events if isinstance(e, Offered) and e.request.tenant == t] for t in "ab"}
+        a, b, root = [await seen(at, who) for who in ("a", "b", "root")]
+        assert [row["id"] for row in a["requests"]] == ids["a"]
+        assert [row["id"] for row in b["requests"]] == ids["b"][1:]
+        assert {row["id"] for row in root["requests"]} == {*ids["a"], *ids["b"][1:]}
+        assert (a["misses"], a["replicas"], b["replicas"]) == ([], None, None)
+        assert [miss["id"] for miss in b["misses"]] == [miss["id"] for miss in root["misses"]] == ids["b"][:1]
+        assert not [id for id in ids["b"] if id in str(a)]
+        assert [told["queue"]["in_flight"] for told in (a, b, root)] == [1, 2, 3]
+        assert a["tiers"] == b["tiers"] == root["tiers"]
+        assert a["total"]["offered"] == 4
+        assert [(told["tenant"], told["admin"]) for told in (a, root)] == [("a", False), ("root", True)]
+        assert len(root["replicas"]) == 1
+        await asyncio.gather(*tasks)
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_without_a_key_there_is_the_page_and_nothing_on_it(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        await at.complete(key("a"))
+        for headers in ({}, {"authorization": "Bearer nobody"}):
+            assert (await at.http.get("/board.json", headers=headers)).status_code == 401
+        page = await at.http.get("/")
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "simulated" not in page.text
+        head = await at.http.head("/")
+        assert (head.status_code, head.headers["content-length"]) == (200, page.headers["content-length"])
+        paths = (await at.http.get("/openapi.json")).json()["paths"]
+        assert paths["/board.json"]["get"]["security"] == [{"key": []}]
+        assert not [path for path in paths if path == "/" or path.startswith("/board/")]
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        limited, all_of_them = [await seen(at, who) for who in ("limited", "root")]
+        assert [tier["name"] for tier in limited["may_ask_for"]] == ["slow", "flex"]
+        assert [tier["name"] for tier in all_of_them["may_ask_for"]] == ["fast", "slow", "flex"]
+        assert limited["may_ask_for"][0]["slo"] == {"ttft_ms": 9000.0, "tpot_ms": None, "e2e_ms": None}
+
+    tiers = Tiers([Tier("fast", SLO(1.0)), Tier("slow", SLO(9.0))], "fast")
+    edge(scenario, tenants=[tenant("limited", tiers=("slow",)), tenant("root", admin=True)], tiers=tiers)
+
+
+def test_how_things_stand_is_worked_out_once_in_half_a_second(edge: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    class Counted(RequestsInFlight):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            looks.append(args[3])
+            super().__init__(*args, **more)
+
+    async def scenario(at: Edge) -> None:
+        monkeypatch.setattr(board, "RequestsInFlight", Counted)
+        first = await seen(at, "root")
+        task = asyncio.create_task(at.complete(key("a"), max_tokens=20))
+        await at.clock.sleep_until(board.FRESH * 0.9, 0)
+        assert await seen(at, "root") == first
+        assert (await seen(at, "a"))["total"] == first["total"]
+        assert looks == [0.0]
+        await at.clock.sleep_until(board.FRESH * 1.1, 0)
+        for who in ("root", "a", "b", "root"):
+            assert (await seen(at, who))["total"]["in_flight"] == 1
+        assert len(looks) == 2
+        await task
+
+    edge(scenario, tenants=TENANTS)
+
+
+def test_names_that_look_like_markup_are_data(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        await at.complete(key(MARKUP), service_tier=MARKUP, slo={"ttft_ms": 20})
+        answer = await at.http.get("/board.json", headers=key(MARKUP))
+        assert answer.headers["content-type"] == "application/json"
+        (tier,) = answer.json()["tiers"]
+        (miss,) = answer.json()["misses"]
+        assert tier["name"] == miss["tier"] == miss["tenant"] == MARKUP
+
+    edge(scenario, tenants=[tenant(MARKUP)], tiers=Tiers([Tier(MARKUP, SLO(0.01))], MARKUP))
+
+
+def test_what_fair_share_holds_says_so(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        tasks = [asyncio.create_task(at.complete(key("a"), max_tokens=10)) for _ in range(3)]
+        await at.clock.sleep_until(STEP, 0)
+        told = await seen(at, "a")
+        assert told["queue"]["held"] == 2
+        assert told["requests"][2]["why"] == "held by the router or for its tenant's share, behind 1 other"
+        await asyncio.gather(*tasks)
+
+    edge(scenario, tenants=TENANTS, fair=FairShare(window=1))
+
+
+# --------------------------------------------------------------------------- where requests are, and why
+
+
+def rows(records: RequestHistory, held: Any = (), views: Any = (), now: float = 1.0) -> Any:
+    return RequestsInFlight(records.in_flight, held, views, now, fair=False).shown(None)["requests"]
+
+
+def history(*requests: Request) -> RequestHistory:
+    found = RequestHistory()
+    for one in requests:
+        found(Offered(one.arrival, one.id, one))
+    return found
+
+
+def test_the_routers_reason_for_the_placement_is_shown() -> None:
+    records = history(request("a"))
+    records(Placed(0.1, "a", "r0", "the least slack that still suffices"))
+    waiting = Seq(request("a"), due=3.0)
+    (row,) = rows(records, views=[view([waiting])])
+    assert (row["replica"], row["placed_because"], row["due_in_ms"]) == (
+        "r0",
+        "the least slack that still suffices",
+        2000.0,
+    )
+    (row,) = rows(records, held=[waiting])  # it has come back
+    assert row["placed_because"] == ""
+
+
+def test_why_a_request_is_where_it_is() -> None:
+    one = request("a")
+    moved = replace(one, handoff=Handoff("r0", "prefilled", 0.5, 10))
+    records = history(one)
+    (row,) = rows(records, held=shown(one))
+    assert row["why"] == "held by the router, first in the queue"
+    (row,) = rows(records, held=shown(moved))
+    assert row["why"] == "handed off by r0 (prefilled): held until another replica takes it"
+    records(Placed(0.1, "a", "r0"))
+    (row,) = rows(records)
+    assert (row["state"], row["why"]) == ("moving", "on its way to r0")
+    records(Started(0.1, "a"))
+    (row,) = rows(records, views=[view(running=[Seq(one, length=100, cached=20)])])
+    assert (row["state"], row["why"]) == ("running", "runs at r0: prefill, 80 tokens to go")
+    records(Preempted(0.2, "a"))
+    (row,) = rows(records, views=[view([Seq(one)])])
+    assert (row["why"], row["waited_ms"]) == ("preempted, waits to go on at r0, first in the queue", 800.0)
+    records(Placed(0.3, "a", "r1"))
+    (row,) = rows(records, views=[replace(view(), moving=[Seq(moved)])])
+    assert (row["state"], row["replica"], row["why"]) == ("moving", "r1", "on its way to r1")
+
+
+def test_a_late_token_is_late_now_or_was() -> None:
+    requests = [request(name) for name in "abc"]
+    records = history(*requests)
+    seqs = [Seq(requests[0], due=0.5), Seq(requests[1], due=5.0, missed=True), Seq(requests[2], due=5.0)]
+    assert [row["late"] for row in rows(records, views=[view(running=seqs)])] == [True, True, False]
+
+
+def test_of_many_the_most_urgent_are_shown_and_all_are_counted() -> None:
+    requests = [request(f"q{i}", arrival=float(i)) for i in range(MOST_SHOWN + 100)]
+    seqs = [Seq(one, due=float(-i)) for i, one in enumerate(requests)]  # the last offered is due first
+    board_ = RequestsInFlight(history(*requests).in_flight, [], [view(seqs)], 0.0, fair=False)
+    told = board_.shown(None)
+    assert told["queue"]["waiting"] == told["queue"]["in_flight"] == MOST_SHOWN + 100
+    assert [row["id"] for row in told["requests"]] == [one.id for one in requests[100:]]
+    assert board_.shown("someone else")["requests"] == []
+
+
+def test_a_replica_says_how_old_its_view_is_and_what_it_is_for() -> None:
+    told = replica_shown(replace(view(now=10.0, kv_free=750), as_of=8.5), 0.02, ["r0"])
+    assert (told["age_ms"], told["state"], told["kv_used_tokens"], told["step_ms"]) == (1500.0, "draining", 4000, 20.0)
+    assert role_words(Role("decode", "chat", "g1", "hp")) == "decode only, tier chat, group g1, kind hp"
+
+
+# --------------------------------------------------------------------------- counts
+
+
+def finished(id: str, at: float, *, met: bool) -> Finished:
+    return Finished(at, id, "completed", "stop", Verdict(met, "deadline", None if met else "queue"))
+
+
+def test_recent_is_of_requests_offered_within_the_window() -> None:
+    counts = BoardCounts()
+    for i, at in enumerate((0.0, 1.0, 200.0)):
+        counts(Offered(at, f"q{i}", request(f"q{i}", arrival=at)))
+    counts(finished("q0", 250.0, met=True))
+    counts(finished("q2", 250.0, met=False))
+    tier = counts.tiers["default"]
+    assert tier.shown(250.0)["recent"]["attainment"] == tier.shown(250.0)["attainment"] == 1 / 3
+    recent = tier.shown(WINDOW + 50.0)["recent"]
+    assert (recent["offered"], recent["missed"]) == (1, 1)
+    counts(finished("q1", WINDOW + 51.0, met=True))  # offered too long ago to count as recent
+    assert tier.shown(WINDOW + 51.0)["recent"]["met"] == 0
+    assert tier.shown(WINDOW + 51.0)["met"] == 2
+    assert tier.shown(2 * WINDOW)["recent"]["attainment"] is None
+
+
+def test_what_is_kept_is_bounded_and_holds_no_text() -> None:
+    counts = BoardCounts()
+    long = "x" * 100_000
+    for i in range(MOST_TIERS + 50):
+        one = replace(request(f"q{i}", 3, tier=f"t{i}"), sampling=Sampling(stop=(long,)))
+        stage = replace(one.stages[0], token_ids=(1, 2, 3), ends=long)
+        counts(Offered(0.0, one.id, replace(one, stages=(stage,))))
+        counts(finished(one.id, 1.0, met=False))
+        counts(Stepped(1.0, "r0", NO_BATCH, 0.1))
+    assert len(counts.tiers) == MOST_TIERS + 1
+    assert counts.tiers[OTHER].offered == 50
+    assert len(counts.misses(None, 1.0)) == MISSES
+    assert len(pickle.dumps((counts._misses, counts._open, counts._steps))) < 100_000
+    counts(Left(2.0, "r0"))
+    assert counts.step_seconds("r0") is None
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def files() -> dict[str, str]:
+    folder = resources.files("rubato.serving") / board.PAGE
+    return {name: (folder / name).read_text(encoding="utf-8") for name, _ in board.FILES.values()}
+
+
+def test_every_file_is_served_under_a_strict_policy(edge: Runs) -> None:
+    async def scenario(at: Edge) -> None:
+        for path, (name, kind) in board.FILES.items():
+            answer = await at.http.get(path)
+            assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
+            assert answer.text == files()[name]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+            assert not re.search(r"unsafe|http|\*|data:", policy)
+
+    edge(scenario)
+    folder = resources.files("rubato.serving") / board.PAGE
+    assert {file.name for file in folder.iterdir()} == {name for name, _ in board.FILES.values()}
+
+
+def test_the_page_has_nothing_inline_nothing_foreign_and_no_way_from_text_to_markup() -> None:
+    class Page(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            given = dict(attrs)
+            assert not [name for name in given if name == "style" or name.startswith("on")]
+            assert (tag == "script") <= ("src" in given)
+            assert tag != "style"
+            for name in ("src", "href"):
+                assert given.get(name, "/").startswith("/")  # type: ignore[union-attr]
+                assert not given.get(name, "/").startswith("//")  # type: ignore[union-attr]
+
+    texts = files()
+    Page().feed(texts["board.html"])
+    for name, text in texts.items():
+        code = text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|//[a-z]+\.", code), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|DOMParser", code), name
+        assert not re.search(r"@import|url\(", code), name
