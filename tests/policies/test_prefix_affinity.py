@@ -429,6 +429,27 @@ def test_all_requests_end_once_with_it_where_the_policy_has_its_own_router(
     assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
 
 
+@few
+@given(load=loads(), every=st.integers(1, 5))
+def test_a_new_index_serves_as_well(load: Load, every: int) -> None:
+    """It is derived state: one that is lost now and again, with requests in flight, is learnt anew."""
+    calls = 0
+    place = PrefixAffinity.place
+
+    def forgets(self: PrefixAffinity, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        nonlocal calls
+        calls += 1
+        if calls % every == 0:
+            self._index = PrefixIndex()
+        return place(self, held, fleet, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixAffinity, "place", forgets)
+        own = {"router": "lmetric", "router_settings": {"prefix_affinity": True}}
+        events = run_load(replace(load, prefix_cache=True), "edf", **own, replicas=3)
+    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in load.requests)
+
+
 # --------------------------------------------------------------------------- simulated
 
 
@@ -511,3 +532,34 @@ def test_the_command_line_takes_it(words: list[str], tmp_path: Path) -> None:
 def test_a_configuration_takes_it() -> None:
     config = Config.model_validate({"router": {"name": "least_loaded", "prefix_affinity": True}})
     assert isinstance(load_router(config.router.name, config.router.settings), PrefixAffinity)
+
+
+@pytest.mark.parametrize("mode", ["co", "pd"])
+def test_polyserve_keeps_its_books_by_where_requests_are(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a request moves, its seat or its prompt moves with it; when all has ended nobody sits anywhere."""
+    routers, moved = set(), 0
+    observe = PrefixAffinity.observe
+
+    def watched(self: PrefixAffinity, events: Sequence[Event]) -> None:
+        nonlocal moved
+        observe(self, events)
+        routers.add(self)
+        for event in events:
+            if isinstance(event, Placed):
+                inner: Any = self.inner
+                there = inner._prefills.get(event.id) or inner._where[event.id][0]
+                assert there.id == event.replica
+                moved += "cached here" in event.why
+
+    monkeypatch.setattr(PrefixAffinity, "observe", watched)
+    settings = {"prefix_affinity": True, "mode": mode}
+    limits = Limits(64, 2048, 4096, kv_blocks=1100, block_size=16)
+    spec = run_spec(
+        Linear(0.005, 0.0002), limits, "polyserve", router="polyserve", router_settings=settings, replicas=6,
+        prefix_cache=True, learns=False,
+    )  # fmt: skip
+    shares(spec, talks(3))
+    assert moved > 10
+    [router] = routers
+    for replica in router.inner._replicas.values():
+        assert (sum(replica.residents), len(replica.forecast), replica.prompts) == (0, 0, {})
