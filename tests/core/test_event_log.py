@@ -9,9 +9,9 @@ import pytest
 
 from experiments._timelines import timelines
 from rubato.core.event_log import EventLogWriter, encode, read, without_content
-from rubato.core.events import Event, Stepped, Tokens
+from rubato.core.events import Event, Offered, Stepped, Tokens
 from rubato.core.plan import Limits, Shape
-from rubato.core.request import SLO, Request, Stage
+from rubato.core.request import SLO, Request, Stage, without_texts
 from rubato.core.timeline import steps
 from rubato.simulation.simulate import simulate_events
 from tests.doubles import Linear, request, run_spec
@@ -48,6 +48,12 @@ def test_a_log_from_before_accepted_nodes_and_draft_tokens_were_kept_is_still_re
         replace(now[0], accepted=()),
         replace(now[1], shape=now[1].shape._replace(draft_tokens=0)),
     ]
+
+
+def test_what_is_remembered_of_a_prompt_has_no_keys_of_it() -> None:
+    asked = Request("a", (Stage(70),), 0.0, prefix=(5,), session="s")
+    assert without_texts(asked) == replace(asked, prefix=())
+    assert without_content(Offered(0.0, "a", asked)) == Offered(0.0, "a", replace(asked, prefix=()))
 
 
 def test_prompts_and_outputs_stay_out_unless_asked_for(tmp_path: Path) -> None:

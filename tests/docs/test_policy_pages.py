@@ -87,15 +87,21 @@ def test_losses_come_before_gains(page: str) -> None:
 
 @pytest.mark.parametrize("page", POLICIES)
 def test_settings_are_those_of_the_policy(page: str) -> None:
-    """Of a router without those that its policy has too."""
+    """Of a router without those that its policy has too, and those of every router, which one page has."""
     policy = POLICIES[page]
     own = defaults("policy", "vllm" if policy == "sa" else policy)  # sa's scheduler is vllm's
-    router = {name: default for name, default in defaults("router", policy).items() if name not in own}
+    elsewhere = {*own, *policies.OF_EVERY_ROUTER}
+    router = {name: default for name, default in defaults("router", policy).items() if name not in elsewhere}
     for part, settings in (("policy", own), ("router", router)):
         rows = {row.name: row.default for row in stated(page) if row.part == part}
         if "tier_values" in settings:  # made anew for each, so it has no default that can be shown
             settings["tier_values"] = {}
         assert rows == settings
+
+
+def test_settings_of_every_router_are_on_the_page_of_all() -> None:
+    stated = re.findall(r"Every router, yours too, takes the setting `(\w+)` \(default `(\w+)`\)", PAGES["policies.md"])
+    assert {name: value(default) for name, default in stated} == policies.OF_EVERY_ROUTER
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.page}-{row.name}")

@@ -41,12 +41,12 @@ def _named(value: Any) -> dict[str, Any]:
 
 
 def without_content(event: Event) -> Event:
-    """The event without what was said: no text, no token ids."""
+    """The event without what was said: no text, no token ids, no keys made of them."""
     if isinstance(event, Tokens):
         return replace(event, text="", token_ids=(), logprobs=())
     if isinstance(event, Offered | HandedOff):
         stages = tuple(replace(stage, token_ids=()) for stage in event.request.stages)
-        return replace(event, request=replace(event.request, stages=stages, progress=None))
+        return replace(event, request=replace(event.request, stages=stages, progress=None, prefix=()))
     return event
 
 

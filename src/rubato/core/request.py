@@ -102,6 +102,8 @@ class Sampling:
     logprobs: int | None = None
 
 
+PREFIX_BLOCK = 64  # tokens that one key of `Request.prefix` stands for
+
 OnDecline = Literal["best_effort", "refuse"]
 Outcome = Literal["completed", "refused", "failed", "cancelled"]
 Cause = Literal[
@@ -153,6 +155,9 @@ class Request:
     group: requests that name the same one have the same prompt, go to the same replica and share the prompt's KV (the
     choices of `n` > 1). progress: of a request that began on another replica. handoff: of one that the replica it was
     on gave up; it has left its group.
+    prefix: for routers, a key for each `PREFIX_BLOCK` tokens of its prompt that stands for all up to their end, so that
+    prompts which begin alike have keys that begin alike; empty: worked out from token ids, where these are known.
+    session: a client's name for requests that go on from each other (`x-session-id`).
     """
 
     id: str
@@ -166,6 +171,8 @@ class Request:
     group: str = ""
     progress: Progress | None = None
     handoff: Handoff | None = None
+    prefix: tuple[int, ...] = ()
+    session: str = ""
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].prompt < 1:
@@ -198,17 +205,17 @@ LONGEST_END = 64  # characters of what ends a stage that are left by `without_te
 
 
 def without_texts(request: Request) -> Request:
-    """What may be remembered of a request when it is over: without its prompts, its stop strings and what it has
-    received, of which there may be megabytes."""
+    """What may be remembered of a request when it is over: without its prompts and their keys, its stop strings and
+    what it has received, of which there may be megabytes."""
     sampling = request.sampling
     if sampling.stop or sampling.stop_ids:
         sampling = replace(sampling, stop=(), stop_ids=())
     stages = request.stages
     if any(stage.token_ids or len(stage.ends) > LONGEST_END for stage in stages):
         stages = tuple(replace(stage, token_ids=(), ends=stage.ends[:LONGEST_END]) for stage in stages)
-    if stages is request.stages and sampling is request.sampling and request.progress is None:
+    if stages is request.stages and sampling is request.sampling and request.progress is None and not request.prefix:
         return request
-    return replace(request, stages=stages, sampling=sampling, progress=None)
+    return replace(request, stages=stages, sampling=sampling, progress=None, prefix=())
 
 
 # Shape, Work, Plan, Entry and Emitted are made in every step, most for every sequence: as named tuples, which take a

@@ -21,7 +21,9 @@ from rubato.core.did_you_mean import nearest
 from rubato.core.finite_settings import check_finite
 from rubato.core.interfaces import Router, Scheduler
 from rubato.core.length_prediction import PREDICTORS
+from rubato.policy_kit import prefix_affinity
 
+OF_EVERY_ROUTER: Mapping[str, object] = {prefix_affinity.SETTING: False}  # settings, with their defaults
 PARTS = {"Scheduler": ("needs", "observe", "plan"), "Router": ("needs", "observe", "place")}  # of a dataclass
 
 
@@ -40,8 +42,13 @@ def load(name: str, settings: Mapping[str, object] | None = None) -> Scheduler:
 
 
 def load_router(name: str, settings: Mapping[str, object] | None = None) -> Router:
-    """The Router of a policy module, built with these settings. Raises PolicyError."""
-    return cast(Router, _build(name, "Router", settings or {}))
+    """The Router of a policy module, built with these settings, and with prefix affinity if they ask for it
+    (`policy_kit.prefix_affinity`). Raises PolicyError."""
+    own, wanted = dict(settings or {}), False
+    if prefix_affinity.SETTING not in _fields(getattr(_module(name), "Router", None)):
+        wanted = bool(_checked(name, prefix_affinity.SETTING, own.pop(prefix_affinity.SETTING, False), False))
+    router = cast(Router, _build(name, "Router", own))
+    return cast(Router, prefix_affinity.PrefixAffinity(router)) if wanted else router
 
 
 def router_for(
@@ -63,7 +70,7 @@ def router_for(
             "of it would be left; choose router auto"
         )
     if paired and router == policy:
-        shared = _settings(paired)
+        shared = _fields(paired)
         settings = {name: value for name, value in (own or {}).items() if name in shared} | dict(settings or {})
     return load_router(router, settings)
 
@@ -92,7 +99,7 @@ def describe() -> Iterator[tuple[str, str, str, str, dict[str, object]]]:
             cls = getattr(module, kind, None)
             if cls is not None and _is_own(module, cls):
                 about = (module.__doc__ or "").strip().split("\n")[0]
-                yield name, kind.lower(), about, str(module.SOURCE), _settings(cls)
+                yield name, kind.lower(), about, str(module.SOURCE), _settings(cls, kind)
 
 
 def _is_own(module: ModuleType, cls: type) -> bool:
@@ -141,17 +148,16 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         )
     if lacking := [part for part in PARTS[kind] if not hasattr(cls, part)]:
         raise PolicyError(f"policy {name!r}: {kind} lacks {', '.join(lacking)}; it must have {', '.join(PARTS[kind])}")
-    known = _settings(cls)
+    known = _settings(cls, kind)
     for key, value in settings.items():
         if key not in known:
             other = getattr(module, "Router", None) if kind == "Scheduler" else None
-            if other is not None and key in _settings(other):
+            if other is not None and key in _fields(other):
                 raise PolicyError(f"{key!r} is a setting of {name}'s router: write {name}@{name}:{key}={value}")
+            if kind == "Scheduler" and key in OF_EVERY_ROUTER:
+                raise PolicyError(f"{key!r} is a setting of the router: write {name}@auto:{key}={value}")
             raise PolicyError(f"policy {name!r} has no setting {key!r}{nearest(key, list(known))}")
-        if known[key] is not None and not _same_kind(value, known[key]):
-            raise PolicyError(
-                f"policy {name!r}: setting {key} is {value!r}; give a {_kind(known[key])}, like {known[key]!r}"
-            )
+        _checked(name, key, value, known[key])
     try:
         check_finite(settings, cls)
         return cls(**settings)
@@ -159,8 +165,23 @@ def _build(name: str, kind: str, settings: Mapping[str, object]) -> object:
         raise PolicyError(f"policy {name!r}: {error}") from error
 
 
-def _settings(cls: Any) -> dict[str, object]:
-    """The fields of a policy's dataclass that can be set, with their defaults."""
+def _checked(name: str, key: str, value: object, default: object) -> object:
+    """A setting's value. Raises PolicyError for one of another kind than its default, if that is known."""
+    if default is not None and not _same_kind(value, default):
+        raise PolicyError(f"policy {name!r}: setting {key} is {value!r}; give a {_kind(default)}, like {default!r}")
+    return value
+
+
+def _settings(cls: Any, kind: str) -> dict[str, object]:
+    """What can be set of a policy's part, with the defaults."""
+    own = _fields(cls)
+    return own | {name: value for name, value in OF_EVERY_ROUTER.items() if kind == "Router" and name not in own}
+
+
+def _fields(cls: Any) -> dict[str, object]:
+    """The fields of a policy's dataclass that can be set, with their defaults; none of what is no dataclass."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
     return {
         f.name: f.default if f.default is not dataclasses.MISSING else None
         for f in dataclasses.fields(cls)

@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar, cast
 
 from rubato.core.did_you_mean import nearest
-from rubato.core.events import Event, Finished, HandedOff, Lost, Started
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started
 from rubato.core.interfaces import Dispatch, SeqView, View, nothing_sent
 from rubato.core.plan import Plan, Role, Shape
 from rubato.core.request import SATURATED, HandoffReason
@@ -341,6 +341,8 @@ class Router:
         for event in events if self._coming else ():
             if isinstance(event, Started | Finished | HandedOff | Lost):
                 self._coming.pop(event.id, None)
+            elif isinstance(event, Placed) and event.id in self._coming:  # maybe where its prefix is cached
+                self._coming[event.id] = event.replica, self._coming[event.id][1]
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         low: dict[str, list[View]] = {}

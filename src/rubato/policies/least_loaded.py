@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from rubato.core.events import Event
 from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.policy_kit.backlog import PER_REQUEST
+from rubato.policy_kit.backlog import load as load_of
 
 SOURCE = "join-the-shortest-queue, in tokens, as gateways in front of vLLM do it"
 
@@ -17,14 +19,14 @@ class Router:
     """per_request: tokens that a request counts for beside its pending prefill (its decode to come)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    per_request: int = 64
+    per_request: int = PER_REQUEST
 
     def observe(self, events: Sequence[Event]) -> None:
         pass
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         per = self.per_request
-        load = [view.pending + per * view.count for view in fleet]
+        load = [load_of(view, per) for view in fleet]
         place = {}
         for seq in held:
             least = load.index(min(load))

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rubato.core.events import Event, Finished, HandedOff, Lost
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
 from rubato.core.interfaces import SOONEST, Dispatch, LatencyModel, SeqView, View
 from rubato.core.request import SLO
 from rubato.latency.whole_request import decode_seconds, prefill_seconds
@@ -387,6 +387,8 @@ class Router:
         for event in events:
             if isinstance(event, Finished | HandedOff | Lost):
                 self._sent.pop(event.id, None)
+            elif isinstance(event, Placed) and event.id in self._sent:  # with its group, or where its prefix is cached
+                self._sent[event.id] = event.replica
 
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         waiting = {seq.id: seq for seq in held}

@@ -1,9 +1,16 @@
-"""What a replica has still to prefill, in seconds."""
+"""What a replica has still to do: in seconds of prefill, and in tokens."""
 
 from __future__ import annotations
 
 from rubato.core.interfaces import View
 from rubato.core.plan import Shape
+
+PER_REQUEST = 64  # tokens that a request counts for beside its pending ones: its decode to come
+
+
+def load(view: View, per_request: int = PER_REQUEST) -> int:
+    """Pending tokens of all that are at a replica, and their decodes to come."""
+    return view.pending + per_request * view.count
 
 
 def prefill_seconds(view: View, prompt: int) -> float:

@@ -226,8 +226,9 @@ async def _complete(state: _AppState, http: Request, schema: type[schemas.AnyCom
     prompts = await state.token_ids(body)
     granted = request_slo.grant(state.tenants.tiers(tenant), http.headers, body.service_tier, body.slo)
     requests = intake.requests(
-        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens
-    )
+        body, prompts, granted, arrival=arrival, tenant=tenant.name, most_tokens=service.most_tokens,
+        session=intake.session(http.headers),
+    )  # fmt: skip
     gate = service.cluster if usage is None else TenantGate(service.cluster, usage, requests)
     created = int(service.created_offset + arrival)
     reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)

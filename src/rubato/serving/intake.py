@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from rubato.core.request import Request, Stage
@@ -10,6 +11,8 @@ from rubato.serving import response_choices, schemas, sse
 from rubato.serving.errors import invalid, no_room, too_long
 from rubato.serving.request_slo import GrantedSLO, Tier
 from rubato.serving.response import CompletionResponse, RequestIntake
+
+SESSION = "x-session-id"  # the header; vLLM reads it, too
 
 
 def requests(
@@ -20,10 +23,11 @@ def requests(
     arrival: float,
     tenant: str,
     most_tokens: int,
+    session: str = "",
 ) -> tuple[Request, ...]:
     """What a body whose prompts are `prompts` asks for: a request a choice, each with the SLO that is granted.
 
-    most_tokens: prompt + output of a request.
+    most_tokens: prompt + output of a request. session: as `Request.session`.
     Raises ApiError 400 that names what cannot be had.
     """
     id = _new_id(body.kind)
@@ -36,10 +40,20 @@ def requests(
             tenant=tenant,
             sampling=body.sampling(_room(most_tokens, len(prompt), body, body.where(at))),
             on_decline=granted.on_decline,
+            session=session,
         )
         for at, prompt in enumerate(prompts)
     ]
     return response_choices.spread(offers, body.choices)
+
+
+def session(headers: Mapping[str, str]) -> str:
+    """The name of the client's session that a header states, "" without one. Raises ApiError 400 for what is no
+    name."""
+    name = headers.get(SESSION)
+    if name is not None and not re.fullmatch(r"[!-~]{1,128}", name):
+        raise invalid(SESSION, "give 1 to 128 visible ASCII characters without blanks.")
+    return name or ""
 
 
 def unread(kind: schemas.Kind, *, arrival: float, tenant: str, tier: Tier) -> Request:

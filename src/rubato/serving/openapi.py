@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from rubato.core.request import LEAST_MS, MOST_MS
 from rubato.serving import schemas
+from rubato.serving.intake import SESSION
 from rubato.serving.request_slo import HEADERS
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -25,6 +26,13 @@ _MEANINGS = {
     503: "The server is stopping, or the request was cut short.",
 }
 SCHEME = "key"
+_SESSION = {
+    "name": SESSION,
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
+    "description": "requests of one session go where its KV is, where the router has prefix_affinity",
+}
 
 
 class ErrorDetails(BaseModel):
@@ -45,7 +53,7 @@ def completion(schema: type[schemas.Completion]) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": of}}}
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     return {
-        "openapi_extra": {"requestBody": body, "parameters": _slo_headers()},
+        "openapi_extra": {"requestBody": body, "parameters": [*_slo_headers(), _SESSION]},
         "response_model": None,
         "responses": {
             200: {"description": "The answer: whole, or as server-sent events", "content": answer},

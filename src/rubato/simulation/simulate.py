@@ -55,6 +55,7 @@ def simulate(
         "policy": spec.choice.policy,
         "settings": dict(spec.choice.settings),
         "router": spec.choice.router,
+        **({"router_settings": dict(spec.choice.router_settings)} if spec.choice.router_settings else {}),
         "replicas": spec.replicas,
         "limits": asdict(spec.hardware.limits),
         "noise": spec.noise,

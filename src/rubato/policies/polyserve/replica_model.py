@@ -85,9 +85,13 @@ class Replica:
         self.residents[request.tier] += 1
         self.load = None
 
-    def add_unknown(self, id: str) -> None:
-        """One that another placed here: overdue from the start, so that its length is looked up next time."""
+    def add_unknown(self, id: str, tier: int | None) -> None:
+        """One that another placed here: overdue from the start, so that its length is looked up next time. tier: None
+        if it is not among `residents`."""
         self.forecast.add(id, 1, 1.0, self.view.steps - 1)
+        if tier is not None:
+            self.residents[tier] += 1
+        self.load = None
 
     def drop(self, id: str, tier: int | None) -> None:
         """It has left. tier: None if it is not among `residents`."""

@@ -87,10 +87,28 @@ class Router:
             elif isinstance(event, Transferred):
                 if (moving := self._moving.pop(event.id, None)) is not None:
                     self._token_moves += 0.1 * ((event.at - moving[0]) / event.tokens - self._token_moves)
-            elif isinstance(event, Placed) and event.id not in self._where and event.replica in self._replicas:
-                replica = self._replicas[event.replica]  # where the rest of its group is
-                replica.add_unknown(event.id)
-                self._where[event.id] = (replica, None)
+            elif isinstance(event, Placed) and event.replica in self._replicas:
+                self._placed_elsewhere(event.id, self._replicas[event.replica])
+
+    def _placed_elsewhere(self, id: str, replica: Replica) -> None:
+        """It is there, if that is not where it was sent: with the rest of its group, or where its prefix is cached."""
+        if (before := self._prefills.get(id)) is not None:
+            if before is not replica:
+                replica.prompts[id] = before.prompts[id]
+                self._leave_prefill(id)
+                replica.load, self._prefills[id] = None, replica
+                self._unsorted.add(PREFILL)
+            return
+        seat, tier = self._where.get(id, (None, None))
+        if seat is replica:
+            return
+        if seat is not None:
+            seat.drop(id, tier)
+            self._changed(seat)
+        replica.add_unknown(id, tier)
+        self._where[id] = (replica, tier)
+        if replica.group is not None:
+            self._unsorted.add(replica.group)
 
     def _leave(self, id: str) -> None:
         self._held_until.pop(id, None)

@@ -1,0 +1,51 @@
+"""LMetric: each request to the replica with the least (prefill tokens there, its own included) × (batch size).
+
+The paper: an instance's score is one product, of the new prefill tokens if the request is routed to it, which its
+prefix cache makes fewer, and of its current batch size; the least is taken, and there is nothing to tune, for weights
+of the two factors cancel in the comparison. The first factor is here as in the authors' router (blitz-router,
+`lmetric-q`): tokens queued for prefill at the instance, and those of the request that are not cached there. So is the
+second: requests there, running and waiting, and one more, so that idle instances differ by their prefill.
+
+Ours: what is cached is what `policy_kit.prefix_index` takes for cached, by placements, where the authors mirror each
+instance's KV cache. At least one token of a request counts as new, so that no product is 0. Requests placed together
+count for each other; ties go to the first replica. Not here: finding out beforehand where multiplication would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rubato.core.events import Event
+from rubato.core.interfaces import Dispatch, SeqView, View
+from rubato.policy_kit.prefix_index import PrefixIndex
+
+SOURCE = "LMetric: Simple is Better, Multiplication May Be All You Need for LLM Request Scheduling (arXiv 2603.15202)"
+
+
+@dataclass
+class Router:
+    """No settings."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    _prefixes: PrefixIndex = field(default_factory=PrefixIndex, init=False, repr=False, compare=False)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self._prefixes.observe(events)
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        prefixes = self._prefixes
+        prefixes.begin(held, fleet)
+        prefill = [view.pending - view.decodes.seqs for view in fleet]  # a decode has one token pending
+        count = [view.count for view in fleet]
+        place = {}
+        for seq in held:
+            new = [seq.pending - (0 if seq.cached else prefixes.cached(seq, view.id)) for view in fleet]
+            score = [(prefill[i] + new[i]) * (count[i] + 1) for i in range(len(fleet))]
+            least = score.index(min(score))
+            place[seq.id] = fleet[least].id
+            prefixes.expect(seq, fleet[least].id)
+            prefill[least] += new[least]
+            count[least] += 1
+        return Dispatch(place)

@@ -1,0 +1,143 @@
+"""Which prompts' KV a replica is likely to have, as a router knows it: by what was placed there.
+
+Approximate, as in the routers of SGLang and llm-d: a prompt counts as cached from its placement on, and until so much
+has been placed on that replica since as its KV memory holds. The index is derived state: a new one is empty, and
+learns from the placements that follow.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rubato.core.events import Event, Finished, Left, Placed
+from rubato.core.interfaces import SeqView, View
+from rubato.core.request import PREFIX_BLOCK, Request
+
+
+class _Prompt(NamedTuple):
+    """keys: one for each full block, each standing for everything up to its end. session: None without one."""
+
+    keys: tuple[int, ...]
+    tokens: int
+    session: tuple[str, str] | None
+
+
+@dataclass(slots=True)
+class _Cache:
+    """entries: the tokens of each block or session, least recently placed first. most: what its KV memory holds."""
+
+    most: int = 0
+    tokens: int = 0
+    entries: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+
+    def add(self, key: Hashable, tokens: int) -> None:
+        self.drop(key)
+        self.entries[key] = tokens
+        self.tokens += tokens
+
+    def drop(self, key: Hashable) -> None:
+        self.tokens -= self.entries.pop(key, 0)
+
+
+class PrefixIndex:
+    """The prompts of each replica, in blocks of `PREFIX_BLOCK` tokens, and the sessions: the last prompt and output of
+    a session count as cached where they were served. Tenants share nothing."""
+
+    def __init__(self) -> None:
+        self._caches: dict[str, _Cache] = {}
+        self._sessions: dict[tuple[str, str], tuple[str, int]] = {}  # its last replica, and tokens there
+        self._prompts: dict[str, _Prompt] = {}  # of requests that were held and have not ended
+        self._served: dict[str, str] = {}  # where each of them was placed
+        # by replica, what the dispatch in the making places there
+        self._coming: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
+
+    def begin(self, held: Sequence[SeqView], fleet: Sequence[View]) -> None:
+        """A dispatch begins, with these requests and replicas."""
+        self._coming.clear()
+        for view in fleet:
+            self._caches.setdefault(view.id, _Cache()).most = view.kv_total * view.limits.block_size
+        for seq in held:
+            if seq.cached:  # its KV comes along, and its prompt is computed nowhere
+                self._prompts.pop(seq.id, None)
+                self._served.pop(seq.id, None)
+
+    def cached(self, seq: SeqView, replica: str) -> int:
+        """Tokens of this request whose KV that replica is likely to have: never all, the last one must be run."""
+        prompt = self._prompt(seq)
+        if (cache := self._caches.get(replica)) is None:
+            return 0
+        there, coming, blocks = cache.entries, self._coming.get(replica, {}), 0
+        for key in prompt.keys:
+            if key not in there and key not in coming:
+                break
+            blocks += 1
+        tokens = blocks * PREFIX_BLOCK
+        if prompt.session is not None:
+            last, served = self._sessions.get(prompt.session, ("", 0))
+            tokens = max(tokens, served if last == replica else 0, coming.get(prompt.session, 0))
+        return min(tokens, seq.length - 1)
+
+    def expect(self, seq: SeqView, replica: str) -> None:
+        """The dispatch in the making places it there: what comes after it in the same dispatch may share its KV."""
+        if not seq.cached:
+            prompt = self._prompt(seq)
+            self._coming[replica].update(dict.fromkeys(prompt.keys, PREFIX_BLOCK))
+            if prompt.session is not None:
+                self._coming[replica][prompt.session] = prompt.tokens
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Learn from what was placed, whichever router decided it."""
+        for event in events:
+            if isinstance(event, Placed):
+                if event.id in self._prompts and event.replica in self._caches:
+                    self._served[event.id] = event.replica
+                    self._add(self._prompts[event.id], event.replica, 0)
+            elif isinstance(event, Finished):
+                prompt, replica = self._prompts.pop(event.id, None), self._served.pop(event.id, None)
+                if prompt is not None and replica in self._caches and event.outcome == "completed":
+                    self._add(prompt, replica, event.output)
+            elif isinstance(event, Left):
+                self._caches.pop(event.id, None)
+                self._sessions = {name: at for name, at in self._sessions.items() if at[0] != event.id}
+
+    def _prompt(self, seq: SeqView) -> _Prompt:
+        prompt = self._prompts.get(seq.id)
+        if prompt is None:
+            request = seq.request
+            session = (request.tenant, request.session) if request.session else None
+            prompt = self._prompts[seq.id] = _Prompt(block_keys(request), seq.length, session)
+        return prompt
+
+    def _add(self, prompt: _Prompt, replica: str, output: int) -> None:
+        """The end of a prompt is forgotten before its beginning, and a session's output before its prompt."""
+        cache, session = self._caches[replica], prompt.session
+        if session is not None:
+            last = self._sessions.get(session)
+            if last is not None and last[0] in self._caches:
+                self._caches[last[0]].drop(session)
+            tokens = prompt.tokens + output
+            self._sessions[session] = replica, tokens
+            cache.add(session, tokens - len(prompt.keys) * PREFIX_BLOCK)
+        for key in reversed(prompt.keys):
+            cache.add(key, PREFIX_BLOCK)
+        while cache.tokens > cache.most:
+            oldest = next(iter(cache.entries))
+            cache.drop(oldest)
+            if isinstance(oldest, tuple):
+                del self._sessions[oldest]
+
+
+def block_keys(request: Request) -> tuple[int, ...]:
+    """A key for each full block of its first prompt, that two prompts of one tenant share as far as they begin alike:
+    `Request.prefix`, or worked out from token ids. None where neither is known."""
+    if request.prefix:
+        return tuple([hash((request.tenant, key)) for key in request.prefix])
+    ids, keys = request.stages[0].token_ids, []
+    key = hash(request.tenant)
+    for end in range(PREFIX_BLOCK, len(ids) + 1, PREFIX_BLOCK):
+        key = hash((key, ids[end - PREFIX_BLOCK : end]))
+        keys.append(key)
+    return tuple(keys)
