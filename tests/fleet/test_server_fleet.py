@@ -43,9 +43,12 @@ class MemoryCall:
         self.answer = request.id
         self.ids = (request.id,)
         self.begun = False
+        self.streamed = 0
         self.came = b""
         self.status = 0
         self.ends = 0
+        self.broken = ""
+        self.prompt = 0
 
     def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else len(progress.token_ids)
@@ -62,6 +65,12 @@ class MemoryCall:
     async def end(self, rest: bytes) -> None:
         self.came += rest
         self.ends += 1
+
+    def counted(self, prompt: int) -> None:
+        self.prompt = prompt
+
+    def breaks(self, why: str) -> None:
+        self.broken = why
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.status, self.came = status, body

@@ -18,7 +18,7 @@ from rubato.core.events import Event, Finished, HandedOff, Offered, Stepped, Tok
 from rubato.core.link_messages import PROTOCOL, Contract, Message, contract_of, event_row, packed, role_of, unpacked
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import Request, Sampling, Stage, without_texts
+from rubato.core.request import Progress, Request, Sampling, Stage, without_texts
 from rubato.engines.simulated import Engine
 from rubato.fleet.local_host import LocalHost
 from rubato.fleet.upstream import Headers, UpstreamError
@@ -44,6 +44,7 @@ class StubCore:
         )  # fmt: skip
         self.peers: list[Callable[[Message], None]] = []
         self.silent = False  # its reports are not sent
+        self.ask: Callable[[], None] = lambda: None  # take in what gateways have sent
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self._contracts: dict[str, Contract] = {}
         self._rows: list[list[Any]] = []
@@ -97,6 +98,8 @@ class StubCore:
     # ----------------------------------------------------------------- requests
 
     def contract(self, answer: str) -> Contract | None:
+        """What a gateway has promised."""
+        self.ask()
         return self._contracts.pop(answer, None)
 
     def submit(self, request: Request, listener: Callable[[Event], None]) -> None:
@@ -202,8 +205,10 @@ class MemoryReply:
         self._parts: asyncio.Queue[bytes | UpstreamError] = asyncio.Queue()
         self._leave = leave
         self._over = False
+        self.head = asyncio.Event()  # the status is what it will be
 
     def put(self, part: bytes | UpstreamError) -> None:
+        self.head.set()
         self._parts.put_nowait(part)
 
     async def part(self) -> bytes:
@@ -221,82 +226,146 @@ class MemoryReply:
 
 
 class StubServer:
-    """The API server of a core, in this process (`upstream.Upstream`)."""
+    """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
+    are answered with this status. cut: the stream of the next request breaks off after so many chunks."""
 
     def __init__(self, core: StubCore, model: str = "stub") -> None:
         self.core = core
         self.model = model
-        self.requests = 0
+        self.bodies: list[dict[str, Any]] = []  # of completions
+        self.heads: list[dict[str, str]] = []
         self.down = False
+        self.broken = 0
+        self.cut = 0
+        self.version = "0.32.0"
 
     async def open(
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
     ) -> MemoryReply:
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
-        if method == "POST":
-            return self._completion(dict(headers), orjson.loads(body))
+        if method == "POST" and "completions" in path:
+            fields = orjson.loads(body)
+            self.bodies.append(fields)
+            self.heads.append(dict(headers))
+            if self.broken:
+                return _page(self.broken, {"error": {"message": "not now"}})
+            if fields.get("temperature", 0) < 0:
+                return _page(400, {"error": {"message": "temperature must be 0 or more"}})
+            reply = self._completion(path, dict(headers)["x-request-id"], fields)
+            if not fields.get("stream"):
+                await reply.head.wait()
+            return reply
         pages: dict[str, Any] = {
-            "/health": {}, "/version": {"version": "0.32.0"},
+            "/health": {}, "/version": {"version": self.version}, "/tokenize": {"count": 3},
             "/v1/models": {"data": [{"id": self.model, "max_model_len": self.core.limits.max_model_len}]},
         }  # fmt: skip
-        reply = MemoryReply(200 if path in pages else 404, "application/json")
-        reply.put(orjson.dumps(pages.get(path, {"error": "no such page"})))
-        reply.put(b"")
-        return reply
+        return _page(200 if path in pages else 404, pages.get(path, {"error": "no such page"}))
 
     async def close(self) -> None:
         pass
 
-    def _completion(self, headers: dict[str, str], body: dict[str, Any]) -> MemoryReply:
-        self.requests += 1
-        answer = f"cmpl-{headers['x-request-id']}"
+    def _completion(self, path: str, id: str, body: dict[str, Any]) -> MemoryReply:
+        chat = "chat" in path
+        answer, n = f"{'chatcmpl' if chat else 'cmpl'}-{id}", int(body.get("n", 1))
         contract = self.core.contract(answer)
-        prompt = tuple(body["prompt"])
-        most = int(body["max_tokens"])
-        request = Request(
-            answer if contract is None else contract.ids[0], (Stage(len(prompt), token_ids=prompt),),
-            self.core.clock.now(), sampling=Sampling(max_tokens=most, ignore_eos=True),
-        )  # fmt: skip
-        if contract is not None:
-            had = contract.progress
-            received = 0 if had is None else sum(map(len, had.times))
-            stage = Stage(len(prompt) - received, contract.slo, token_ids=prompt[: len(prompt) - received])
-            sampling = Sampling(max_tokens=most + received, ignore_eos=True)
-            if contract.demoted:
-                from rubato.core.request import Progress
-
-                had = replace(had or Progress((contract.arrival,), ((),)), demoted=True)
-            request = replace(
-                request, stages=(stage,), arrival=contract.arrival, tier=contract.tier, tenant=contract.tenant,
-                sampling=sampling, on_decline=contract.on_decline, handoff=contract.handoff, progress=had,
-            )  # fmt: skip
+        if chat:
+            prompt = tuple("".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]).encode())
+        else:
+            prompt = tuple(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
+        ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
+        requests = [self._request(one, prompt, int(body.get("max_tokens", 16)), contract) for one in ids]
         streams = bool(body.get("stream"))
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
-        reply = MemoryReply(200, kind, lambda: self.core.host.cancel(request.id, "aborted"))
-        said: list[str] = []
-
-        def listener(event: Event) -> None:
-            if isinstance(event, Tokens):
-                said.append(event.text)
-                if streams:
-                    reply.put(_chunk(answer, {"text": event.text, "finish_reason": None}))
-            elif isinstance(event, Finished) and event.outcome == "completed":
-                if streams:
-                    reply.put(_chunk(answer, {"text": "", "finish_reason": event.reason}) + b"data: [DONE]\n\n")
-                else:
-                    usage = {"prompt_tokens": len(prompt), "completion_tokens": event.output}
-                    choice = {"index": 0, "text": "".join(said), "finish_reason": event.reason}
-                    reply.put(orjson.dumps({"id": answer, "choices": [choice], "usage": usage}))
-                reply.put(b"")
-            elif isinstance(event, Finished):
-                reply.put(UpstreamError("aborted") if streams and said else b'{"error": {}}')
-                reply.status = 500 if not said else 200
-                reply.put(b"")
-
-        self.core.submit(request, listener)
+        reply = MemoryReply(200, kind, lambda: self._abort(ids))
+        answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut)
+        self.cut = 0
+        for request in requests:
+            self.core.submit(request, answering.hear)
         return reply
 
+    def _abort(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            self.core.host.cancel(id, "aborted")
 
-def _chunk(answer: str, choice: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps({"id": answer, "choices": [{"index": 0, **choice}]}) + b"\n\n"
+    def _request(self, id: str, prompt: tuple[int, ...], most: int, contract: Contract | None) -> Request:
+        now = self.core.clock.now()
+        if contract is None:
+            sampling = Sampling(max_tokens=most, ignore_eos=True)
+            return Request(id, (Stage(len(prompt), token_ids=prompt),), now, sampling=sampling)
+        had = contract.progress
+        received = 0 if had is None else sum(map(len, had.times))
+        if contract.demoted:
+            had = replace(had or Progress((contract.arrival,), ((),)), demoted=True)
+        length = len(prompt) - received
+        return Request(
+            id, (Stage(length, contract.slo, token_ids=prompt[:length]),), contract.arrival, tier=contract.tier,
+            tenant=contract.tenant, sampling=Sampling(max_tokens=most + received, ignore_eos=True),
+            on_decline=contract.on_decline, handoff=contract.handoff, progress=had,
+        )  # fmt: skip
+
+
+class _Answering:
+    """From the events of an answer's requests to its response."""
+
+    def __init__(
+        self, reply: MemoryReply, answer: str, chat: bool, ids: Sequence[str], streams: bool, prompt: int, cut: int
+    ) -> None:
+        self._reply, self._answer, self._chat, self._streams = reply, answer, chat, streams
+        self._ids, self._prompt, self._cut = list(ids), prompt, cut
+        self._said: dict[str, list[str]] = {id: [] for id in ids}
+        self._ends: dict[str, Finished] = {}
+        self._chunks = 0
+        if streams and chat:
+            for index in range(len(ids)):
+                self._put(index, {"role": "assistant", "content": ""}, None)
+
+    def hear(self, event: Event) -> None:
+        if self._cut < 0 or not isinstance(event, Tokens | Finished):
+            return
+        if isinstance(event, Tokens):
+            self._said[event.id].append(event.text)
+            self._chunks += 1
+            if self._streams:
+                self._put(self._ids.index(event.id), {"content" if self._chat else "text": event.text}, None)
+            if self._cut and self._chunks == self._cut:
+                self._reply.put(UpstreamError("ConnectionResetError"))
+                self._cut = -1
+            return
+        self._ends[event.id] = event
+        if event.outcome != "completed":
+            if not self._streams:
+                self._reply.status = 500
+            said = b'{"error":{"message":"","type":"InternalServerError"}}'
+            self._reply.put(b"data: " + said + b"\n\ndata: [DONE]\n\n" if self._streams else said)
+            self._reply.put(b"")
+            return
+        if self._streams:
+            self._put(self._ids.index(event.id), {} if self._chat else {"text": ""}, event.reason)
+        if len(self._ends) == len(self._ids):
+            self._end()
+
+    def _end(self) -> None:
+        if self._streams:
+            self._reply.put(b"data: [DONE]\n\n")
+        else:
+            output = sum(end.output for end in self._ends.values())
+            usage = {"prompt_tokens": self._prompt, "completion_tokens": output}
+            choices = []
+            for index, id in enumerate(self._ids):
+                text = "".join(self._said[id])
+                said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+                choices.append({"index": index, **said, "finish_reason": self._ends[id].reason})
+            self._reply.put(orjson.dumps({"id": self._answer, "choices": choices, "usage": usage}))
+        self._reply.put(b"")
+
+    def _put(self, index: int, said: dict[str, Any], reason: str | None) -> None:
+        choice = {"index": index, **({"delta": said} if self._chat else said), "finish_reason": reason}
+        self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice]}) + b"\n\n")
+
+
+def _page(status: int, content: Any) -> MemoryReply:
+    reply = MemoryReply(status, "application/json")
+    reply.put(orjson.dumps(content))
+    reply.put(b"")
+    return reply

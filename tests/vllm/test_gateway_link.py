@@ -53,6 +53,9 @@ class Wire:
     def busy(self) -> None:
         pass
 
+    def begin_afresh(self) -> None:
+        self.wanted = True
+
 
 class Gateway:
     """A gateway's books of one core: the reader and the mirror that gateways have."""
@@ -292,6 +295,26 @@ def test_time_that_a_gateway_held_a_request_counts_and_what_it_had_elsewhere(mod
     (end,) = [event for event in gateway.events if isinstance(event, Finished)]
     assert end.output == 8
     assert end.verdict.ttft == 1.0
+
+
+def test_a_promise_that_comes_after_its_request_counts_from_then_on(model: Path) -> None:
+    made = harness(model, "edf", blocks=40)
+    gateway = told(made)
+    made.add("chatcmpl-a-0a1b2c3d", [3] * 16, 8)
+    for _ in range(3):
+        made.step()
+    gateway.hear()
+    assert [seq.best_effort for seq in made.scheduler.view().running] == [True]
+    promise(gateway, "chatcmpl-a", 16, SLO(5.0, 1.0))
+    made.step()
+    gateway.hear()
+    assert not list(gateway.differences())
+    (seq,) = gateway.mirror.view(made.now).running
+    assert (seq.id, seq.best_effort, seq.output) == ("chatcmpl-a", False, 4)
+    assert "handoff" in made.scheduler.view().supports
+    made.run()
+    gateway.hear()
+    assert [event.id for event in gateway.events if isinstance(event, Finished)] == ["chatcmpl-a"]
 
 
 def test_commands_that_cannot_be_are_faults_and_change_nothing(model: Path) -> None:

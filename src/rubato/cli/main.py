@@ -14,6 +14,7 @@ from rubato.cli import running
 # Stated here, so that `rubato --help` imports none of them.
 VERBS = {
     "serve": "serve a model over OpenAI's API",
+    "gateway": "one address in front of OpenAI servers, vLLM's above all; each request goes where its SLO is kept",
     "bench": "offer a workload to a server, open loop, and judge what comes back",
     "simulate": "run a workload through the same cluster code on a virtual clock",
     "compare": "two result files, tier by tier: paired by request where the workload is the same",

@@ -11,14 +11,15 @@ from rubato.config.schema import Config, load
 from rubato.fleet.cluster_options import PolicyChoice
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: argparse.ArgumentParser, *, replicas: bool = True) -> None:
     parser.add_argument("--config", help="YAML file")
     parser.add_argument(
         "--policy", action=common_options.Once, metavar="NAME[:SETTING=VALUE,...][@ROUTER[:...]]",
         help="scheduling policy with settings and router; NAME is a policy's, a file.py or a dotted module",
     )  # fmt: skip
     parser.add_argument("--router", help="routing policy: a name, a file.py or a dotted module")
-    parser.add_argument("--replicas", type=int)
+    if replicas:
+        parser.add_argument("--replicas", type=int)
     parser.add_argument(
         "--set",
         action="append",
@@ -40,7 +41,7 @@ def config(args: argparse.Namespace, **given: Any) -> Config:
     else:
         given = {"policy": args.policy, "router": args.router}
         overrides += [f"{name}={value}" for name, value in given.items() if value]
-    if args.replicas is not None:
+    if getattr(args, "replicas", None) is not None:
         overrides.append(f"replicas={args.replicas}")
     for setting in args.set:
         name = setting.partition("=")[0]

@@ -15,8 +15,8 @@ from rubato.engines.vllm.settings import Settings, settings_of
 OF_VLLM = frozenset(
     {
         "model", "served_name", "engine", "replicas", "autoscale", "fleet", "router", "prefix_cache", "host", "port",
-        "max_connections", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log", "event_log",
-        "event_log_content", "step_log",
+        "max_connections", "servers", "drain_seconds", "stall_seconds", "step_timeout_seconds", "tls", "log",
+        "event_log", "event_log_content", "step_log",
     }
 )  # fmt: skip
 

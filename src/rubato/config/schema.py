@@ -148,6 +148,31 @@ class TenantSettings(StrictSettings):
         return keys
 
 
+class ServerSettings(StrictSettings):
+    """One OpenAI server behind the gateway. link: its engine core's address for gateways, such as tcp://10.0.0.7:5557;
+    default: as the server says (`/rubato/link`). key_env: the environment variable that holds a key for its API;
+    default: a client's own key is passed on, where no tenants are configured."""
+
+    url: str = Field(pattern=r"^https?://[^/\s]+/?$")
+    link: str = Field(default="", pattern=r"^(tcp://\S+:\d+)?$")
+    key_env: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        """`http://10.0.0.7:8000` alone is the url."""
+        return {"url": value} if isinstance(value, str) else value
+
+    @property
+    def key(self) -> str:
+        """Raises ConfigError for a variable that is not set."""
+        if self.key_env is None:
+            return ""
+        if not (key := os.environ.get(self.key_env, "")):
+            raise ConfigError(f"servers: {self.url}: the environment variable {self.key_env} holds no key")
+        return key
+
+
 class FairShareSettings(StrictSettings):
     """window: requests that one replica sustains before tenants are held to their shares; null = worked out from the
     tightest TPOT promised and the replica's step times."""
@@ -171,6 +196,7 @@ class TLSSettings(StrictSettings):
 PARTS: Mapping[str, type[StrictSettings]] = {
     "tiers": TierSettings,
     "tenants": TenantSettings,
+    "servers": ServerSettings,
     "fair_share": FairShareSettings,
     "log": LogSettings,
     "tls": TLSSettings,
@@ -180,6 +206,8 @@ PARTS: Mapping[str, type[StrictSettings]] = {
 class Config(StrictSettings):
     """Everything `serve` needs. max_in_flight: requests beyond it are refused at once (null: no bound; auto:
     `build.most_in_flight`). max_connections: null = as many as file descriptors allow.
+
+    servers: of a gateway, the servers that it routes to; of a server that runs a model itself, none.
 
     replicas: at the start. autoscale: what adds and drains some while requests are served; null = nothing.
     fleet: where the replicas run, `local` (in this process) or `ray` (an actor each). prefix_cache: reuse the KV of
@@ -193,6 +221,7 @@ class Config(StrictSettings):
     model: str | None = None
     served_name: str | None = None
     engine: Named = Named(name="torch")
+    servers: Annotated[tuple[ServerSettings, ...], Field(strict=False)] = ()
     replicas: int = Field(default=1, ge=1)
     autoscale: Named | None = None
     fleet: Named = Named(name="local")
@@ -249,6 +278,9 @@ class Config(StrictSettings):
             for tier in settings.tiers or ():
                 if tier not in known:
                     raise ValueError(f"tenants.{tenant}.tiers: {tier!r} is not among the tiers{nearest(tier, known)}")
+        urls = [server.url.rstrip("/") for server in self.servers]
+        if twice := {url for url in urls if urls.count(url) > 1}:
+            raise ValueError(f"servers: {min(twice)} is named twice")
         if self.fair_share is not None and not self.tenants:
             raise ValueError("fair_share: there are no tenants to share between; configure tenants, or leave it out")
         if self.step_log is not None and self.step_log == self.event_log:

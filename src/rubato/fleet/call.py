@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from rubato.core.request import Progress
@@ -15,7 +14,8 @@ class CannotContinueError(Exception):
 
 class Call(Protocol):
     """answer: the id that the server gives its response. ids: of the requests that it makes, a choice of a prompt each;
-    choices: of one prompt. begun: the client has had something of the response."""
+    choices: of one prompt. begun: the client has had something of the response; streamed: so many tokens, of one that
+    has a single choice."""
 
     answer: str
     ids: tuple[str, ...]
@@ -23,6 +23,7 @@ class Call(Protocol):
     path: str
     streams: bool
     begun: bool
+    streamed: int
 
     def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
         """Headers and body for a server. progress: what has come of it elsewhere, of a response that has begun. Raises
@@ -39,6 +40,14 @@ class Call(Protocol):
 
     async def end(self, rest: bytes) -> None:
         """Its last chunks; what became of the requests is known."""
+        ...
+
+    def counted(self, prompt: int) -> None:
+        """The prompt has so many tokens."""
+        ...
+
+    def breaks(self, why: str) -> None:
+        """No more comes of it, though its requests have ended."""
         ...
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
@@ -59,9 +68,3 @@ def usage_of(body: bytes) -> tuple[int, int]:
         return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
     except (ValueError, TypeError, AttributeError):
         return 0, 0
-
-
-def position(call: Call, id: str) -> int:
-    """Which of its call's requests this one is."""
-    ids: Sequence[str] = call.ids
-    return ids.index(id)

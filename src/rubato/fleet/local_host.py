@@ -43,6 +43,8 @@ class LocalHost:
     recovery; None: it is waited for without limit.
     """
 
+    resting = False
+
     def __init__(
         self,
         id: str,

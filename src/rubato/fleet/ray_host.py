@@ -140,6 +140,8 @@ class RayHost:
     of all. Raises ValueError for a policy that moves KV.
     """
 
+    resting = False
+
     def __init__(
         self,
         id: str,

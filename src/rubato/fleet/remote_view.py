@@ -206,6 +206,12 @@ class Mirror:
     def waits(self, id: str) -> bool:
         return id in self._waiting
 
+    def forget(self, id: str) -> None:
+        """It is not here any more, whatever became of it."""
+        for where in (self._waiting, self._running, self._arriving):
+            where.pop(id, None)
+        self._strange.discard(id)
+
     def correct(self, id: str, prompt: int) -> None:
         """A waiting request's prompt has so many tokens."""
         seq = self._waiting[id]

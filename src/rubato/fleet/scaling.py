@@ -60,8 +60,10 @@ class FleetScaling:
         return self._autoscaler is not None
 
     def open_views(self) -> list[View]:
-        """Views of the hosts that take requests."""
-        return [host.view() for id, host in self._hosts.items() if id not in self.draining]
+        """Views of the hosts that take requests: those that rest only while no other does."""
+        open = [host for id, host in self._hosts.items() if id not in self.draining]
+        awake = [host for host in open if not host.resting]
+        return [host.view() for host in awake or open]
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.

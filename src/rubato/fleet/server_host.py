@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rubato.core.clock import PLAN, Clock, unix_time
@@ -35,8 +35,10 @@ log = logging.getLogger(__name__)
 
 SILENT = 5.0  # seconds without a word of the link, after which it counts as broken
 PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
+PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
 PROBES = 2  # in a row that may fail
 FAILURES = 3  # requests in a row that a server may fail at before it is lost
+REST = 1.0  # seconds that it is given nothing after a failure, as long as others are there; times those in a row
 RETRIES = 3  # times that a request which failed is placed again
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
@@ -87,7 +89,7 @@ class ServerHost:
         self.clock = clock
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
-        self._upstream = upstream
+        self.upstream = upstream
         self._ask, self._open_link = about, link
         self._calls = calls
         self._emit_outside, self._lost = emit, lost
@@ -104,6 +106,7 @@ class ServerHost:
         self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
         self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
         self._failures = 0
+        self._rests_until = 0.0
         self._silent = 0.0
         self._gone = False
         self._idle = asyncio.Event()
@@ -127,6 +130,11 @@ class ServerHost:
             self._link.send({"kind": "resync"})
             self.linked = True
         self._spawn(self._watch(mirror))
+
+    @property
+    def resting(self) -> bool:
+        """Whether it failed at a request just now, so that others are better asked."""
+        return self.clock.now() < self._rests_until
 
     def submit(self, request: Request) -> None:
         mirror = self._started()
@@ -204,15 +212,15 @@ class ServerHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._link is not None:
             self._link.close()
-        await self._upstream.close()
+        await self.upstream.close()
 
     # ----------------------------------------------------------------- requests
 
     async def _serve(self, call: Call, request: Request) -> None:
         """Send a call there, and pass on what comes back."""
         try:
-            headers, body = call.sent(request.progress if call.begun else None)
-            reply = await self._upstream.open("POST", call.path, headers, body)
+            headers, body = call.sent(request.progress)
+            reply = await self.upstream.open("POST", call.path, headers, body)
         except CannotContinueError as error:
             self._fail(call, str(error))
             return
@@ -222,6 +230,7 @@ class ServerHost:
         try:
             await self._pass_on(call, reply)
         except UpstreamError as error:
+            reply.close()  # first: it may come back here
             self._failed(call, f"replica {self.id} broke off: {error}")
         finally:
             reply.close()
@@ -231,6 +240,7 @@ class ServerHost:
             error = await whole(reply)
             await self._heard_of(call)
             if not any(id in self._mine for id in call.ids):  # what the server says is the echo of a refusal
+                call.breaks(f"replica {self.id} answered {reply.status}")
                 return
             self._failed(call, f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}")
             return
@@ -256,10 +266,14 @@ class ServerHost:
         begun = False
         while data := await reply.part():
             now, choices = relay.feed(data)
+            if not call.begun and (now or relay.rest()).startswith(ERROR):
+                await self._heard_of(call)
+                raise UpstreamError((now or relay.rest())[:200].decode(errors="replace"))
             if not begun and (now or relay.rest()):
                 begun, self._failures = True, 0
                 if not call.begun:
                     await call.begin(200, reply.headers)
+            call.streamed += len(choices)
             if not self.linked and choices:
                 self._begin(call, 0)
                 self._count(call, choices)
@@ -277,10 +291,10 @@ class ServerHost:
 
     async def _heard_of(self, call: Call) -> None:
         """Wait for the link to tell of the ends of its requests, but not for long."""
-        news = self._news[call.answer]
+        news = self._news.get(call.answer)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_WAIT):
-                while self.linked and any(id in self._mine for id in call.ids):
+                while news is not None and self.linked and any(id in self._mine for id in call.ids):
                     news.clear()
                     await news.wait()
 
@@ -294,7 +308,10 @@ class ServerHost:
     def _failed(self, call: Call, why: str) -> None:
         """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can."""
         self._failures += 1
+        self._rests_until = self.clock.now() + REST * self._failures
         log.warning("%s", why)
+        if not any(id in self._mine for id in call.ids):  # they have ended, and their response has not
+            call.breaks(why)
         self._give_back(call, why)
         if self._failures >= FAILURES:
             self._die(ServerLostError(f"{why}; {self._failures} requests in a row failed there"))
@@ -302,13 +319,24 @@ class ServerHost:
     def _give_back(self, call: Call, why: str) -> None:
         now, mirror = self.clock.now(), self._started()
         for id in [id for id in call.ids if id in self._mine]:
-            request = mirror.moved(id, "failed", now)
+            request = self._as_sent(call, mirror.moved(id, "failed", now))
             if request is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
             elif (no := self._stays_here(call, request, now)) is not None:
                 self._finish(id, "failed", f"{why}; {no}")
             else:
                 self._fold(HandedOff(now, id, request))
+
+    def _as_sent(self, call: Call, request: Request | None) -> Request | None:
+        """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
+        if request is None or (had := request.progress) is None:
+            return request
+        count = call.streamed if call.begun else 0
+        times = had.times[0][:count]
+        times += (self.clock.now(),) * (count - len(times))
+        ids = had.token_ids[:count]
+        progress = replace(had, times=(times,), token_ids=ids if len(ids) == count else ())
+        return replace(request, progress=progress if count or had.demoted or had.delays else None)
 
     def _stays_here(self, call: Call, request: Request, now: float) -> str | None:
         """Why a request that failed is not tried elsewhere; None if it is."""
@@ -359,7 +387,11 @@ class ServerHost:
                 self._emit_outside(event)
                 continue
             call = self._mine.get(event.id)
-            if call is None or isinstance(event, Offered):  # the cluster offered it
+            if call is None:
+                continue
+            if isinstance(event, Offered):  # it has come there; the cluster has offered it
+                if len(call.ids) == 1 and event.request.progress is None:
+                    call.counted(event.request.prompt)
                 continue
             if isinstance(event, Finished | HandedOff):
                 del self._mine[event.id]
@@ -378,6 +410,7 @@ class ServerHost:
             if id in self._mine and mirror.waits(id):
                 if prompt and len(call.ids) == 1:
                     mirror.correct(id, prompt)
+                    call.counted(prompt)
                 self._fold(Started(now, id))
 
     def _count(self, call: Call, choices: Sequence[int]) -> None:
@@ -422,7 +455,8 @@ class ServerHost:
                 self._die(ServerLostError(f"{type(error).__name__}: {error}"))
 
     def _hear(self, link: Link, message: Message) -> None:
-        self._silent = 0.0
+        if message["kind"] in ("snapshot", "report") or not self._mine:  # an engine with requests has more to say
+            self._silent = 0.0
         match message["kind"]:
             case "hello":
                 self._trip = float("inf")  # it may be another core
@@ -450,8 +484,12 @@ class ServerHost:
         mirror.take(report)  # all of it first: told of an end, the cluster may place another
         self._emit(report.events)
         for id, reason, at in report.gave_up:
-            if (request := mirror.moved(id, reason, at)) is not None:
+            call = self._mine.get(id)
+            request = mirror.moved(id, reason, at)
+            if call is not None and (request := self._as_sent(call, request)) is not None:
                 self._fold(HandedOff(at, id, request))
+            else:
+                mirror.forget(id)
 
     def _measure_ahead(self, message: Message) -> None:
         """Learn what the core's clock shows more than this one: between the bounds that the fastest answer so far has
@@ -472,28 +510,33 @@ class ServerHost:
 
     async def _watch(self, mirror: Mirror) -> None:
         """Notice silence, counted in turns of this loop: a process that was itself stopped heard nothing meanwhile."""
-        failed = 0
+        failed = turns = 0
         while not self._gone:
             await self.clock.sleep_until(self.clock.now() + HEARTBEAT, PLAN)
+            turns += 1
             if self._link is not None:
-                self._link.send({"kind": "ping", "asked": self.clock.now()})
-                self._silent += HEARTBEAT
-                if self.linked and self._silent < SILENT:
-                    failed = 0
-                    self._check_step(mirror)
-                    continue
-                if self.linked:
-                    log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
-                    self.linked = False
-                self._link.send(hello(self.id, self.clock.now()))
-                self._link.send({"kind": "resync"})
+                self._watch_link(self._link, mirror)
+            if self.linked and not failed and turns % PROBE_TURNS:
+                continue
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
                 self._die(ServerLostError(f"server {self.url} does not answer"))
 
+    def _watch_link(self, link: Link, mirror: Mirror) -> None:
+        link.send({"kind": "ping", "asked": self.clock.now()})
+        self._silent += HEARTBEAT
+        if self.linked and self._silent < SILENT:
+            self._check_step(mirror)
+            return
+        if self.linked:
+            log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
+            self.linked = False
+        link.send(hello(self.id, self.clock.now()))
+        link.send({"kind": "resync"})
+
     async def _is_healthy(self) -> bool:
         try:
-            reply = await self._upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
+            reply = await self.upstream.open("GET", "/health", (), b"", seconds=PROBE_SECONDS)
             reply.close()
         except UpstreamError:
             return False
@@ -512,15 +555,18 @@ class ServerHost:
         if self._gone:
             return
         self._gone = True
-        mirror = self._started()
-        for request in mirror.left():
-            call = self._mine.get(request.id)
-            if call is not None and call.begun:
-                try:
-                    call.sent(request.progress)
-                except CannotContinueError as no:
-                    self._finish(request.id, "failed", f"{error}; {no}")
-        left = [request for request in mirror.left() if request.id in self._mine]
+        left = []
+        for request in self._started().left():
+            if (call := self._mine.get(request.id)) is None:
+                continue
+            moved = self._as_sent(call, request)
+            assert moved is not None
+            try:
+                if call.begun:
+                    call.sent(moved.progress)
+                left.append(moved)
+            except CannotContinueError as no:
+                self._finish(request.id, "failed", f"{error}; {no}")
         current = asyncio.current_task()
         for task in self._serving.values():
             if task is not current:
@@ -544,4 +590,5 @@ class ServerHost:
         return self._mirror
 
 
+ERROR = b'data: {"error"'  # begins the stream of a request that an engine would not serve
 NEED_DONE = ("/v1/chat/completions", "/v1/completions")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 END = b"\n\n"
 DONE = b"data: [DONE]"
+EMPTY = (b'"content":""', b'"text":""', b'"delta":{}')  # of a chunk that brings no text
 INDEX = re.compile(rb'"index": ?(\d+)')
 
 
@@ -60,6 +61,10 @@ class StreamRelay:
     def _choices(self, data: bytes) -> Sequence[int]:
         """One number for each chunk that brings something of a choice, that choice's."""
         if not self._several:
-            roles = data.count(b'"role":') + data.count(b'"choices":[]') + data.count(DONE)
-            return (0,) * max(0, data.count(b"data: {") - roles)
-        return [int(found[1]) for found in INDEX.finditer(data)]
+            empty = data.count(b'"choices":[]') + sum([data.count(words) for words in EMPTY])
+            return (0,) * max(0, data.count(b"data: {") - empty)
+        found = []
+        for chunk in data.split(END):
+            if (index := INDEX.search(chunk)) is not None and not any(words in chunk for words in EMPTY):
+                found.append(int(index[1]))
+        return found

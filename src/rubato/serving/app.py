@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's endpoints over a `Cluster`, `/health`, `/metrics`, `/debug`, and the board."""
+"""The ASGI app of our own server: OpenAI's endpoints over a `Cluster`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
 
 from rubato.core.interfaces import View
 from rubato.fleet.cluster import Cluster
-from rubato.serving import intake, logs, openapi, request_history, request_slo, schemas
+from rubato.serving import intake, openapi, request_slo, schemas
+from rubato.serving.app_state import AppState, WithHeaders, add_error_shapes, add_operations, json_page, read_body
 from rubato.serving.board import add_board
-from rubato.serving.errors import ApiError, from_finished, invalid, no_room
-from rubato.serving.metrics import Metrics
-from rubato.serving.rate_limits import RATE, TenantGate, TenantUsage
+from rubato.serving.errors import ApiError, invalid, no_room
+from rubato.serving.rate_limits import TenantGate, TenantUsage
 from rubato.serving.request_slo import Tiers
-from rubato.serving.tenants import Tenant, Tenants
+from rubato.serving.tenants import Tenants
 
 MESSAGE = 32  # characters that a message counts for besides its own: what the chat template does with it
 LONG_TEXT = 4096  # bytes; tokenizing more than this would hold up the loop, and all streams, by milliseconds
@@ -70,37 +66,14 @@ class Service:
         return [host.view() for host in self.cluster.hosts.values()]
 
 
-class _AppState:
-    """A service with what the app keeps about it."""
+class _State(AppState):
+    """With what turns texts into prompts."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
-        self.tenants = service.tenants
-        self.usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
-        cluster = service.cluster
-        self.metrics = Metrics(
-            service.names[0],
-            service.views,
-            lambda: cluster.in_flight,
-            lambda: cluster.listener_errors,
-            service.log_lines_dropped,
-        )
-        self.recorder = request_history.RequestHistory(logs.finished)
-        cluster.listen(self.metrics)
-        cluster.listen(self.recorder)
+        super().__init__(service)
+        self.service: Service = service
         self.created = int(service.created_offset + service.cluster.clock.now())
         self._tokenizing = asyncio.Semaphore(TOKENIZING)
-
-    def enter(self, http: Request, arrival: float, kind: schemas.Kind) -> Tenant:
-        """The tenant of this request, charged before its body is read; from here on also its errors carry what is left
-        to that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
-        tenant = self.tenants.of(http.headers)
-        http.state.usage = usage = self.usage.get(tenant.name)
-        if usage is not None and (wait := usage.enter(arrival)):
-            tier = self.tenants.tiers(tenant).resolve(None)
-            request = intake.unread(kind, arrival=arrival, tenant=tenant.name, tier=tier)
-            raise from_finished(self.service.cluster.refuse(request, RATE), wait)
-        return tenant
 
     async def token_ids(self, body: schemas.AnyCompletion) -> list[tuple[int, ...]]:
         """Of each prompt. Raises ApiError 400 for what does not fit, or the model cannot read."""
@@ -143,18 +116,18 @@ class _AppState:
 def create_app(service: Service) -> FastAPI:
     """The app. The cluster is started and ended by the caller."""
     app = FastAPI(title="Rubato", summary="LLM serving to stated service-level objectives", redoc_url=None)
-    state = _AppState(service)
+    state = _State(service)
     app.state.draining = False  # set when no request is taken any more: /health says so
-    _add_error_shapes(app, service)
+    add_error_shapes(app, service.cluster.clock)
     _add_completions(app, state)
     _add_models(app, state)
-    _add_operations(app, state)
+    add_operations(app, state)
     add_board(app, state)
     openapi.complete(app, keys=state.tenants.configured)
     return app
 
 
-def _add_completions(app: FastAPI, state: _AppState) -> None:
+def _add_completions(app: FastAPI, state: _State) -> None:
     @app.post("/v1/chat/completions", **openapi.completion(schemas.ChatCompletion))
     async def chat(http: Request) -> Response:
         """OpenAI's chat completion; an SLO may be given as headers, as `slo` in the body, or by `service_tier`."""
@@ -166,61 +139,32 @@ def _add_completions(app: FastAPI, state: _AppState) -> None:
         return await _complete(state, http, schemas.TextCompletion)
 
 
-def _add_models(app: FastAPI, state: _AppState) -> None:
+def _add_models(app: FastAPI, state: _State) -> None:
     service = state.service
 
     @app.get("/v1/models", responses=openapi.errors(401))
     async def models(http: Request) -> Response:
         """The names under which the model may be asked for."""
         state.tenants.of(http.headers)
-        return _json({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
+        return json_page({"object": "list", "data": [_model(service, name, state.created) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", responses=openapi.errors(401, 404))
     async def model(http: Request, name: str) -> Response:
         """One of them."""
         state.tenants.of(http.headers)
         _check_model(service, name)
-        return _json(_model(service, name, state.created))
-
-
-def _add_operations(app: FastAPI, state: _AppState) -> None:
-    service = state.service
-
-    @app.head("/ready", responses=openapi.errors(503))
-    @app.get("/ready", responses=openapi.errors(503))
-    @app.head("/health", responses=openapi.errors(503))
-    @app.get("/health", responses=openapi.errors(503))
-    async def health() -> Response:
-        """200 while requests are taken, else 503: of a server that drains, and of one without a replica."""
-        if service.cluster.dead.is_set():
-            return _json({"status": "dead", "error": str(service.cluster.error)}, 503)
-        return _json({"status": "draining"}, 503) if app.state.draining else _json({"status": "ok"})
-
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def prometheus() -> Response:
-        """Prometheus' text format."""
-        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
-    async def request(http: Request, id: str) -> Response:
-        """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
-        tenant = state.tenants.of(http.headers)
-        records = state.recorder.find(id)
-        if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
-            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
-        now = service.cluster.clock.now()
-        return _json(request_history.shown(id, records, service.views(), now, fair=service.fair))
+        return json_page(_model(service, name, state.created))
 
 
 # --------------------------------------------------------------------------- from HTTP to a request
 
 
-async def _complete(state: _AppState, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
+async def _complete(state: _State, http: Request, schema: type[schemas.AnyCompletion]) -> Response:
     service = state.service
     arrival = service.cluster.clock.now()
     tenant = state.enter(http, arrival, schema.kind)
     usage = state.usage.get(tenant.name)
-    body = schemas.parse(schema, await _read(http, service.max_body_bytes), service.most_tokens)
+    body = schemas.parse(schema, await read_body(http, service.max_body_bytes), service.most_tokens)
     _check_model(service, body.model)
     _check_choices(service, body.choices, body.count, usage)
     prompts = await state.token_ids(body)
@@ -234,22 +178,8 @@ async def _complete(state: _AppState, http: Request, schema: type[schemas.AnyCom
     reply = intake.answer(body, requests, cluster=gate, spell=service.text.spell, created=created)
     clamped = [(b"x-rubato-clamped", ", ".join(granted.clamped).encode())] if granted.clamped else []
     if usage is None:
-        return _WithHeaders(reply, lambda: clamped) if clamped else reply
-    return _WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
-
-
-async def _read(http: Request, most: int) -> bytes:
-    """The body. Raises ApiError 413 as soon as it is known to be longer than `most` bytes."""
-    error = ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
-    declared = http.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise error
-    raw = bytearray()
-    async for part in http.stream():
-        raw += part
-        if len(raw) > most:
-            raise error
-    return bytes(raw)
+        return WithHeaders(reply, lambda: clamped) if clamped else reply
+    return WithHeaders(reply, lambda: clamped + usage.headers(service.cluster.clock.now()))
 
 
 def _check_model(service: Service, name: str) -> None:
@@ -273,23 +203,6 @@ def _check_choices(service: Service, n: int, prompts: int, usage: TenantUsage | 
         raise invalid("prompt", f"{prompts} prompts given; this key may have at most {most_prompts} in flight.")
 
 
-class _WithHeaders(Response):
-    """An answer with more headers, those that hold when it begins."""
-
-    def __init__(self, reply: Response, more: Callable[[], list[tuple[bytes, bytes]]]) -> None:
-        self._reply = reply
-        self._more = more
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *self._more()]}
-            await send(message)
-
-        await self._reply(scope, receive, marked)
-
-
 # --------------------------------------------------------------------------- answers
 
 
@@ -302,28 +215,3 @@ def _model(service: Service, name: str, created: int) -> dict[str, Any]:
         "root": service.model,
         "max_model_len": service.most_tokens,
     }
-
-
-def _json(content: Mapping[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
-
-
-def _add_error_shapes(app: FastAPI, service: Service) -> None:
-    async def answer(http: Request, error: Exception) -> Response:
-        reply = _as_api_error(http, error).response()
-        usage: TenantUsage | None = getattr(http.state, "usage", None)
-        return reply if usage is None else _WithHeaders(reply, lambda: usage.headers(service.cluster.clock.now()))
-
-    for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, answer)
-
-
-def _as_api_error(http: Request, error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):  # no such path, or no such method of it
-        message = f"{http.method} {http.url.path}: {error.detail}."
-        return ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
-    if isinstance(error, ClientDisconnect):
-        return ApiError(400, "The client went away before its body was read.")
-    return ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error")

@@ -17,7 +17,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -31,6 +31,8 @@ from rubato.config.build import (
     choice_of,
     engine_of,
     fair_share_of,
+    in_flight_bound,
+    latency_of,
     lengths_of,
     most_in_flight,
 )
@@ -43,13 +45,17 @@ from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import local_cluster
+from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_probe import UNSAID
 from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
+from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
 from rubato.serving.tenants import Tenants, tenants_of, tiers_of
@@ -75,7 +81,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             listening = stack.enter_context(_bind(config))
             tls = _tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
-            engines, cluster = build(config, clock)
+            cluster, app_of = _built(config, clock)
             if config.fleet.name == "ray":
                 import ray
 
@@ -83,15 +89,15 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             ending = Shutdown(config.drain_seconds, writer)  # after Ray, which would hear the signals instead
             at_last.callback(ending.end_within, THREAD_SECONDS)
             listeners = _logs(config, stack)
-            _say("starting", model=config.model, engine=config.engine.name, policy=config.policy.name)
+            what = {"servers": len(config.servers)} if config.servers else {"engine": config.engine.name}
+            _say("starting", model=config.model, policy=config.policy.name, **what)
             if not await _started(cluster, ending):
                 return 0
         except (ValueError, OSError) as error:  # a setting, a model file, a port: the message says what would do
             print(f"rubato: {error}", file=sys.stderr)
             return 2
         try:
-            service = service_of(config, clock, engines[0], cluster, tenants)
-            app = create_app(replace(service, log_lines_dropped=lambda: writer.dropped))
+            app = app_of(tenants, lambda: writer.dropped)
             for listener in listeners:
                 cluster.listen(listener)
             gc.collect()
@@ -231,12 +237,61 @@ def _tls(config: Config) -> dict[str, Any]:
 # --------------------------------------------------------------------------- from a configuration
 
 
+AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
+
+
+def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+    """The cluster, and what makes the app in front of it once it has started. Raises as `build`."""
+    if config.servers:
+        return gateway_of(config, clock)
+    engines, cluster = build(config, clock)
+
+    def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
+        return create_app(replace(service_of(config, clock, engines[0], cluster, tenants), log_lines_dropped=dropped))
+
+    return cluster, app
+
+
+def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+    """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
+    check_names(config)
+    if config.autoscale is not None:
+        raise ConfigError("autoscale: a gateway starts no servers; leave it out")
+    calls: Calls = {}
+    options = ClusterOptions(
+        choice_of(config),
+        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
+        in_flight_bound(config, len(config.servers) * UNSAID.max_num_seqs),
+        fair_share_of(config),
+    )
+    servers = [Server(one.url.rstrip("/"), one.link, one.key) for one in config.servers]
+    keys = {server.key for server in servers}
+    if len(keys) > 1:
+        raise ConfigError("servers: they have different keys; give all of them the same")
+    profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
+    fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
+    cluster = server_cluster(fleet, len(servers), clock, options)
+
+    def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
+        assert fleet.known is not None, "the cluster has started"
+        most = {"max_body_bytes": config.max_body_bytes} if "max_body_bytes" in config.model_fields_set else {}
+        return create_gateway(
+            GatewayService(
+                cluster, calls, config.served_name or fleet.known.model, fleet.known.limits.max_model_len, min(keys),
+                tenants, bool(config.tenants), created_offset=unix_time() - clock.now(), log_lines_dropped=dropped,
+                **most,
+            )
+        )  # fmt: skip
+
+    return cluster, app
+
+
 def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
     """The engines, and the cluster over them; nothing is started. Raises ConfigError, PolicyError or ValueError.
 
     With replicas elsewhere the one engine here is for its tokenizer and limits only: it never loads weights.
     """
-    _check_named(config)
+    check_names(config)
     lengths = lengths_of(config)
     remote = config.fleet.name == "ray"
     if not remote and (config.fleet.name != "local" or config.fleet.settings):
@@ -262,7 +317,7 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
     return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
 
-def _check_named(config: Config) -> None:
+def check_names(config: Config) -> None:
     """Raises ConfigError where settings of the policy or its router (`tier_names`) name a tier that no request can
     have, and PolicyError as `load`."""
     policy, router = config.policy, config.router

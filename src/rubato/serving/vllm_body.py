@@ -88,11 +88,11 @@ def most_tokens(body: Mapping[str, Any], unstated: int) -> int:
     """Output tokens that a body may ask for: the largest of its limits, whichever vLLM then takes. unstated: where it
     states none."""
     stated = [value for name in LIMITS if (value := body.get(name)) is not None]
-    most = max(map(_whole, stated), default=unstated)
-    return most * max(1, _whole(body.get("n"))) * prompts(body)
+    most = max(map(whole, stated), default=unstated)
+    return most * max(1, whole(body.get("n"))) * prompts(body)
 
 
-def _whole(value: Any) -> int:
+def whole(value: Any) -> int:
     """A number as leniently as vLLM reads it; 0 for anything else."""
     try:
         return max(0, min(int(float(value)), 1 << 31))

@@ -138,6 +138,12 @@ class GatewayLink:
             self.wanted = False
             self._hand_over(b"snapshot", raw)
 
+    def begin_afresh(self) -> None:
+        """What was told of some request is not so: a snapshot is to say how it is."""
+        self._idle = None
+        self.wanted = True
+        self._hand_over(b"afresh", b"")
+
     def busy(self) -> None:
         """Something happens again: the last snapshot is no longer true."""
         self._idle = None
@@ -173,7 +179,9 @@ class GatewayLink:
     def _forward(self) -> None:
         kind, raw = self._from_steps.recv_multipart()
         for who, peer in list(self._peers.items()):
-            if peer.fresh == (kind == b"report"):  # reports to those that miss none, the snapshot to all others
+            if kind == b"afresh":
+                peer.fresh = False
+            elif peer.fresh == (kind == b"report"):  # reports to those that miss none, the snapshot to all others
                 peer.fresh = self._send(who, raw)
                 self.wanted |= not peer.fresh
 

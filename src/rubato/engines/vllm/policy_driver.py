@@ -323,6 +323,8 @@ class PolicyDriver:
         match command:
             case ["expect", str(answer), dict(fields)]:
                 self._gateways.expect(gateway, answer, fields)
+                for seq in [seq for seq in self.seqs.values() if seq.promised is None]:
+                    self._promise_late(seq)
             case ["assign", dict(fields)]:
                 self.role = role_of(fields)
                 self._settled = 0
@@ -341,6 +343,17 @@ class PolicyDriver:
                         self._happened(seq, Demoted(self.clock(), seq.id))
             case _:
                 raise ValueError(f"unknown command {str(command)[:80]}")
+
+    def _promise_late(self, seq: VllmSeq) -> None:
+        """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
+        assert self._gateways is not None
+        if (promised := self._gateways.promised(seq.id)) is not None:
+            seq.request = promised_request(seq.own, promised.contract)
+            seq.promised, seq.demoted = promised, promised.contract.demoted
+            seq._deadlines = None
+            self._strange -= _movable(seq)
+            self._settled = 0
+            self._gateways.link.begin_afresh()
 
     @guarded
     def hand_off(self, id: str, reason: HandoffReason) -> None:

@@ -1,0 +1,29 @@
+"""`rubato gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rubato.cli import server_options
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server", action="append", default=[], metavar="URL",
+        help="an OpenAI server, such as http://10.0.0.7:8000; as often as there are servers",
+    )  # fmt: skip
+    server_options.add(parser, replicas=False)
+    parser.add_argument("--host", help="address to listen on (default: the configuration's, or 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="default: the configuration's, or 8000")
+    parser.add_argument("--event-log", metavar="FILE", help="write the event log here (JSON lines)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rubato.serving.serve import serve  # the server's libraries are not needed by the other commands
+
+    servers = json.dumps(args.server) if args.server else None
+    config = server_options.config(args, servers=servers, host=args.host, port=args.port, event_log=args.event_log)
+    if not config.servers:
+        raise ValueError("no server: give --server URL, or `servers` in the configuration")
+    return serve(config)

@@ -1,0 +1,161 @@
+"""What the apps of our server and of the gateway have in common: who asks, `/health`, `/metrics`, `/debug`, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from rubato.core.clock import Clock
+from rubato.core.interfaces import View
+from rubato.fleet.cluster import Cluster
+from rubato.serving import intake, logs, openapi, request_history, schemas
+from rubato.serving.errors import ApiError, from_finished
+from rubato.serving.metrics import Metrics
+from rubato.serving.rate_limits import RATE, TenantUsage
+from rubato.serving.tenants import Tenant, Tenants
+
+
+class AnyService(Protocol):
+    """What is served, as `app.Service` and `gateway.GatewayService` say it."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def tenants(self) -> Tenants: ...
+    @property
+    def fair(self) -> bool: ...
+    @property
+    def log_lines_dropped(self) -> Callable[[], int]: ...
+    def views(self) -> list[View]: ...
+
+
+class AppState:
+    """A service with what the app keeps about it."""
+
+    def __init__(self, service: AnyService) -> None:
+        self.service: AnyService = service
+        self.tenants = service.tenants
+        self.usage = {name: TenantUsage(quota) for name, quota in self.tenants.quotas.items()}
+        cluster = service.cluster
+        self.metrics = Metrics(
+            service.names[0],
+            service.views,
+            lambda: cluster.in_flight,
+            lambda: cluster.listener_errors,
+            service.log_lines_dropped,
+        )
+        self.recorder = request_history.RequestHistory(logs.finished)
+        cluster.listen(self.metrics)
+        cluster.listen(self.recorder)
+
+    def enter(self, http: Request, arrival: float, kind: schemas.Kind) -> Tenant:
+        """The tenant of this request, charged before its body is read; from here on also its errors carry what is left
+        to that tenant. Raises ApiError 401, or 429 beyond the tenant's rate."""
+        tenant = self.tenants.of(http.headers)
+        http.state.usage = usage = self.usage.get(tenant.name)
+        if usage is not None and (wait := usage.enter(arrival)):
+            tier = self.tenants.tiers(tenant).resolve(None)
+            request = intake.unread(kind, arrival=arrival, tenant=tenant.name, tier=tier)
+            raise from_finished(self.service.cluster.refuse(request, RATE), wait)
+        return tenant
+
+
+def add_operations(app: FastAPI, state: AppState) -> None:
+    service = state.service
+
+    @app.head("/ready", responses=openapi.errors(503))
+    @app.get("/ready", responses=openapi.errors(503))
+    async def ready() -> Response:
+        """200 while requests are taken and there is a replica for them, else 503."""
+        if not service.cluster.hosts and not service.cluster.dead.is_set():
+            return json_page({"status": "no replica, for now"}, 503)
+        return await health()
+
+    @app.head("/health", responses=openapi.errors(503))
+    @app.get("/health", responses=openapi.errors(503))
+    async def health() -> Response:
+        """200 while requests are taken, else 503: of a server that drains, and of one that has lost its last replica
+        for good."""
+        if service.cluster.dead.is_set():
+            return json_page({"status": "dead", "error": str(service.cluster.error)}, 503)
+        return json_page({"status": "draining"}, 503) if app.state.draining else json_page({"status": "ok"})
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def prometheus() -> Response:
+        """Prometheus' text format."""
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/debug/requests/{id}", responses=openapi.errors(401, 404))
+    async def request(http: Request, id: str) -> Response:
+        """Deadlines, events and waits of a request in flight or lately ended: for its tenant, or an admin's key."""
+        tenant = state.tenants.of(http.headers)
+        records = state.recorder.find(id)
+        if not records or not (tenant.admin or records[0].request.tenant == tenant.name):
+            raise ApiError(404, f"There is no request {id[:80]!r}, or no longer.", param="id", code="request_not_found")
+        now = service.cluster.clock.now()
+        return json_page(request_history.shown(id, records, service.views(), now, fair=service.fair))
+
+
+async def read_body(http: Request, most: int) -> bytes:
+    """The body. Raises ApiError 413 as soon as it is known to be longer than `most` bytes."""
+    error = ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
+    declared = http.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise error
+    raw = bytearray()
+    async for part in http.stream():
+        raw += part
+        if len(raw) > most:
+            raise error
+    return bytes(raw)
+
+
+class WithHeaders(Response):
+    """An answer with more headers, those that hold when it begins."""
+
+    def __init__(self, reply: Response, more: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._reply = reply
+        self._more = more
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *self._more()]}
+            await send(message)
+
+        await self._reply(scope, receive, marked)
+
+
+def json_page(content: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def add_error_shapes(app: FastAPI, clock: Clock) -> None:
+    async def answer(http: Request, error: Exception) -> Response:
+        reply = _as_api_error(http, error).response()
+        usage: TenantUsage | None = getattr(http.state, "usage", None)
+        return reply if usage is None else WithHeaders(reply, lambda: usage.headers(clock.now()))
+
+    for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _as_api_error(http: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):  # no such path, or no such method of it
+        message = f"{http.method} {http.url.path}: {error.detail}."
+        return ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(400, "The client went away before its body was read.")
+    return ApiError(500, f"Internal error: {type(error).__name__}.", kind="server_error")

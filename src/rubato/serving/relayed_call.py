@@ -1,0 +1,243 @@
+"""One API request on its way through the gateway: the body goes to a server as it came, and the response comes back so.
+
+What is added: ids by which the server's reports name it, the tier served and the verdict in the last chunk or in the
+whole response. A response that broke off is gone on with from what has come, where OpenAI's API can say that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.types import Send
+
+from rubato.core.events import Event, Finished
+from rubato.core.request import Progress, Request
+from rubato.fleet.call import CannotContinueError
+from rubato.fleet.sse_relay import END, may_be_last
+from rubato.fleet.upstream import Headers
+from rubato.serving import slo_report
+from rubato.serving.vllm_body import LIMITS
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MOST_KEPT = 1 << 20  # bytes of a stream that are kept, to go on from
+# Of one hop, or what this side has its own of.
+NOT_PASSED = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+        "upgrade", "host", "content-length", "accept-encoding", "x-request-id", "date", "server",
+    }
+)  # fmt: skip
+# Fields of a body with which an output cannot be cut in two.
+INDIVISIBLE = (
+    "tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
+    "return_token_ids", "continue_final_message", "kv_transfer_params",
+)  # fmt: skip
+
+NO_TEXT = ("reasoning", "reasoning_content", "tool_calls", "function_call")  # of a chunk, what is no text to go on from
+
+
+def passed_on(headers: Headers) -> list[tuple[str, str]]:
+    """Of a request's or a response's headers, those that concern the other end."""
+    return [(name, value) for name, value in headers if name not in NOT_PASSED]
+
+
+class RelayedCall:
+    """A `fleet.call.Call` for one HTTP request. requests: a choice each; headers: for the server; fields: the body as
+    an object, raw as it came. send: ASGI's. more: further headers of the response. counted: told how many tokens the
+    prompt has, once that is known."""
+
+    def __init__(
+        self, path: str, query: str, answer: str, requests: tuple[Request, ...], choices: int, headers: Headers,
+        fields: dict[str, Any], raw: bytes, send: Send, more: Callable[[], list[tuple[bytes, bytes]]],
+        counted: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.answer = answer
+        self.ids = tuple([request.id for request in requests])
+        self.choices = choices
+        self.streams = bool(fields.get("stream"))
+        self.begun = False
+        self.streamed = 0
+        self.over = False  # the client has had the whole response
+        self.broken = ""  # why no more will come of it
+        self.done = asyncio.Event()  # over, or broken
+        self.failed: Finished | None = None  # the first end that is no completion
+        self._query, self._headers, self._fields, self._raw = query, headers, fields, raw
+        self._requests = requests
+        self._ends: dict[str, Finished] = {}
+        self._send, self._more = send, more
+        self.counted = counted
+        self._kept: list[bytes] | None = [] if self.streams and len(requests) == 1 and path in (CHAT, TEXT) else None
+        self._kept_bytes = 0
+        self._again = False  # what comes is not of the first server
+        self._received = 0  # tokens that came before the response broke off
+        self._first: dict[str, Any] = {}  # the first chunk of a response that is gone on with
+
+    # ----------------------------------------------------------------- events
+
+    def hear(self, event: Event) -> None:
+        """Of one of its requests."""
+        if type(event) is Finished:
+            self._ends[event.id] = event
+            if event.outcome != "completed" and self.failed is None:
+                self.failed = event
+                self.done.set()
+
+    # ----------------------------------------------------------------- towards the server
+
+    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+        id = self.answer.partition("-")[2]
+        headers = [*self._headers, ("x-request-id", id)]
+        if not self.begun:
+            return headers, self._raw
+        if len(self.ids) > 1:
+            raise CannotContinueError("a response of several choices cannot be continued elsewhere")
+        self._again = True
+        received = 0 if progress is None else sum(map(len, progress.times))
+        if progress is None or not received:
+            self._text_so_far()
+            return headers, self._raw
+        fields = self._continued(progress, received)
+        self._received = received
+        return headers, orjson.dumps(fields)
+
+    def _continued(self, progress: Progress, received: int) -> dict[str, Any]:
+        """The body that asks for the rest. Raises CannotContinueError."""
+        if self._kept is None:
+            raise CannotContinueError(f"a response of {self.path}, or one so long, cannot be continued elsewhere")
+        for name in INDIVISIBLE:
+            if self._fields.get(name) not in (None, False, []):
+                raise CannotContinueError(f"a response with {name} cannot be continued elsewhere")
+        fields = dict(self._fields)
+        for name in LIMITS:
+            if isinstance(limit := fields.get(name), int):
+                if limit <= received:
+                    raise CannotContinueError("all its tokens had come, and only its end had not")
+                fields[name] = limit - received
+        if isinstance(least := fields.get("min_tokens"), int):
+            fields["min_tokens"] = max(0, least - received)
+        text = self._text_so_far()
+        if self.path == CHAT:
+            messages = [*fields["messages"], {"role": "assistant", "content": text}]
+            return {**fields, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        prompt = fields["prompt"]
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            return {**fields, "prompt": prompt + text}
+        if len(progress.token_ids) != received:
+            raise CannotContinueError("its prompt is token ids, and those of its output are not known")
+        return {**fields, "prompt": [*prompt, *progress.token_ids]}
+
+    def _text_so_far(self) -> str:
+        """Raises CannotContinueError for a stream in which something else than text came."""
+        found: list[str] = []
+        for chunk in b"".join(self._kept or ()).split(END):
+            if not chunk.startswith(b"data: {"):
+                continue
+            fields = orjson.loads(chunk[6:])
+            self._first = self._first or fields
+            for choice in fields.get("choices", ()):
+                said = choice.get("delta", choice)
+                if any(said.get(name) for name in ("reasoning", "reasoning_content", "tool_calls", "function_call")):
+                    raise CannotContinueError(
+                        "a response in which the model reasons, or calls tools, stays where it is"
+                    )
+                found.append(said.get("content" if self.path == CHAT else "text") or "")
+        return "".join(found)
+
+    # ----------------------------------------------------------------- towards the client
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": self._head(headers)})
+
+    async def write(self, data: bytes) -> None:
+        if self._again:
+            data = self._as_before(data)
+        if self._kept is not None:
+            self._kept_bytes += len(data)
+            if self._kept_bytes > MOST_KEPT:
+                self._kept = None
+            else:
+                self._kept.append(data)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, rest: bytes) -> None:
+        if self._again:
+            rest = self._as_before(rest)
+        if self.path in (CHAT, TEXT):
+            rest = self._with_verdict(rest)
+        await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+        self._finish()
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        if status == 200 and (about := self.verdict()):
+            try:
+                fields = orjson.loads(body)
+                body = orjson.dumps({**fields, **about}) if isinstance(fields, dict) else body
+            except ValueError:
+                pass  # no JSON: it is the server's own affair
+        self.begun = True
+        head = [*self._head(headers), (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._finish()
+
+    def breaks(self, why: str) -> None:
+        if not self.over:
+            self.broken = self.broken or why
+            self.done.set()
+
+    def verdict(self) -> Mapping[str, Any]:
+        """The tier served, and what was measured of its requests."""
+        ends = [self._ends[id] for id in self.ids if id in self._ends]
+        if len(ends) < len(self.ids):
+            return {}
+        request = self._requests[0]
+        return {"service_tier": slo_report.served_tier(request, ends), "rubato": slo_report.report(request, ends)}
+
+    def _finish(self) -> None:
+        self.over = True
+        self.done.set()
+
+    def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in passed_on(headers)]
+        return [*there, (b"x-request-id", self.answer.partition("-")[2].encode()), *self._more()]
+
+    def _with_verdict(self, rest: bytes) -> bytes:
+        """The last chunks, of which the last one with content gets what is added."""
+        about = self.verdict()
+        chunks = rest.split(END)
+        for at in range(len(chunks) - 1, -1, -1):
+            if about and may_be_last(chunks[at]) and chunks[at].endswith(b"}"):
+                chunks[at] = chunks[at][:-1] + b"," + orjson.dumps(about)[1:]
+                break
+        return END.join(chunks)
+
+    def _as_before(self, data: bytes) -> bytes:
+        """Chunks of another response as if they were of the first: its id, no second role, the counts of both."""
+        out = []
+        for chunk in data.split(END):
+            if not chunk.startswith(b"data: {"):
+                out.append(chunk)
+                continue
+            fields = orjson.loads(chunk[6:])
+            choices = fields.get("choices") or []
+            if any(
+                (choice.get("delta") or {}).get("role") and not choice["delta"].get("content") for choice in choices
+            ):
+                continue
+            for name in ("id", "created", "model"):
+                if name in self._first:
+                    fields[name] = self._first[name]
+            usage = fields.get("usage")
+            if isinstance(usage, dict) and "prompt_tokens" in usage:
+                usage["prompt_tokens"] -= self._received
+                usage["completion_tokens"] = usage.get("completion_tokens", 0) + self._received
+            out.append(b"data: " + orjson.dumps(fields))
+        return END.join(out)

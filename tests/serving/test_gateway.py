@@ -1,0 +1,436 @@
+"""The gateway over stub servers, in one process on the virtual clock: HTTP in and out, and the link, by memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from rubato.config.schema import Config, ConfigError, load
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, HandedOff, Offered, Placed
+from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
+from rubato.core.request import SLO
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.latency.affine import Model
+from rubato.policy_kit.fair_share import FairShare
+from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving.tenants import Tenant, Tenants
+from tests.serving.conftest import key, tenant
+from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
+STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
+TIERS = Tiers([Tier("chat", SLO(1.0, 0.2)), Tier("strict", SLO(0.05), "refuse")])
+
+
+@dataclass
+class Fleet:
+    """A gateway and its servers, as clients and operators see them."""
+
+    http: httpx2.AsyncClient
+    cluster: Cluster
+    clock: VirtualClock
+    servers: list[StubServer]
+    events: list[Event] = field(default_factory=list)
+
+    async def complete(self, headers: Mapping[str, str] | None = None, **body: Any) -> httpx2.Response:
+        defaults = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}
+        return await self.http.post("/v1/completions", json={**defaults, **body}, headers=headers)
+
+    async def chat(self, headers: Mapping[str, str] | None = None, **body: Any) -> httpx2.Response:
+        message = {"role": "user", "content": "hi"}
+        defaults = {"model": "stub", "messages": [message], "max_tokens": 4}
+        return await self.http.post("/v1/chat/completions", json={**defaults, **body}, headers=headers)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def gateway(
+    scenario: Callable[[Fleet], Awaitable[None]],
+    *,
+    servers: int = 2,
+    linked: bool = True,
+    policy: str = "edf",
+    router: str = "least_loaded",
+    tenants: Sequence[Tenant] = (),
+    max_in_flight: int | None = None,
+    fair: FairShare | None = None,
+    profile: Callable[[], Any] = lambda: None,
+    change: Callable[[list[StubServer]], None] = lambda servers: None,
+    **service: Any,
+) -> None:
+    async def main() -> None:
+        clock = VirtualClock()
+        replica = ReplicaOptions(causes=False)
+        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=i) for i in range(servers)]
+        for core in cores:
+            await core.start()
+        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        change(list(there.values()))
+        calls: Calls = {}
+        options = ClusterOptions(PolicyChoice(policy, {}, router), replica, max_in_flight, fair)
+        fleet = ServerFleet(
+            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, calls,
+            profile=profile, transport=there.__getitem__,
+            link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
+        )  # fmt: skip
+        cluster = server_cluster(fleet, servers, clock, options)
+        try:
+            await cluster.start()
+            known = Tenants(tenants, TIERS)
+            app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=known, **service))
+            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
+                made = Fleet(http, cluster, clock, list(there.values()))
+                cluster.listen(made.events.append)
+                await scenario(made)
+            assert not calls
+            offered, finished = made.of(Offered), made.of(Finished)
+            assert sorted(e.id for e in offered) == sorted(e.id for e in finished)
+        finally:
+            await cluster.close()
+            for core in cores:
+                await core.host.close()
+
+    run_virtual(main())
+
+
+def chunks(response: httpx2.Response) -> list[dict[str, Any]]:
+    """Of a whole stream."""
+    assert response.content.endswith(b"data: [DONE]\n\n")
+    return [orjson.loads(line[6:]) for line in response.content.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_answer_comes_as_the_server_gives_it_with_tier_and_verdict(linked: bool, stream: bool, chat: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        ask = fleet.chat if chat else fleet.complete
+        response = await ask(service_tier="chat", stream=stream, user="someone", logit_bias={"5": 1})
+        assert response.status_code == 200
+        last = chunks(response)[-1] if stream else response.json()
+        assert last["service_tier"] == "chat"
+        assert last["rubato"]["met"] is True
+        assert last["rubato"]["targets"]["ttft_ms"] == 1000.0
+        known = stream or linked  # else nothing is seen of it before its end
+        assert last["rubato"]["ttft_ms"] == pytest.approx(100.0 if known else 400.0)
+        assert last["rubato"]["tpot_ms"] == pytest.approx(100.0 if known else 0.0)
+        if stream:
+            said = [c["choices"][0] for c in chunks(response)]
+            text = "".join((c.get("delta") or c).get("content" if chat else "text", "") for c in said)
+        else:
+            choice = response.json()["choices"][0]
+            text = choice["message"]["content"] if chat else choice["text"]
+        assert text == "la ti do re "
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.output) == ("completed", 4)
+        (body,) = [body for server in fleet.servers for body in server.bodies]
+        assert body["user"] == "someone"
+        assert body["logit_bias"] == {"5": 1}
+        id = response.headers["x-request-id"]
+        page = await fleet.http.get(f"/debug/requests/{last['id']}")
+        assert last["id"].endswith(id)
+        assert page.json()["choices"][0]["verdict"]["met"] is True
+
+    gateway(scenario, linked=linked)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_choices_of_one_answer_go_to_one_server_and_are_judged_together(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        response = await fleet.complete(service_tier="chat", n=3)
+        assert [choice["index"] for choice in response.json()["choices"]] == [0, 1, 2]
+        assert len(response.json()["rubato"]["choices"]) == 3
+        streamed = await fleet.complete(service_tier="chat", n=2, stream=True)
+        assert len(chunks(streamed)[-1]["rubato"]["choices"]) == 2
+        assert len(fleet.of(Offered)) == 5
+        assert {event.output for event in fleet.of(Finished)} == {4}
+
+    gateway(scenario, linked=linked)
+
+
+def test_requests_are_shared_out_and_held_time_counts() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        answers = await asyncio.gather(*(fleet.complete(prompt=[1] * 20) for _ in range(8)))
+        assert all(answer.status_code == 200 for answer in answers)
+        assert [len(server.bodies) for server in fleet.servers] == [4, 4]
+        assert {answer.json()["rubato"]["ttft_ms"] for answer in answers} == {100.0}
+
+    gateway(scenario)
+
+
+def test_what_a_client_gets_wrong_is_said_and_what_the_server_says_passes() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for headers, body, where in (
+            ({"x-slo-ttft-ms": "soon"}, {}, "x-slo-ttft-ms"),
+            ({"x-slo-tftt-ms": "100"}, {}, "x-slo-tftt-ms"),
+            ({}, {"slo": {"ttft_ms": -1}}, "slo.ttft_ms"),
+            ({}, {"service_tier": "chatt"}, "service_tier"),
+            ({}, {"vllm_xargs": {"slo_ttft": 1}}, "vllm_xargs.slo_ttft"),
+            ({"x-session-id": "a b"}, {}, "x-session-id"),
+        ):
+            wrong = await fleet.complete(headers, **body)
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, where)
+        no_object = await fleet.http.post("/v1/completions", content=b"[1]")
+        assert no_object.status_code == 400
+        theirs = await fleet.complete(temperature=-1)
+        assert (theirs.status_code, theirs.json()["error"]["message"]) == (400, "temperature must be 0 or more")
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.reason[:16]) == ("refused", "rejected-invalid")
+        large = await fleet.complete(prompt="x" * 2000)
+        assert large.status_code == 413
+        fine = await fleet.complete({"x-slo-ttft-ms": "900"}, vllm_xargs={"slo_tpot_ms": 500, "their": 1})
+        assert fine.json()["rubato"]["targets"] == {"ttft_ms": 900.0, "tpot_ms": 500.0, "e2e_ms": None}
+        (body,) = [body for server in fleet.servers for body in server.bodies if "temperature" not in body]
+        assert body["vllm_xargs"] == {"their": 1}  # what it may cost is the gateway's word alone
+
+    gateway(scenario, max_body_bytes=1500)
+
+
+def test_tenants_keys_limits_and_what_reaches_the_server() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        assert (await fleet.complete()).status_code == 401
+        fine = await fleet.complete(key("a"), service_tier="strict")
+        assert fine.headers["x-rubato-clamped"] == "service_tier"
+        assert fine.json()["service_tier"] == "chat"
+        heads = [head for server in fleet.servers for head in server.heads]
+        assert [head.get("authorization") for head in heads] == ["Bearer servers-key"]
+        assert not any(name.startswith("x-slo") for name in heads[0])
+        second = await fleet.complete(key("a"))
+        assert second.status_code == 429
+        assert int(second.headers["retry-after"]) > 0
+        assert (await fleet.http.get("/v1/models", headers=key("b"))).json()["data"][0]["id"] == "stub"
+        assert (await fleet.http.post("/rubato/state", headers=key("b"))).status_code == 403
+        assert (await fleet.http.post("/sleep", headers=key("b"))).status_code == 403
+
+    gateway(
+        scenario, key="servers-key", tenants=[tenant("a", tiers=("chat",), requests_per_minute=1), tenant("b")],
+        fair=FairShare({"a": 1.0, "b": 1.0}, None),
+    )  # fmt: skip
+
+
+def test_a_full_fleet_refuses_with_a_time_to_come_again_and_a_scheduler_may_refuse() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        answers = await asyncio.gather(*(fleet.complete() for _ in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 2
+        full = next(answer for answer in answers if answer.status_code == 429)
+        assert full.headers["x-rubato-reject-reason"] == "rejected-saturated"
+        strict = await fleet.complete(service_tier="strict")  # 0.05 s, and a step takes 0.1 s
+        assert strict.status_code == 429
+        assert "retry-after" in strict.headers
+        streamed = await fleet.complete(service_tier="strict", stream=True)
+        assert streamed.status_code == 429
+        assert [len(server.bodies) for server in fleet.servers] in ([3, 3], [2, 4], [4, 2])  # and nowhere else
+
+    gateway(scenario, max_in_flight=4)
+
+
+@pytest.mark.parametrize("how", ["down", "broken"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_a_server_fails_at_goes_elsewhere_while_nothing_was_streamed(how: str, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        bad, good = fleet.servers
+        if how == "down":
+            bad.down = True
+        else:
+            bad.broken = 503
+        answers = await asyncio.gather(*(fleet.complete(stream=True, service_tier="chat") for _ in range(4)))
+        assert all(answer.status_code == 200 for answer in answers)
+        assert len({placed.id for placed in fleet.of(Placed) if placed.replica == "r0"}) >= 1
+        assert all(event.request.handoff.reason == "failed" for event in fleet.of(HandedOff))
+        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
+        assert len(good.bodies) == 4
+        assert "r0" not in fleet.cluster.hosts or len(bad.bodies) < 3
+
+    gateway(scenario, linked=linked)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_that_breaks_off_goes_on_elsewhere_from_its_text(linked: bool, chat: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers[0].cut = 2
+        ask = fleet.chat(stream=True) if chat else fleet.complete(stream=True, prompt="abc")
+        response = await ask
+        said = chunks(response)
+        assert len({chunk["id"] for chunk in said}) == 1
+        assert said[-1]["choices"][0]["finish_reason"] == "length"
+        (again,) = fleet.servers[1].bodies
+        assert again["max_tokens"] == 2
+        if chat:
+            assert again["messages"][-1] == {"role": "assistant", "content": "la ti "}
+            assert again["continue_final_message"] is True
+            roles = [c for chunk in said for c in chunk["choices"] if c["delta"].get("role")]
+            assert len(roles) == 1
+        else:
+            assert again["prompt"] == "abcla ti "
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.output) == ("completed", 4)
+
+    gateway(scenario, linked=linked)
+
+
+@pytest.mark.parametrize(
+    "body", [{"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"n": 2}]
+)
+def test_a_stream_that_cannot_be_gone_on_with_ends_with_an_error_that_says_so(body: dict[str, Any]) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers[0].cut = 2
+        response = await fleet.chat(stream=True, **body)
+        assert not response.content.endswith(b"[DONE]\n\n")
+        error = orjson.loads(response.content.strip().split(b"\n\n")[-1][6:])["error"]
+        assert "cannot be continued elsewhere" in error["message"]
+        assert {event.outcome for event in fleet.of(Finished)} == {"failed"}
+        assert not fleet.servers[1].bodies
+
+    gateway(scenario)
+
+
+def test_a_lost_server_gives_back_what_it_had_and_is_taken_back_when_it_answers_again() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        lost = fleet.servers[0]
+        asked = [asyncio.ensure_future(fleet.complete(prompt="abc", max_tokens=200, stream=True)) for _ in range(4)]
+        await asyncio.sleep(0.35)
+        lost.down = lost.core.silent = True
+        await asyncio.sleep(20.0)
+        assert list(fleet.cluster.hosts) == ["r1"]
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert all(chunks(answer)[-1]["choices"][0]["finish_reason"] == "length" for answer in answers)
+        assert {event.output for event in fleet.of(Finished)} == {200}
+        lost.down = lost.core.silent = False
+        await asyncio.sleep(3.0)
+        assert sorted(fleet.cluster.hosts) == ["r1", "r2"]
+        before = len(lost.bodies)
+        await asyncio.gather(*(fleet.complete() for _ in range(4)))
+        assert len(lost.bodies) == before + 2
+
+    gateway(scenario)
+
+
+def test_without_any_server_requests_wait_for_one_and_the_gateway_lives_on() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        (only,) = fleet.servers
+        only.down = only.core.silent = True
+        waiting = asyncio.ensure_future(fleet.complete())
+        await asyncio.sleep(20.0)
+        assert not fleet.cluster.hosts
+        refused = await fleet.complete()
+        assert (refused.status_code, refused.headers["x-rubato-reject-reason"]) == (429, "rejected-no-replica")
+        assert (await fleet.http.get("/ready")).status_code == 503
+        only.down = only.core.silent = False
+        assert (await waiting).status_code == 200
+        assert (await fleet.http.get("/ready")).status_code == 200
+        only.down = only.core.silent = True
+        waiting = asyncio.ensure_future(fleet.complete())
+        await asyncio.sleep(100.0)
+        assert (await waiting).status_code == 500
+        assert "no replica has come back" in (await waiting).json()["error"]["message"]
+
+    gateway(scenario, servers=1)
+
+
+def test_a_link_that_falls_silent_is_made_up_for_by_counting() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.core.silent = True
+        asked = [asyncio.ensure_future(fleet.complete(max_tokens=200, stream=True)) for _ in range(4)]
+        await asyncio.sleep(10.0)
+        assert len(fleet.cluster.hosts) == 2
+        views = [host.view() for host in fleet.cluster.hosts.values()]
+        assert sum(view.count for view in views) == 4
+        assert all(view.as_of < view.now - 5.0 for view in views)
+        assert (await fleet.complete()).json()["rubato"]["met"]  # it is placed all the same
+        for server in fleet.servers:
+            server.core.silent = False
+        await asyncio.sleep(2.0)
+        views = [host.view() for host in fleet.cluster.hosts.values()]
+        assert all(view.as_of > view.now - 1.0 for view in views)
+        assert {seq.output for view in views for seq in view.running} < set(range(115, 135))
+        for answer in await asyncio.gather(*asked):
+            assert chunks(answer)[-1]["rubato"]["met"]
+
+    gateway(scenario)
+
+
+def test_a_client_that_leaves_takes_its_request_with_it() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        asked = asyncio.ensure_future(fleet.complete(max_tokens=500, stream=True))
+        await asyncio.sleep(0.5)
+        asked.cancel()
+        await asyncio.sleep(0.5)
+        (end,) = fleet.of(Finished)
+        assert end.outcome == "cancelled"
+        assert all(server.core.host.replica.idle for server in fleet.servers if server.core.host.replica)
+        assert all(view.count == 0 for view in [host.view() for host in fleet.cluster.hosts.values()])
+
+    gateway(scenario)
+
+
+@pytest.mark.parametrize(("policy", "router"), [("polyserve", "auto"), ("slos_serve", "auto"), ("ascendra", "auto")])
+def test_a_router_that_needs_step_times_is_refused_without_them_and_may_be_told_them(policy: str, router: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        assert (await fleet.complete(service_tier="chat")).status_code == 200
+
+    with pytest.raises(ValueError, match="step_times"):
+        gateway(scenario, linked=False, policy=policy, router=router)
+    gateway(scenario, linked=False, policy=policy, router=router, profile=lambda: Model(b=(0.1, 0.0)))
+
+
+def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        raise AssertionError("it has started")
+
+    def other_model(servers: list[StubServer]) -> None:
+        servers[1].model = "other"
+
+    def other_version(servers: list[StubServer]) -> None:
+        servers[1].version = "0.33.0"
+
+    def down(servers: list[StubServer]) -> None:
+        servers[1].down = True
+
+    for change, linked, words in (
+        (other_model, True, "model 'other', and the first one 'stub'"),
+        (other_version, False, "vLLM '0.33.0', and the first one '0.32.0'"),
+        (down, True, "http://s1 is not there"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gateway(scenario, change=change, linked=linked)
+
+
+def test_other_paths_go_to_some_server_and_the_board_is_there() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json() == {"count": 3}
+        assert (await fleet.http.get("/nothing")).status_code == 404
+        assert (await fleet.http.get("/")).headers["content-type"].startswith("text/html")
+        assert len((await fleet.http.get("/board.json")).json()["replicas"]) == 2
+        assert "rubato_requests_offered_total" in (await fleet.http.get("/metrics")).text
+        fleet.servers[0].down = True
+        for _ in range(3):
+            assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json() == {"count": 3}
+
+    gateway(scenario)
+
+
+def test_its_configuration() -> None:
+    config: Config = load({"servers": ["http://a:1", {"url": "https://b", "link": "tcp://b:5557", "key_env": "KEY"}]})
+    assert [server.url for server in config.servers] == ["http://a:1", "https://b"]
+    with pytest.raises(ConfigError, match="holds no key"):
+        _ = config.servers[1].key
+    for wrong in (["a:1"], ["http://a:1", "http://a:1/"], [{"url": "http://a", "links": "x"}], [{"url": "ftp://a"}]):
+        with pytest.raises(ConfigError, match="servers"):
+            load({"servers": wrong})
