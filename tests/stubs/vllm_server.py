@@ -44,6 +44,8 @@ class StubCore:
         )  # fmt: skip
         self.peers: list[Callable[[Message], None]] = []
         self.silent = False  # its reports are not sent
+        self.deaf = False  # nor anything else
+        self.unix_off = 0.0  # seconds that this machine's Unix time is off
         self.ask: Callable[[], None] = lambda: None  # take in what gateways have sent
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self._contracts: dict[str, Contract] = {}
@@ -61,6 +63,8 @@ class StubCore:
 
     def hear(self, message: Message, tell: Callable[[Message], None]) -> None:
         """A gateway has sent this; answers go to `tell`."""
+        if self.deaf:
+            return
         if message["kind"] == "hello":
             if tell not in self.peers:
                 self.peers.append(tell)
@@ -93,7 +97,7 @@ class StubCore:
                 self._contracts[answer] = self._contracts[answer]._replace(demoted=True)
 
     def _times(self) -> dict[str, float]:
-        return {"clock": self.clock.now(), "unix": unix_time()}
+        return {"clock": self.clock.now(), "unix": unix_time() + self.unix_off}
 
     # ----------------------------------------------------------------- requests
 
@@ -204,7 +208,10 @@ class MemoryReply:
         self.headers: Headers = [("content-type", kind)]
         self._parts: asyncio.Queue[bytes | UpstreamError] = asyncio.Queue()
         self._leave = leave
-        self._over = False
+        self.over = False
+        self.flows = asyncio.Event()  # unset: nothing comes through, and the connection stays open
+        self.flows.set()
+        self.delay = 0.0  # seconds that each part takes
         self.head = asyncio.Event()  # the status is what it will be
 
     def put(self, part: bytes | UpstreamError) -> None:
@@ -212,16 +219,20 @@ class MemoryReply:
         self._parts.put_nowait(part)
 
     async def part(self) -> bytes:
-        if self._over:
+        if self.over:
             return b""
         found = await self._parts.get()
+        await self.flows.wait()
+        if self.delay:
+            await asyncio.sleep(self.delay)
         if isinstance(found, UpstreamError):
             raise found
-        self._over = found == b""
+        self.over = found == b""
         return found
 
     def close(self) -> None:
-        if not self._over:
+        if not self.over:
+            self.over = True
             self._leave()
 
 
@@ -235,8 +246,10 @@ class StubServer:
         self.bodies: list[dict[str, Any]] = []  # of completions
         self.heads: list[dict[str, str]] = []
         self.down = False
+        self.hangs = False  # it takes requests and never answers
         self.broken = 0
         self.cut = 0
+        self.open_replies: set[MemoryReply] = set()
         self.version = "0.32.0"
 
     async def open(
@@ -244,6 +257,11 @@ class StubServer:
     ) -> MemoryReply:
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
+        if self.hangs:
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), seconds)
+            except TimeoutError:
+                raise UpstreamError("TimeoutError") from None
         if method == "POST" and "completions" in path:
             fields = orjson.loads(body)
             self.bodies.append(fields)
@@ -265,6 +283,13 @@ class StubServer:
     async def close(self) -> None:
         pass
 
+    def kill(self) -> None:
+        """As kill -9 does: every connection breaks, what was there is gone, and the core says no more."""
+        self.down = self.core.silent = True
+        for reply in self.open_replies:
+            reply.put(UpstreamError("ConnectionResetError"))
+        self.open_replies.clear()
+
     def _completion(self, path: str, id: str, body: dict[str, Any]) -> MemoryReply:
         chat = "chat" in path
         answer, n = f"{'chatcmpl' if chat else 'cmpl'}-{id}", int(body.get("n", 1))
@@ -278,6 +303,7 @@ class StubServer:
         streams = bool(body.get("stream"))
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
         reply = MemoryReply(200, kind, lambda: self._abort(ids))
+        self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
         answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut)
         self.cut = 0
         for request in requests:

@@ -60,7 +60,11 @@ class FleetScaling:
         return self._autoscaler is not None
 
     def open_views(self) -> list[View]:
-        """Views of the hosts that take requests: those that rest only while no other does."""
+        """Views of the hosts that take requests."""
+        return [host.view() for id, host in self._hosts.items() if id not in self.draining]
+
+    def views_to_route(self) -> list[View]:
+        """The same, without those that rest while others do not."""
         open = [host for id, host in self._hosts.items() if id not in self.draining]
         awake = [host for host in open if not host.resting]
         return [host.view() for host in awake or open]

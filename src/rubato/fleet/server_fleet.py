@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from rubato.fleet.server_link import Link, ZmqLink
 from rubato.fleet.upstream import HttpServer, Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
-
-AGAIN = 1.0  # seconds from one look whether a lost server is back to the next
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class ServerFleet:
             lost(id, error, requests)  # type: ignore[arg-type]
 
         async def open_link() -> Link | None:
-            await self._reachable(server, upstream, patient)
+            await self._reachable(server, upstream)
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
             if address is None:
                 log.warning("server %s has no link: its load is known from what is sent there", server.url)
@@ -104,23 +101,19 @@ class ServerFleet:
 
         return ServerHost(
             id, server.url, upstream, self._clock, about=about, link=open_link, calls=self._calls, emit=emit,
-            lost=gone, options=self._options.replica, step_timeout=self._step_timeout,
+            lost=gone, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
         )  # fmt: skip
 
-    async def _reachable(self, server: Server, upstream: Upstream, patient: bool) -> None:
-        """Raises ValueError for a server that does not answer; patient: asks until it does."""
-        while True:
-            try:
-                reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
-                reply.close()
-                if reply.status == 200:
-                    return
-                why = f"/health answered {reply.status}"
-            except UpstreamError as error:
-                why = str(error)
-            if not patient:
-                raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
-            await asyncio.sleep(AGAIN)
+    async def _reachable(self, server: Server, upstream: Upstream) -> None:
+        """Raises ValueError for a server that does not answer."""
+        try:
+            reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
+            reply.close()
+            why = "" if reply.status == 200 else f"/health answered {reply.status}"
+        except UpstreamError as error:
+            why = str(error)
+        if why:
+            raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
 
     def _check_alike(self, server: Server, found: ServerAbout) -> None:
         """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""

@@ -20,7 +20,7 @@ from rubato.core.interfaces import Host, LatencyModel, View
 from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import Outcome, Request
+from rubato.core.request import Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
 from rubato.fleet.cluster import HostLost
@@ -38,6 +38,8 @@ PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
 PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
 PROBES = 2  # in a row that may fail
 FAILURES = 3  # requests in a row that a server may fail at before it is lost
+AGAIN = 1.0  # seconds from one look whether a server is there to the next
+SAID_EVERY = 60  # of such looks, one that fails is logged
 REST = 1.0  # seconds that it is given nothing after a failure, as long as others are there; times those in a row
 RETRIES = 3  # times that a request which failed is placed again
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
@@ -83,6 +85,7 @@ class ServerHost:
         lost: HostLost,
         options: ReplicaOptions,
         step_timeout: float | None = None,
+        patient: bool = False,
     ) -> None:
         self.id = id
         self.url = url
@@ -95,6 +98,7 @@ class ServerHost:
         self._emit_outside, self._lost = emit, lost
         self._options = options
         self._step_timeout = step_timeout
+        self._patient = patient
         self._link: Link | None = None
         self._reader = LinkReader(id)
         self._greeted: asyncio.Future[Message] | None = None
@@ -115,7 +119,26 @@ class ServerHost:
     # ----------------------------------------------------------------- Host
 
     async def start(self) -> None:
-        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used."""
+        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used; where it is
+        to be waited for, it is asked again and again instead."""
+        tries = 0
+        while True:
+            try:
+                await self._begin_to_serve()
+                return
+            except (UpstreamError, ValueError) as error:
+                for task in self._tasks:
+                    task.cancel()
+                if self._link is not None:
+                    self._link.close()
+                if not self._patient:
+                    raise
+                if tries % SAID_EVERY == 0:
+                    log.warning("server %s is waited for: %s", self.url, error)
+                tries += 1
+                await asyncio.sleep(AGAIN)
+
+    async def _begin_to_serve(self) -> None:
         told: Message | None = None
         self._link = await self._open_link()
         if self._link is not None:
@@ -329,9 +352,10 @@ class ServerHost:
 
     def _as_sent(self, call: Call, request: Request | None) -> Request | None:
         """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
-        if request is None or (had := request.progress) is None:
-            return request
         count = call.streamed if call.begun else 0
+        if request is None or (request.progress is None and not count):
+            return request
+        had = request.progress or Progress((request.arrival,), ((),))
         times = had.times[0][:count]
         times += (self.clock.now(),) * (count - len(times))
         ids = had.token_ids[:count]
@@ -582,7 +606,15 @@ class ServerHost:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended_task)
+
+    def _ended_task(self, task: asyncio.Future[None]) -> None:
+        """An error in one of them is a fault of ours: without it the host would be deaf or blind."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)
+            if self._mirror is not None:
+                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
 
     def _started(self) -> Mirror:
         if self._mirror is None:
