@@ -289,9 +289,12 @@ class ServerHost:
         begun = False
         while data := await reply.part():
             now, choices = relay.feed(data)
-            if not call.begun and (now or relay.rest()).startswith(ERROR):
+            if (at := (now or relay.rest()).find(ERROR)) >= 0:
+                error = (now or relay.rest())[at : at + 200]
+                if at and now and call.begun:
+                    await call.write(now[:at])
                 await self._heard_of(call)
-                raise UpstreamError((now or relay.rest())[:200].decode(errors="replace"))
+                raise UpstreamError(error.decode(errors="replace").strip())
             if not begun and (now or relay.rest()):
                 begun, self._failures = True, 0
                 if not call.begun:
@@ -330,11 +333,12 @@ class ServerHost:
 
     def _failed(self, call: Call, why: str) -> None:
         """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can."""
+        if not any(id in self._mine for id in call.ids):  # they have ended: this is the echo, or too late to matter
+            call.breaks(why)
+            return
         self._failures += 1
         self._rests_until = self.clock.now() + REST * self._failures
         log.warning("%s", why)
-        if not any(id in self._mine for id in call.ids):  # they have ended, and their response has not
-            call.breaks(why)
         self._give_back(call, why)
         if self._failures >= FAILURES:
             self._die(ServerLostError(f"{why}; {self._failures} requests in a row failed there"))
@@ -622,5 +626,5 @@ class ServerHost:
         return self._mirror
 
 
-ERROR = b'data: {"error"'  # begins the stream of a request that an engine would not serve
+ERROR = b'data: {"error"'  # a chunk of a stream that an engine would not serve, or not to its end
 NEED_DONE = ("/v1/chat/completions", "/v1/completions")

@@ -153,10 +153,14 @@ class RelayedCall:
     # ----------------------------------------------------------------- towards the client
 
     async def begin(self, status: int, headers: Headers) -> None:
+        if self.over:
+            return
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": self._head(headers)})
 
     async def write(self, data: bytes) -> None:
+        if self.over:
+            return
         if self._again:
             data = self._as_before(data)
         if self._kept is not None:
@@ -168,6 +172,8 @@ class RelayedCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, rest: bytes) -> None:
+        if self.over:
+            return
         if self._again:
             rest = self._as_before(rest)
         if self.path in (CHAT, TEXT):
@@ -176,6 +182,8 @@ class RelayedCall:
         self._finish()
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        if self.over:
+            return
         if status == 200 and (about := self.verdict()):
             try:
                 fields = orjson.loads(body)
