@@ -229,7 +229,7 @@ def soak(
             transport=there.__getitem__, step_timeout=5.0,
             link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
         )  # fmt: skip
-        cluster = server_cluster(fleet, servers, clock, options)
+        cluster = await server_cluster(fleet, clock, options)
         await cluster.start()
         tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
         app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))

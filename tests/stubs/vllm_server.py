@@ -182,6 +182,9 @@ class StubCore:
         raise error
 
 
+FAILED = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: [DONE]\n\n'  # what vLLM then says
+
+
 class MemoryLink:
     """A gateway's end of a link to a core in this process (`server_link.Link`)."""
 
@@ -249,6 +252,8 @@ class StubServer:
         self.hangs = False  # it takes requests and never answers
         self.broken = 0
         self.cut = 0
+        self.says_error_after = 0  # chunks, of the next request
+        self.adds: dict[str, Any] = {}  # to the last chunk of streams
         self.open_replies: set[MemoryReply] = set()
         self.version = "0.32.0"
 
@@ -304,8 +309,9 @@ class StubServer:
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
         reply = MemoryReply(200, kind, lambda: self._abort(ids))
         self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
-        answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut)
-        self.cut = 0
+        answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
+        answering.adds = self.adds
+        self.cut = self.says_error_after = 0
         for request in requests:
             self.core.submit(request, answering.hear)
         return reply
@@ -342,28 +348,30 @@ class _Answering:
         self._said: dict[str, list[str]] = {id: [] for id in ids}
         self._ends: dict[str, Finished] = {}
         self._chunks = 0
+        self._over = False
+        self.adds: dict[str, Any] = {}
         if streams and chat:
             for index in range(len(ids)):
                 self._put(index, {"role": "assistant", "content": ""}, None)
 
     def hear(self, event: Event) -> None:
-        if self._cut < 0 or not isinstance(event, Tokens | Finished):
+        if self._over or not isinstance(event, Tokens | Finished):
             return
         if isinstance(event, Tokens):
             self._said[event.id].append(event.text)
             self._chunks += 1
             if self._streams:
                 self._put(self._ids.index(event.id), {"content" if self._chat else "text": event.text}, None)
-            if self._cut and self._chunks == self._cut:
-                self._reply.put(UpstreamError("ConnectionResetError"))
-                self._cut = -1
+            if self._cut and self._chunks == abs(self._cut):
+                self._over = True
+                self._reply.put(UpstreamError("ConnectionResetError") if self._cut > 0 else FAILED)
+                self._reply.put(b"")
             return
         self._ends[event.id] = event
         if event.outcome != "completed":
             if not self._streams:
                 self._reply.status = 500
-            said = b'{"error":{"message":"","type":"InternalServerError"}}'
-            self._reply.put(b"data: " + said + b"\n\ndata: [DONE]\n\n" if self._streams else said)
+            self._reply.put(FAILED if self._streams else b'{"error": {}}')
             self._reply.put(b"")
             return
         if self._streams:
@@ -387,7 +395,8 @@ class _Answering:
 
     def _put(self, index: int, said: dict[str, Any], reason: str | None) -> None:
         choice = {"index": index, **({"delta": said} if self._chat else said), "finish_reason": reason}
-        self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice]}) + b"\n\n")
+        more = self.adds if reason is not None else {}
+        self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice], **more}) + b"\n\n")
 
 
 def _page(status: int, content: Any) -> MemoryReply:

@@ -145,6 +145,7 @@ class Cluster:
         roles = self._router.roles(list(self.hosts))
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
         self._assign(roles)
+        self._scaling.ask_soon()
 
     def begin(self) -> None:
         """`start`, for hosts that have nothing to start."""

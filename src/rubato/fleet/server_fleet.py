@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,27 @@ class ServerFleet:
         self._taken: dict[str, Server] = {}  # by the replica's id
         self.known: ServerAbout | None = None  # what the first server is: all others must be alike
 
+    @property
+    def size(self) -> int:
+        return len(self._servers)
+
+    async def look(self) -> int:
+        """How many servers answer; these come first from now on. Raises ValueError if none does."""
+        upstreams = [self._transport(server.url) for server in self._servers]
+        asked = [self._reachable(server, one) for server, one in zip(self._servers, upstreams, strict=True)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        for upstream in upstreams:
+            await upstream.close()
+        found = list(zip(self._servers, errors, strict=True))
+        for _, error in found:
+            if error is not None and not isinstance(error, ValueError):
+                raise error
+        there = [server for server, error in found if error is None]
+        if not there:
+            raise ValueError("; ".join(str(error) for _, error in found))
+        self._servers = [*there, *(server for server, error in found if error is not None)]
+        return len(there)
+
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
         """One of the fleet's first hosts: its server must be there."""
         return self._host(id, emit, lost, patient=False)
@@ -136,7 +158,9 @@ class ServerFleet:
             )
 
 
-def server_cluster(fleet: ServerFleet, servers: int, clock: Clock, options: ClusterOptions) -> Cluster:
-    """A cluster over a fleet of so many servers. Raises as `build.cluster_of`."""
-    options = replace(options, autoscaler=FixedFleet(servers))
-    return cluster_of([fleet.host] * servers, clock, options, fleet.extra_host)
+async def server_cluster(fleet: ServerFleet, clock: Clock, options: ClusterOptions) -> Cluster:
+    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. Raises ValueError
+    where none answers, else as `build.cluster_of`."""
+    there = await fleet.look()
+    options = replace(options, autoscaler=FixedFleet(fleet.size))
+    return cluster_of([fleet.host] * there, clock, options, fleet.extra_host)

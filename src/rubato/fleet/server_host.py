@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
@@ -90,6 +91,7 @@ class ServerHost:
         self.id = id
         self.url = url
         self.clock = clock
+        self._name = uuid4().hex  # by which the engine knows whose requests it takes back
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
         self.upstream = upstream
@@ -465,7 +467,7 @@ class ServerHost:
         """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
         self._greeted = asyncio.get_running_loop().create_future()
         for _ in range(int(SILENT / HEARTBEAT)):
-            link.send(hello(self.id, self.clock.now()))
+            link.send(hello(self._name, self.clock.now()))
             done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
             if done:
                 return self._greeted.result()
@@ -498,7 +500,7 @@ class ServerHost:
                 if self._greeted is not None and not self._greeted.done():
                     self._greeted.set_exception(error)
             case "unknown":
-                link.send(hello(self.id, self.clock.now()))
+                link.send(hello(self._name, self.clock.now()))
             case "beat":
                 self._measure_ahead(message)
             case "snapshot" | "report":
@@ -559,7 +561,7 @@ class ServerHost:
         if self.linked:
             log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
             self.linked = False
-        link.send(hello(self.id, self.clock.now()))
+        link.send(hello(self._name, self.clock.now()))
         link.send({"kind": "resync"})
 
     async def _is_healthy(self) -> bool:

@@ -222,8 +222,8 @@ class RelayedCall:
         about = self.verdict()
         chunks = rest.split(END)
         for at in range(len(chunks) - 1, -1, -1):
-            if about and may_be_last(chunks[at]) and chunks[at].endswith(b"}"):
-                chunks[at] = chunks[at][:-1] + b"," + orjson.dumps(about)[1:]
+            if about and may_be_last(chunks[at]) and chunks[at].startswith(b"data: {"):
+                chunks[at] = b"data: " + orjson.dumps({**orjson.loads(chunks[at][6:]), **about})
                 break
         return END.join(chunks)
 

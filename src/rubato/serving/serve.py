@@ -81,7 +81,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             listening = stack.enter_context(_bind(config))
             tls = _tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
-            cluster, app_of = _built(config, clock)
+            cluster, app_of = await _built(config, clock)
             if config.fleet.name == "ray":
                 import ray
 
@@ -240,10 +240,10 @@ def _tls(config: Config) -> dict[str, Any]:
 AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
 
 
-def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """The cluster, and what makes the app in front of it once it has started. Raises as `build`."""
     if config.servers:
-        return gateway_of(config, clock)
+        return await gateway_of(config, clock)
     engines, cluster = build(config, clock)
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
@@ -252,7 +252,7 @@ def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     return cluster, app
 
 
-def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
     check_names(config)
     if config.autoscale is not None:
@@ -270,7 +270,7 @@ def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
         raise ConfigError("servers: they have different keys; give all of them the same")
     profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
     fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
-    cluster = server_cluster(fleet, len(servers), clock, options)
+    cluster = await server_cluster(fleet, clock, options)
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
         assert fleet.known is not None, "the cluster has started"
