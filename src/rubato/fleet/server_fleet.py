@@ -159,8 +159,8 @@ class ServerFleet:
 
 
 async def server_cluster(fleet: ServerFleet, clock: Clock, options: ClusterOptions) -> Cluster:
-    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. Raises ValueError
-    where none answers, else as `build.cluster_of`."""
+    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. Raises
+    ValueError where none answers, else as `build.cluster_of`."""
     there = await fleet.look()
     options = replace(options, autoscaler=FixedFleet(fleet.size))
     return cluster_of([fleet.host] * there, clock, options, fleet.extra_host)
