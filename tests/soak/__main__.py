@@ -106,7 +106,7 @@ def gateway(policy: str, seconds: float) -> Segment:
     clients = (faults.slow_clients, faults.cancels, faults.reconnects, faults.infeasible, faults.edges)
     made = config(policy, {"kind": "simulated"}, stubs=3)
     del made["engine"]
-    return Segment(f"gateway, {policy}", made, 24.0, seconds, own, clients)
+    return Segment(f"gateway, {policy}", made, 10.0, seconds, own, clients)
 
 
 def segments(minutes: float) -> list[Segment]:

@@ -107,6 +107,7 @@ class StubCore:
         return self._contracts.pop(answer, None)
 
     def submit(self, request: Request, listener: Callable[[Event], None]) -> None:
+        self.host.cancel(request.id, "its gateway has given it up")  # vLLM would give this one another id
         self.listeners[request.id] = listener
         self._emit(Offered(self.clock.now(), request.id, request))
         self.host.submit(request)

@@ -104,6 +104,7 @@ class Cluster:
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
         self._routing = False  # now, or never again
+        self._rested: Handle | None = None  # when the first of hosts that all rest takes requests again
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
         if autoscaler is not None:
@@ -231,6 +232,8 @@ class Cluster:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = self._routing = True  # nothing is placed any more
         self._timer.stop()
+        if self._rested is not None:
+            self._rested.cancel()
         self._gone += self._scaling.close()
         self._transfers.take_back_all()
         # Close all at once: each may take its time limit, and the server must end in time.
@@ -276,12 +279,19 @@ class Cluster:
         finally:
             self._routing = False
 
+    def _route_after_rest(self) -> None:
+        self._rested = None
+        self._route_until_settled()
+
     def _route_once(self) -> bool:
         """Ask the router once, and do what it says; whether anything was placed or ended, so that it is asked again."""
         if self._cancelled:
             self._end_cancelled()
         now = self.clock.now()
-        views = self._scaling.views_to_route()
+        if not (views := self._scaling.views_to_route(now)):
+            if self._rested is None:
+                self._rested = self.clock.call_at(self._scaling.first_rested(), PLAN, self._route_after_rest)
+            return False
         unplaced = list(self._requests.unplaced.values())
         if self._fair is not None:
             unplaced = self._within_shares(self._fair, unplaced, views, now)

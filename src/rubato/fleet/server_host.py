@@ -38,10 +38,9 @@ SILENT = 5.0  # seconds without a word of the link, after which it counts as bro
 PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
 PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
 PROBES = 2  # in a row that may fail
-FAILURES = 3  # requests in a row that a server may fail at before it is lost
 AGAIN = 1.0  # seconds from one look whether a server is there to the next
 SAID_EVERY = 60  # of such looks, one that fails is logged
-REST = 1.0  # seconds that it is given nothing after a failure, as long as others are there; times those in a row
+REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
@@ -111,8 +110,8 @@ class ServerHost:
         self._mine: dict[str, Call] = {}  # by the id of each request that is here
         self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
         self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
-        self._failures = 0
-        self._rests_until = 0.0
+        self.rests_until = 0.0
+        self._suspect = False  # it has failed at a request, and is to be asked for its health
         self._silent = 0.0
         self._gone = False
         self._idle = asyncio.Event()
@@ -155,11 +154,6 @@ class ServerHost:
             self._link.send({"kind": "resync"})
             self.linked = True
         self._spawn(self._watch(mirror))
-
-    @property
-    def resting(self) -> bool:
-        """Whether it failed at a request just now, so that others are better asked."""
-        return self.clock.now() < self._rests_until
 
     def submit(self, request: Request) -> None:
         mirror = self._started()
@@ -278,7 +272,6 @@ class ServerHost:
             await self._stream(call, reply)
             return
         raw = await whole(reply)
-        self._failures = 0
         prompt, output = usage_of(raw)
         if not self.linked:
             self._begin(call, prompt)
@@ -298,7 +291,7 @@ class ServerHost:
                 await self._heard_of(call)
                 raise UpstreamError(error.decode(errors="replace").strip())
             if not begun and (now or relay.rest()):
-                begun, self._failures = True, 0
+                begun = True
                 if not call.begun:
                     await call.begin(200, reply.headers)
             call.streamed += len(choices)
@@ -338,12 +331,10 @@ class ServerHost:
         if not any(id in self._mine for id in call.ids):  # they have ended: this is the echo, or too late to matter
             call.breaks(why)
             return
-        self._failures += 1
-        self._rests_until = self.clock.now() + REST * self._failures
+        self.rests_until = self.clock.now() + REST
+        self._suspect = True
         log.warning("%s", why)
         self._give_back(call, why)
-        if self._failures >= FAILURES:
-            self._die(ServerLostError(f"{why}; {self._failures} requests in a row failed there"))
 
     def _give_back(self, call: Call, why: str) -> None:
         now, mirror = self.clock.now(), self._started()
@@ -546,8 +537,9 @@ class ServerHost:
             turns += 1
             if self._link is not None:
                 self._watch_link(self._link, mirror)
-            if self.linked and not failed and turns % PROBE_TURNS:
+            if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:
                 continue
+            self._suspect = False
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
                 self._die(ServerLostError(f"server {self.url} does not answer"))
