@@ -413,6 +413,16 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
             gateway(scenario, change=change, linked=linked)
 
 
+def test_servers_that_take_no_more_are_a_429() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.broken = 429
+        full = await fleet.complete()
+        assert (full.status_code, full.headers["x-rubato-reject-reason"]) == (429, "rejected-saturated")
+
+    gateway(scenario)
+
+
 def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:
     async def scenario(fleet: Fleet) -> None:
         assert list(fleet.cluster.hosts) == ["r0"]

@@ -21,7 +21,7 @@ from rubato.core.interfaces import Host, LatencyModel, View
 from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import Outcome, Progress, Request
+from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
 from rubato.fleet.cluster import HostLost
@@ -29,7 +29,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
 from rubato.fleet.server_link import Link, hello
-from rubato.fleet.sse_relay import StreamRelay
+from rubato.fleet.sse_relay import StreamRelay, may_be_last
 from rubato.fleet.upstream import Reply, Upstream, UpstreamError, whole
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,8 @@ class ServerHost:
             if not any(id in self._mine for id in call.ids):  # what the server says is the echo of a refusal
                 call.breaks(f"replica {self.id} answered {reply.status}")
                 return
-            self._failed(call, f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}")
+            why = f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}"
+            self._failed(call, why, full=reply.status == 429)
             return
         if reply.status != 200:
             raw = await whole(reply)
@@ -282,7 +283,7 @@ class ServerHost:
     async def _stream(self, call: Call, reply: Reply) -> None:
         relay = StreamRelay(len(call.ids))
         begun = False
-        while data := await reply.part():
+        while data := await self._part(reply, relay):
             now, choices = relay.feed(data)
             if (at := (now or relay.rest()).find(ERROR)) >= 0:
                 error = (now or relay.rest())[at : at + 200]
@@ -305,6 +306,15 @@ class ServerHost:
         await self._ended(call)
         await call.end(relay.rest())
 
+    async def _part(self, reply: Reply, relay: StreamRelay) -> bytes:
+        """What comes next; nothing where the connection broke behind the last chunk."""
+        try:
+            return await reply.part()
+        except UpstreamError:
+            if may_be_last(relay.rest()):
+                return b"data: [DONE]\n\n" if not relay.ended else b""
+            raise
+
     async def _ended(self, call: Call) -> None:
         """The response has come to its end: so have its requests, which the link tells of as a rule."""
         await self._heard_of(call)
@@ -326,24 +336,25 @@ class ServerHost:
     def _fail(self, call: Call, why: str) -> None:
         self._end(call, "failed", why)
 
-    def _failed(self, call: Call, why: str) -> None:
-        """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can."""
+    def _failed(self, call: Call, why: str, *, full: bool = False) -> None:
+        """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can. full: it
+        takes no more for now."""
         if not any(id in self._mine for id in call.ids):  # they have ended: this is the echo, or too late to matter
             call.breaks(why)
             return
         self.rests_until = self.clock.now() + REST
         self._suspect = True
         log.warning("%s", why)
-        self._give_back(call, why)
+        self._give_back(call, why, full)
 
-    def _give_back(self, call: Call, why: str) -> None:
+    def _give_back(self, call: Call, why: str, full: bool) -> None:
         now, mirror = self.clock.now(), self._started()
         for id in [id for id in call.ids if id in self._mine]:
             request = self._as_sent(call, mirror.moved(id, "failed", now))
             if request is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
             elif (no := self._stays_here(call, request, now)) is not None:
-                self._finish(id, "failed", f"{why}; {no}")
+                self._finish(id, *(("refused", SATURATED) if full else ("failed", f"{why}; {no}")))
             else:
                 self._fold(HandedOff(now, id, request))
 

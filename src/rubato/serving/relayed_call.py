@@ -77,6 +77,11 @@ class RelayedCall:
         self._received = 0  # tokens that came before the response broke off
         self._first: dict[str, Any] = {}  # the first chunk of a response that is gone on with
 
+    @property
+    def _short_id(self) -> str:
+        """Of which vLLM makes the response's id."""
+        return self.answer.partition("-")[2] or self.answer
+
     # ----------------------------------------------------------------- events
 
     def hear(self, event: Event) -> None:
@@ -90,8 +95,7 @@ class RelayedCall:
     # ----------------------------------------------------------------- towards the server
 
     def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
-        id = self.answer.partition("-")[2]
-        headers = [*self._headers, ("x-request-id", id)]
+        headers = [*self._headers, ("x-request-id", self._short_id)]
         if not self.begun:
             return headers, self._raw
         if len(self.ids) > 1:
@@ -215,7 +219,7 @@ class RelayedCall:
 
     def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in passed_on(headers)]
-        return [*there, (b"x-request-id", self.answer.partition("-")[2].encode()), *self._more()]
+        return [*there, (b"x-request-id", self._short_id.encode()), *self._more()]
 
     def _with_verdict(self, rest: bytes) -> bytes:
         """The last chunks, of which the last one with content gets what is added."""
