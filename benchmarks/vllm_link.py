@@ -37,7 +37,7 @@ class Gateway(threading.Thread):
     def __init__(self, port: int, kind: str) -> None:
         super().__init__(daemon=True)
         self.kind, self.heard, self.ending = kind, 0, False
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 10_000 if kind == "listens" else 1)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
@@ -100,15 +100,9 @@ def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
     made.scheduler.rubato.close()
     p50, p99, most = np.percentile(times, [50, 99, 100])
     heard = gateway.heard if gateway is not None else 0
-    row = {
-        "running": running,
-        "gateway": kind,
-        "p50, us": p50,
-        "p99, us": p99,
-        "longest, us": most,
-        "messages heard": heard,
-    }
-    return {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
+    figures = {"p50, us": p50, "p99, us": p99, "longest, us": most}
+    figures = {name: round(float(value), 1) for name, value in figures.items()}
+    return {"running": running, "gateway": kind, **figures, "messages heard": heard}
 
 
 def tiny_model(folder: Path) -> Path:
