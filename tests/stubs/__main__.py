@@ -139,12 +139,12 @@ async def main(args: argparse.Namespace) -> None:
     step = Model(k=(0.0, args.token), b=(args.step, 0.0), host_per_seq=args.seq)
     core = StubCore(step, limits, clock, args.policy, ReplicaOptions(causes=False), noise=0.02, seed=os.getpid())
     await core.start()
-    link = GatewayLink(LinkSettings.of({"host": "127.0.0.1", "port": args.link})) if args.link >= 0 else None
-    app = App(StubServer(core, args.model), {"host": "127.0.0.1", "port": link.port} if link is not None else None)
+    link = GatewayLink(LinkSettings.of({"host": args.host, "port": args.link})) if args.link >= 0 else None
+    app = App(StubServer(core, args.model), {"host": args.host, "port": link.port} if link is not None else None)
     tasks = [asyncio.create_task(Linked(core, link).run())] if link is not None else []
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", args.port))
+    bound.bind((args.host, args.port))
     config = uvicorn.Config(app, loop="asyncio", http="httptools", lifespan="off", log_level="error", access_log=False)
     print(json.dumps({"port": bound.getsockname()[1], "link": link.port if link is not None else None}), flush=True)
     await uvicorn.Server(config).serve(sockets=[bound])
@@ -154,6 +154,7 @@ async def main(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
+    made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=0)
     made.add_argument("--link", type=int, default=0, help="port; -1: no link")
     made.add_argument("--policy", default="edf")
