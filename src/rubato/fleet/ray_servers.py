@@ -27,7 +27,7 @@ from rubato.fleet.call import Calls
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
-from rubato.fleet.server_actor import ServerActor, ServerCommand
+from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
 from rubato.fleet.server_fleet import Alike
 from rubato.fleet.server_host import ServerAbout, ServerHost, ServerLostError
 from rubato.fleet.server_link import Link, ZmqLink
@@ -50,10 +50,15 @@ class _Actor(ServerActor):
     def __init__(self, name: str, command: ServerCommand, beyond: bool) -> None:
         super().__init__(name, command, _ray.util.get_node_ip_address() if beyond else "127.0.0.1")
 
+    async def node(self) -> str:
+        """Ray's id of this node."""
+        found: str = _ray.get_runtime_context().get_node_id()
+        return found
+
 
 class RayServerHost(ServerHost):
     """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2},
-    which are of one node. The rest as `ServerHost`. actor: None until it is started."""
+    which are of one node. The rest as `ServerHost`. actor, started: the actor, and what it said, once there."""
 
     def __init__(
         self,
@@ -69,44 +74,53 @@ class RayServerHost(ServerHost):
         self._starts, self._resources = command, resources
         self._server = server
         self.actor: Any = None
+        self.started = Started()
+        self._has_place = False
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the server. Raises ValueError for one that does not start, or cannot be used: with the end of its
         log."""
+        try:
+            await self._start_server()
+            await super().start()
+        except BaseException:
+            self._stop()  # it must not keep its GPUs
+            raise
+        self._spawn(self._watch_actor())
+
+    async def close(self) -> None:
+        """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
+        ending = self._stop()
+        await super().close()
+        await asyncio.shield(ending)
+
+    async def _start_server(self) -> None:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **self._resources}
         beyond = sum(bool(node["Alive"]) for node in _ray.nodes()) > 1
         self.actor = ray.remote(**options)(_Actor).remote(self.id, self._starts, beyond)
         try:
             await self._placed()
-            url, why = await self.actor.start.remote()
+            at: Started = await self.actor.start.remote()
         except RayError as error:
             raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
-        if not url:
-            raise ValueError(f"server {self.id} did not start: {why}")
-        self.url = self._server.url = url
-        log.info("replica %s serves at %s", self.id, url)
-        await super().start()
-        self._spawn(self._watch_actor())
-
-    async def close(self) -> None:
-        """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end_actor())  # not one of the tasks that are cancelled
-        await super().close()
-        await asyncio.shield(self._ending)
+        if not at.url:
+            raise ValueError(f"server {self.id} did not start: {at.why}")
+        self.started, self.url, self._server.url = at, at.url, at.url
+        log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
 
     async def _placed(self) -> None:
         """Raises ValueError where Ray finds no place."""
         try:
             async with asyncio.timeout(PLACE_SECONDS):
                 await self.actor.__ray_ready__.remote()
+            self._has_place = True
         except TimeoutError:
             needs = {name: n for name, n in self._resources.items() if n and name != "runtime_env"}
             raise ValueError(
-                f"Ray has found no place for server {self.id} in {PLACE_SECONDS:g} s: it needs {needs} on one node, "
-                f"and of {_ray.cluster_resources()} there are free {_ray.available_resources()}; ask for fewer replicas "
-                "or less for each"
+                f"Ray has found no place for server {self.id} in {PLACE_SECONDS:g} s: it needs {needs} on one "
+                f"node, and of {_ray.cluster_resources()} there are free {_ray.available_resources()}; ask for fewer "
+                "replicas or less for each"
             ) from None
 
     async def _watch_actor(self) -> None:
@@ -117,11 +131,17 @@ class RayServerHost(ServerHost):
             why = f"the actor of replica {self.id} is gone ({_short(error)})"
         self._die(ServerLostError(why))
 
+    def _stop(self) -> asyncio.Task[None]:
+        """Begin to end the actor, once; not one of the tasks that `close` cancels."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end_actor())
+        return self._ending
+
     async def _end_actor(self) -> None:
         if self.actor is None:
             return
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(CLOSE_SECONDS if self._has_place else 0.0):
                 await self.actor.close.remote()
         except (TimeoutError, RayError) as error:  # its guard ends the server when the actor dies
             log.info("replica %s: its actor did not say that it had closed (%s)", self.id, type(error).__name__)

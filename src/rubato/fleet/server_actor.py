@@ -34,6 +34,18 @@ class ServerCommand:
         return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.words]
 
 
+@dataclass(frozen=True)
+class Started:
+    """A server that serves at url; or why it does not, then without one. pid: of the server, actor: of the actor's
+    process, both on the node of this host name."""
+
+    url: str = ""
+    why: str = ""
+    pid: int = 0
+    actor: int = 0
+    node: str = ""
+
+
 class ServerActor:
     """One server. Every method runs on the actor's one event loop. name: in Ray's log lines. host: the address that it
     listens at."""
@@ -51,8 +63,8 @@ class ServerActor:
     def __repr__(self) -> str:
         return f"server {self._name}"
 
-    async def start(self) -> tuple[str, str]:
-        """Start it and wait until it serves: its url, or "" and why it does not."""
+    async def start(self) -> Started:
+        """Start it and wait until it serves, or has ended, or `start_seconds` are over."""
         port = _free_port(self._host)
         environment = {k: v for k, v in os.environ.items() if k not in OF_RAY} | dict(self._command.environment)
         pipe = asyncio.subprocess.PIPE
@@ -71,10 +83,10 @@ class ServerActor:
         )
         serves.cancel()
         if self._ended in done:
-            return "", self._ended.result()
+            return Started(why=self._ended.result())
         if not done:
-            return "", self._with_tail(f"it does not serve after {self._command.start_seconds:g} s")
-        return url, ""
+            return Started(why=self._with_tail(f"it does not serve after {self._command.start_seconds:g} s"))
+        return Started(url, "", self._pid, os.getpid(), socket.gethostname())
 
     async def wait(self) -> str:
         """Until the server has ended by itself: how."""
@@ -84,10 +96,6 @@ class ServerActor:
     async def tail(self) -> str:
         """The last lines of its log."""
         return "\n".join(self._tail)
-
-    async def pids(self) -> tuple[int, int]:
-        """Of this process and of the server's."""
-        return os.getpid(), self._pid
 
     async def close(self) -> None:
         """End the server and all its descendants; returns when they have ended."""

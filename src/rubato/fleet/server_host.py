@@ -136,6 +136,11 @@ class ServerHost:
         """Whether it failed at a request just now, so that others are better asked."""
         return self.clock.now() < self._rests_until
 
+    @property
+    def has_link(self) -> bool:
+        """Whether it is told by a link what is promised, also while that is silent."""
+        return self._link is not None
+
     def submit(self, request: Request) -> None:
         mirror = self._started()
         call = self._calls[request.id]

@@ -161,7 +161,7 @@ async def _until_told(
     report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{host}:{port}"
-    print(f"rubato: serving at {url}", flush=True)
+    print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
     _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
     await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
