@@ -17,19 +17,19 @@ from rubato.engines.vllm.settings import settings_of
 from rubato.fleet.server_actor import ServerCommand
 
 KEY = "VLLM_API_KEY"  # vLLM's environment variable: what its API asks of clients
-OURS = {  # vLLM's flags that follow from the configuration: what sets each
-    "--model": "model",
-    "--served-model-name": "served_name",
-    "--host": "nothing: Rubato chooses it",
-    "--port": "nothing: Rubato chooses it",
-    "--tensor-parallel-size": "engine.tensor_parallel",
-    "-tp": "engine.tensor_parallel",
-    "--scheduler-cls": "policy",
-    "--middleware": "nothing: it is Rubato's",
-    "--additional-config": "engine.plugin",
-    "--api-key": f"the environment variable {KEY} in engine.env",
-    "--data-parallel-size": "replicas",
-    "-dp": "replicas",
+OURS = {  # vLLM's flags that follow from the configuration: what to do instead
+    "--model": "set model",
+    "--served-model-name": "set served_name",
+    "--host": "Rubato chooses it",
+    "--port": "Rubato chooses it",
+    "--tensor-parallel-size": "set engine.tensor_parallel",
+    "-tp": "set engine.tensor_parallel",
+    "--scheduler-cls": "set policy",
+    "--middleware": "Rubato adds its own",
+    "--additional-config": "set engine.plugin",
+    "--api-key": f"set {KEY} in engine.env",
+    "--data-parallel-size": "set replicas",
+    "-dp": "set replicas",
 }
 
 
@@ -61,7 +61,7 @@ class VllmServers:
         for word in args:
             flag = word.partition("=")[0]
             if flag in OURS:
-                raise ConfigError(f"engine.args: {flag} is set by {OURS[flag]}")
+                raise ConfigError(f"engine.args: leave {flag} out: {OURS[flag]}")
         if type(self.tensor_parallel) is not int or self.tensor_parallel < 1:
             raise ConfigError(f"engine.tensor_parallel is {self.tensor_parallel!r}: give a number of GPUs, 1 or more")
         if not isinstance(self.python, str) or not self.python:
