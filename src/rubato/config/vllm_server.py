@@ -88,6 +88,7 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
         servers.python, "-m", "vllm.entrypoints.openai.api_server",
         f"--model={config.model}", "--host={host}", "--port={port}",
         "--scheduler-cls=rubato.vllm.Scheduler", "--middleware=rubato.vllm.Middleware",
+        "--disable-uvicorn-access-log",  # a line a request, through Ray to the driver, which has one of its own
         f"--additional-config={json.dumps({'rubato': plugin_settings(config, servers.plugin)})}",
     ]  # fmt: skip
     if servers.tensor_parallel > 1:

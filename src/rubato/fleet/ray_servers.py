@@ -149,7 +149,9 @@ class RayServerHost(ServerHost):
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}".rstrip(": ")
+    """Without what Ray guesses about causes."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].partition(' Some common causes')[0][:300]}".rstrip(": ")
 
 
 @dataclass
