@@ -27,7 +27,7 @@ test-vllm: setup  ## our schedulers inside vLLM (builds its environment in .venv
 	$(BIN)/python benchmarks/vllm_env.py
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 tests/vllm
 
-soak-short: setup  ## three servers, a minute each, under load and faults; also in test-full
+soak-short: setup  ## four servers, a minute each, under load and faults; also in test-full
 	$(BIN)/python -m tests.soak --minutes 3
 
 soak: setup  ## the same for half an hour, with more policies

@@ -8,12 +8,10 @@ by the site's strict build.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import yaml
@@ -85,6 +83,10 @@ EVIDENCE = {
         setting:max_connections setting:max_body_bytes setting:stall_seconds
         test:processes/test_abuse.py::clients_that_do_not_read_are_cut_off_and_hold_up_nobody
         test:vllm/test_hostile_requests.py::everybody_ends_once_and_no_step_is_vllms""",
+    "Kubernetes manifests, container image": """
+        page:deploy.md test:docs/test_deploy.py::manifests_are_valid_by_kubernetes_schemas
+        test:docs/test_deploy.py::container_files_are_clean_by_hadolint
+        test:docs/test_deploy.py::servers_are_the_pods_of_the_stateful_set""",
     "canary, upgrade, rollback of the plug-in": """
         page:canary.md test:vllm/test_outputs.py::equal_batches_give_equal_tokens
         test:vllm/test_environment.py::every_package_of_vllm_is_there_as_before
@@ -201,22 +203,13 @@ def fields(pattern: str) -> list[str]:
     return [name for name in (*Config.model_fields, *Settings.__dataclass_fields__) if re.search(pattern, name)]
 
 
-def deployments() -> list[str]:
-    """Files for containers and clusters, wherever they are in the tree."""
-    found = []
-    for folder, below, files in os.walk(ROOT):
-        below[:] = [name for name in below if name[0] != "." and name not in ("build", "results", "__pycache__")]
-        for name in files:
-            path = Path(folder) / name
-            image = re.search(
-                r"dockerfile|containerfile|^(docker-)?compose\.|^chart\.ya?ml$|^kustomization\.", name, re.I
-            )
-            cluster = path.suffix in (".yml", ".yaml") and re.search(
-                r"^apiVersion:", path.read_text(encoding="utf-8"), re.MULTILINE
-            )
-            if image or cluster:
-                found.append(path.relative_to(ROOT).as_posix())
-    return found
+def builds_and_clusters() -> list[str]:
+    """What CI runs, and targets, that build an image or start a cluster."""
+    files = [ROOT / "Makefile", *(ROOT / ".ci").iterdir(), *(ROOT / ".github" / "workflows").iterdir()]
+    tools = (
+        r"\b(?:docker|podman|buildah) build\b|\b(?:kind|k3d|minikube) (?:create|start)\b|\bkubectl (?:apply|create)\b"
+    )
+    return [file.relative_to(ROOT).as_posix() for file in files if re.search(tools, file.read_text(encoding="utf-8"))]
 
 
 def runs_on_gpus() -> list[str]:
@@ -242,7 +235,7 @@ LACKS: dict[str, Callable[[], list[str]]] = {
     "tracing of a request": lambda: imported("opentelemetry"),
     "high availability": lambda: fields("standby|peer|leader|failover|state_file|redis"),
     "a lost replica comes back": lambda: fields("restart|respawn|revive") + said(r"\b(?:restart|respawn)_replica\b"),
-    "Kubernetes manifests, container image": deployments,
+    "Kubernetes manifests, container image": builds_and_clusters,
     "tensor parallelism, CUDA graphs, FP8, MLA in vLLM": lambda: said(
         r"tensor_parallel_size=|fp8|cudagraph|enforce_eager=False", "tests/vllm"
     ),

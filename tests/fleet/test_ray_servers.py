@@ -21,7 +21,7 @@ import ray
 import ray.cluster_utils
 
 from rubato.core.clock import WallClock, run_strict
-from rubato.core.events import Event, Finished, Joined, Left, Lost, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Joined, Left, Lost, Tokens
 from rubato.core.interfaces import Scaling
 from rubato.core.link_messages import TOKEN
 from rubato.core.replica_options import ReplicaOptions
@@ -237,7 +237,7 @@ def test_what_killed_servers_served_goes_on_elsewhere(nodes: Nodes, monkeypatch:
             await fleet.until(lambda losses=turn + 1: fleet.count(Left) == losses)  # type: ignore[misc]
             assert time.monotonic() - began < 2.0
             await fleet.until(lambda: not fleet.cluster.in_flight)
-            assert any(isinstance(e, Lost) and killed in e.id for e in fleet.events)
+            assert any(isinstance(e, Lost | HandedOff) and killed in e.id for e in fleet.events)
             assert await asyncio.to_thread(seconds_until_gone, mine) < GONE
             await fleet.until(lambda: len(fleet.cluster.hosts) == 2)
         assert all_of(fleet, 60)

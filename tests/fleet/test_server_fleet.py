@@ -148,7 +148,7 @@ def there(
             kept[request.id] = MemoryCall(request)
             calls[request.id] = kept[request.id]
 
-        events = await run(server_cluster(fleet, replicas, clock, chosen), requests, before)
+        events = await run(await server_cluster(fleet, clock, chosen), requests, before)
         for core in cores:
             await core.host.close()
         return events, kept

@@ -86,7 +86,7 @@ def gateway(
             profile=profile, transport=there.__getitem__,
             link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
         )  # fmt: skip
-        cluster = server_cluster(fleet, servers, clock, options)
+        cluster = await server_cluster(fleet, clock, options)
         try:
             await cluster.start()
             known = Tenants(tenants, TIERS)
@@ -401,15 +401,69 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
         servers[1].version = "0.33.0"
 
     def down(servers: list[StubServer]) -> None:
-        servers[1].down = True
+        for server in servers:
+            server.down = True
 
     for change, linked, words in (
         (other_model, True, "model 'other', and the first one 'stub'"),
         (other_version, False, "vLLM '0.33.0', and the first one '0.32.0'"),
-        (down, True, "http://s1 is not there"),
+        (down, True, "http://s0 is not there .* http://s1 is not there"),
     ):
         with pytest.raises(ValueError, match=words):
             gateway(scenario, change=change, linked=linked)
+
+
+def test_servers_that_take_no_more_are_a_429() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.broken = 429
+        full = await fleet.complete()
+        assert (full.status_code, full.headers["x-rubato-reject-reason"]) == (429, "rejected-saturated")
+
+    gateway(scenario)
+
+
+def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        assert list(fleet.cluster.hosts) == ["r0"]
+        assert (await fleet.complete()).status_code == 200
+        assert not fleet.servers[0].bodies
+        fleet.servers[0].down = False
+        await asyncio.sleep(3.0)
+        assert list(fleet.cluster.hosts) == ["r0", "r1"]
+        await asyncio.gather(*(fleet.complete() for _ in range(4)))
+        assert len(fleet.servers[0].bodies) == 2
+
+    def down(servers: list[StubServer]) -> None:
+        servers[0].down = True
+
+    gateway(scenario, change=down)
+
+
+def test_an_error_within_a_stream_is_no_end_and_goes_on_elsewhere() -> None:
+    """vLLM ends the stream of an engine that died with an error chunk and [DONE]."""
+
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers[0].says_error_after = 2
+        fleet.servers[0].core.silent = True  # it died
+        response = await fleet.complete(stream=True, prompt="abc")
+        said = chunks(response)
+        assert "".join(chunk["choices"][0]["text"] for chunk in said) == "la ti do re "
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.output) == ("completed", 4)
+
+    gateway(scenario)
+
+
+def test_what_a_server_of_ours_says_of_itself_is_not_said_twice() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.adds = {"service_tier": "theirs", "rubato": {"met": None}}
+        response = await fleet.complete(stream=True, service_tier="chat")
+        assert response.content.count(b'"rubato"') == response.content.count(b'"service_tier"') == 1
+        assert chunks(response)[-1]["service_tier"] == "chat"
+
+    gateway(scenario)
 
 
 def test_other_paths_go_to_some_server_and_the_board_is_there() -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.soak [--minutes 30] [--seed 1] [--only torch] [--json soak.json] [--folder FOLDER]
 
-Engines in turn: simulated with two replicas and the policies one after another, the bundled model, two Ray actors.
+Engines in turn: simulated with two replicas and the policies one after another, the bundled model, two Ray actors, and
+a gateway over three stub servers.
 Three tenants offer 0.5, 1.0 and 1.5 times what a machine of two cores does with these; one of them states SLOs that are
 lies. Faults come at even distances, drawn from the seed. With `--minutes` below 10 there is one server of each kind.
 
@@ -29,7 +30,7 @@ from typing import Any
 import aiohttp
 
 from rubato_torch import bundled_model
-from tests.soak import faults
+from tests.soak import faults, fleet
 from tests.soak.clients import Seen, load, metrics, probe
 from tests.soak.faults import Fault
 from tests.soak.server import DRAIN_SECONDS, KEYS, Server
@@ -99,10 +100,19 @@ def on_ray(policy: str, seconds: float) -> Segment:
     return Segment(f"ray, {policy}", config(policy, engine, fleet={"kind": "ray"}, **settings), 8.0, seconds, own)
 
 
+def gateway(policy: str, seconds: float) -> Segment:
+    """A gateway over three stub servers; its own client's faults and those of the servers."""
+    own = fleet.FAULTS if seconds > 200.0 else (fleet.silent_link, fleet.killed_server)
+    clients = (faults.slow_clients, faults.cancels, faults.reconnects, faults.infeasible, faults.edges)
+    made = config(policy, {"kind": "simulated"}, stubs=3)
+    del made["engine"]
+    return Segment(f"gateway, {policy}", made, 10.0, seconds, own, clients)
+
+
 def segments(minutes: float) -> list[Segment]:
     third = minutes * 20.0
     if minutes < 10:
-        return [simulated("polyserve", third), real("edf", third), on_ray("edf", third)]
+        return [simulated("polyserve", third), real("edf", third), on_ray("edf", third), gateway("edf", third)]
     policies = ("edf", "polyserve", "slos_serve", "sa", "adaserve", "ascendra")
     beside = [simulated("edf", 60.0, hostile=on, anywhere=()) for on in (False, True)]
     return [
@@ -112,6 +122,8 @@ def segments(minutes: float) -> list[Segment]:
         real("edf", third),
         on_ray("edf", third / 2),
         on_ray("polyserve", third / 2),
+        gateway("edf", third / 2),
+        gateway("polyserve", third / 2),
     ]  # fmt: skip
 
 
@@ -119,9 +131,10 @@ async def run(segment: Segment, seed: int, folder: Path) -> Result:
     """Start, load, disturb, wait until nothing is in flight, end."""
     result, rng = Result(segment.name), Random(f"{segment.name} {seed}")
     settings = dict(segment.config)
-    if "faults" in settings["engine"]:
+    if "faults" in settings.get("engine", {}):
         settings["engine"] = {**settings["engine"], "faults": str(folder)}
-    server = await asyncio.to_thread(Server, settings, folder)
+    kind = fleet.Fleet if "stubs" in settings else Server
+    server = await asyncio.to_thread(kind, settings, folder)
     try:
         await load(server, segment.rate, 3.0, seed, Seen())  # what is loaded at the first request is loaded
         await asyncio.sleep(KEPT_ALIVE)

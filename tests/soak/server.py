@@ -33,9 +33,10 @@ class Server:
         path.write_text(yaml.safe_dump(settings))
         self._reading = threading.Event()
         self._reading.set()
+        verb = "gateway" if "servers" in config else "serve"
         with (folder / "stdout").open("wb") as stdout:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rubato.cli", "serve", "--config", str(path)],
+                [sys.executable, "-m", "rubato.cli", verb, "--config", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.PIPE,

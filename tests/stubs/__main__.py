@@ -33,6 +33,8 @@ class App:
         self.server, self.link = server, link
         self.fail = 0
         self.hang = False
+        self.mute = False  # nothing comes of what is open
+        self.delay = 0.0  # seconds that each chunk takes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +51,9 @@ class App:
         if path == "/stub":  # what a test makes of it
             told = json.loads(body)
             self.fail, self.hang = told.get("fail", self.fail), told.get("hang", self.hang)
-            self.server.core.silent = told.get("silent", self.server.core.silent)
+            core = self.server.core
+            core.silent, core.unix_off = told.get("silent", core.silent), told.get("unix_off", core.unix_off)
+            self.mute, self.delay = told.get("mute", self.mute), told.get("delay", self.delay)
             await self._send(send, 200, b"{}")
         elif self.hang:
             await asyncio.sleep(3600)
@@ -83,6 +87,9 @@ class App:
                 }
             )
             while first:
+                while self.mute:  # noqa: ASYNC110 - a test sets it
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(self.delay)
                 await send({"type": "http.response.body", "body": first, "more_body": True})
                 first = await reply.part()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -44,6 +44,8 @@ class StubCore:
         )  # fmt: skip
         self.peers: list[Callable[[Message], None]] = []
         self.silent = False  # its reports are not sent
+        self.deaf = False  # nor anything else
+        self.unix_off = 0.0  # seconds that this machine's Unix time is off
         self.ask: Callable[[], None] = lambda: None  # take in what gateways have sent
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self._contracts: dict[str, Contract] = {}
@@ -61,6 +63,8 @@ class StubCore:
 
     def hear(self, message: Message, tell: Callable[[Message], None]) -> None:
         """A gateway has sent this; answers go to `tell`."""
+        if self.deaf:
+            return
         if message["kind"] == "hello":
             if tell not in self.peers:
                 self.peers.append(tell)
@@ -93,7 +97,7 @@ class StubCore:
                 self._contracts[answer] = self._contracts[answer]._replace(demoted=True)
 
     def _times(self) -> dict[str, float]:
-        return {"clock": self.clock.now(), "unix": unix_time()}
+        return {"clock": self.clock.now(), "unix": unix_time() + self.unix_off}
 
     # ----------------------------------------------------------------- requests
 
@@ -106,6 +110,7 @@ class StubCore:
         return self._contracts.pop(answer, None)
 
     def submit(self, request: Request, listener: Callable[[Event], None]) -> None:
+        self.host.cancel(request.id, "its gateway has given it up")  # vLLM would give this one another id
         self.listeners[request.id] = listener
         self._emit(Offered(self.clock.now(), request.id, request))
         self.host.submit(request)
@@ -181,6 +186,9 @@ class StubCore:
         raise error
 
 
+FAILED = b'data: {"error":{"message":"","type":"InternalServerError"}}\n\ndata: [DONE]\n\n'  # what vLLM then says
+
+
 class MemoryLink:
     """A gateway's end of a link to a core in this process (`server_link.Link`)."""
 
@@ -207,7 +215,10 @@ class MemoryReply:
         self.headers: Headers = [("content-type", kind)]
         self._parts: asyncio.Queue[bytes | UpstreamError] = asyncio.Queue()
         self._leave = leave
-        self._over = False
+        self.over = False
+        self.flows = asyncio.Event()  # unset: nothing comes through, and the connection stays open
+        self.flows.set()
+        self.delay = 0.0  # seconds that each part takes
         self.head = asyncio.Event()  # the status is what it will be
 
     def put(self, part: bytes | UpstreamError) -> None:
@@ -215,16 +226,20 @@ class MemoryReply:
         self._parts.put_nowait(part)
 
     async def part(self) -> bytes:
-        if self._over:
+        if self.over:
             return b""
         found = await self._parts.get()
+        await self.flows.wait()
+        if self.delay:
+            await asyncio.sleep(self.delay)
         if isinstance(found, UpstreamError):
             raise found
-        self._over = found == b""
+        self.over = found == b""
         return found
 
     def close(self) -> None:
-        if not self._over:
+        if not self.over:
+            self.over = True
             self._leave()
 
 
@@ -238,8 +253,12 @@ class StubServer:
         self.bodies: list[dict[str, Any]] = []  # of completions
         self.heads: list[dict[str, str]] = []
         self.down = False
+        self.hangs = False  # it takes requests and never answers
         self.broken = 0
         self.cut = 0
+        self.says_error_after = 0  # chunks, of the next request
+        self.adds: dict[str, Any] = {}  # to the last chunk of streams
+        self.open_replies: set[MemoryReply] = set()
         self.version = "0.32.0"
 
     async def open(
@@ -247,6 +266,11 @@ class StubServer:
     ) -> MemoryReply:
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
+        if self.hangs:
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), seconds)
+            except TimeoutError:
+                raise UpstreamError("TimeoutError") from None
         if method == "POST" and "completions" in path:
             fields = orjson.loads(body)
             self.bodies.append(fields)
@@ -268,6 +292,13 @@ class StubServer:
     async def close(self) -> None:
         pass
 
+    def kill(self) -> None:
+        """As kill -9 does: every connection breaks, what was there is gone, and the core says no more."""
+        self.down = self.core.silent = True
+        for reply in self.open_replies:
+            reply.put(UpstreamError("ConnectionResetError"))
+        self.open_replies.clear()
+
     def _completion(self, path: str, id: str, body: dict[str, Any]) -> MemoryReply:
         chat = "chat" in path
         answer, n = f"{'chatcmpl' if chat else 'cmpl'}-{id}", int(body.get("n", 1))
@@ -281,8 +312,10 @@ class StubServer:
         streams = bool(body.get("stream"))
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
         reply = MemoryReply(200, kind, lambda: self._abort(ids))
-        answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut)
-        self.cut = 0
+        self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
+        answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
+        answering.adds = self.adds
+        self.cut = self.says_error_after = 0
         for request in requests:
             self.core.submit(request, answering.hear)
         return reply
@@ -319,28 +352,30 @@ class _Answering:
         self._said: dict[str, list[str]] = {id: [] for id in ids}
         self._ends: dict[str, Finished] = {}
         self._chunks = 0
+        self._over = False
+        self.adds: dict[str, Any] = {}
         if streams and chat:
             for index in range(len(ids)):
                 self._put(index, {"role": "assistant", "content": ""}, None)
 
     def hear(self, event: Event) -> None:
-        if self._cut < 0 or not isinstance(event, Tokens | Finished):
+        if self._over or not isinstance(event, Tokens | Finished):
             return
         if isinstance(event, Tokens):
             self._said[event.id].append(event.text)
             self._chunks += 1
             if self._streams:
                 self._put(self._ids.index(event.id), {"content" if self._chat else "text": event.text}, None)
-            if self._cut and self._chunks == self._cut:
-                self._reply.put(UpstreamError("ConnectionResetError"))
-                self._cut = -1
+            if self._cut and self._chunks == abs(self._cut):
+                self._over = True
+                self._reply.put(UpstreamError("ConnectionResetError") if self._cut > 0 else FAILED)
+                self._reply.put(b"")
             return
         self._ends[event.id] = event
         if event.outcome != "completed":
             if not self._streams:
                 self._reply.status = 500
-            said = b'{"error":{"message":"","type":"InternalServerError"}}'
-            self._reply.put(b"data: " + said + b"\n\ndata: [DONE]\n\n" if self._streams else said)
+            self._reply.put(FAILED if self._streams else b'{"error": {}}')
             self._reply.put(b"")
             return
         if self._streams:
@@ -364,7 +399,8 @@ class _Answering:
 
     def _put(self, index: int, said: dict[str, Any], reason: str | None) -> None:
         choice = {"index": index, **({"delta": said} if self._chat else said), "finish_reason": reason}
-        self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice]}) + b"\n\n")
+        more = self.adds if reason is not None else {}
+        self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice], **more}) + b"\n\n")
 
 
 def _page(status: int, content: Any) -> MemoryReply:

@@ -366,8 +366,8 @@ class Host(Protocol):
     @property
     def id(self) -> str: ...
     @property
-    def resting(self) -> bool:
-        """Whether it is better given nothing for now."""
+    def rests_until(self) -> float:
+        """Before this time it is given nothing: it has just failed at a request."""
         ...
 
     async def start(self) -> None: ...

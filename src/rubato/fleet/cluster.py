@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 FREES_PLACES = (Finished, HandedOff)
 FREES_KV = (Stepped, Preempted)
 NO_REPLICA = "rejected-no-replica"  # the reason of a refusal while all are lost and may come back
+KEPT = 10  # one part in so many of `max_in_flight` is for requests with an SLO
 ALONE = 60.0  # seconds that held requests wait for a replica where none is left
 RECENT = 64  # completions that `retry_after` looks back on
 LEAVES = (Finished, HandedOff, Transferred, Lost)  # after which nothing may be left at a replica
@@ -53,9 +54,10 @@ class Cluster:
     """Hosts behind a router, in this process or elsewhere.
 
     `makers` build the hosts r0, r1, ...; each is given a callback for events and one for a lost host, whose requests go
-    to the others. `dead` is set when none is left, or the router fails time after time. max_in_flight: requests beyond
-    it are refused as saturated (None: no bound). fair: the tenants' shares, None for first come, first served; where
-    they fail, all that is held passes in order, and what is beyond `max_in_flight` is refused, whatever its tenant.
+    to the others. `dead` is set when none is left and none may come, or the router fails time after time.
+    max_in_flight: requests beyond it are refused as saturated (None: no bound), best effort beyond nine tenths of it.
+    fair: the tenants' shares, None for first come, first served; where they fail, all that is held passes in order, and
+    what is beyond `max_in_flight` is refused, whatever its tenant.
     lengths: what the router sees as `predicted`; hosts in this process have the same one, and teach it. autoscaler,
     extra_host: what adds and drains hosts, and what makes them. Raises ValueError for a router whose `wants` names
     something unknown.
@@ -102,6 +104,7 @@ class Cluster:
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
         self._routing = False  # now, or never again
+        self._rested: Handle | None = None  # when the first of hosts that all rest takes requests again
         self._cancelled: dict[str, str] = {}  # what a host was asked to cancel, and why
         self._listeners = EventBus()
         if autoscaler is not None:
@@ -143,6 +146,7 @@ class Cluster:
         roles = self._router.roles(list(self.hosts))
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
         self._assign(roles)
+        self._scaling.ask_soon()
 
     def begin(self) -> None:
         """`start`, for hosts that have nothing to start."""
@@ -167,7 +171,9 @@ class Cluster:
         if request.id in self._requests:
             raise ValueError(f"request id {request.id!r} is in flight already: ids must be unique")
         now = self.clock.now()
-        full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight
+        full = self._max_in_flight is not None and self.in_flight >= self._max_in_flight - (
+            self._max_in_flight // KEPT if request.best_effort else 0
+        )
         if full and self._fair is not None and self._max_in_flight is not None:
             # a tenant with less than its share of the places gets one: another's flood must not take them all
             full = self._listeners.guarded(now, True, self._fair.beyond_share, request, self._max_in_flight, now)
@@ -226,6 +232,8 @@ class Cluster:
         """Stop at once: whatever is in flight ends as failed."""
         self._draining = self._routing = True  # nothing is placed any more
         self._timer.stop()
+        if self._rested is not None:
+            self._rested.cancel()
         self._gone += self._scaling.close()
         self._transfers.take_back_all()
         # Close all at once: each may take its time limit, and the server must end in time.
@@ -271,12 +279,19 @@ class Cluster:
         finally:
             self._routing = False
 
+    def _route_after_rest(self) -> None:
+        self._rested = None
+        self._route_until_settled()
+
     def _route_once(self) -> bool:
         """Ask the router once, and do what it says; whether anything was placed or ended, so that it is asked again."""
         if self._cancelled:
             self._end_cancelled()
         now = self.clock.now()
-        views = self._scaling.open_views()
+        if not (views := self._scaling.views_to_route(now)):
+            if self._rested is None:
+                self._rested = self.clock.call_at(self._scaling.first_rested(), PLAN, self._route_after_rest)
+            return False
         unplaced = list(self._requests.unplaced.values())
         if self._fair is not None:
             unplaced = self._within_shares(self._fair, unplaced, views, now)

@@ -43,7 +43,7 @@ class LocalHost:
     recovery; None: it is waited for without limit.
     """
 
-    resting = False
+    rests_until = 0.0
 
     def __init__(
         self,

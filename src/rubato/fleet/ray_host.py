@@ -140,7 +140,7 @@ class RayHost:
     of all. Raises ValueError for a policy that moves KV.
     """
 
-    resting = False
+    rests_until = 0.0
 
     def __init__(
         self,

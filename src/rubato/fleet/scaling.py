@@ -60,10 +60,17 @@ class FleetScaling:
         return self._autoscaler is not None
 
     def open_views(self) -> list[View]:
-        """Views of the hosts that take requests: those that rest only while no other does."""
-        open = [host for id, host in self._hosts.items() if id not in self.draining]
-        awake = [host for host in open if not host.resting]
-        return [host.view() for host in awake or open]
+        """Views of the hosts that take requests."""
+        return [host.view() for id, host in self._hosts.items() if id not in self.draining]
+
+    def views_to_route(self, now: float) -> list[View]:
+        """The same, without those that rest."""
+        hosts = [host for id, host in self._hosts.items() if id not in self.draining]
+        return [host.view() for host in hosts if host.rests_until <= now]
+
+    def first_rested(self) -> float:
+        """When the first of the hosts that take requests has rested."""
+        return min(host.rests_until for id, host in self._hosts.items() if id not in self.draining)
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.

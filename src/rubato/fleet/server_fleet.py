@@ -23,8 +23,6 @@ from rubato.fleet.upstream import HttpServer, Upstream, UpstreamError
 
 log = logging.getLogger(__name__)
 
-AGAIN = 1.0  # seconds from one look whether a lost server is back to the next
-
 
 @dataclass(frozen=True)
 class Server:
@@ -101,6 +99,27 @@ class ServerFleet:
         self._taken: dict[str, Server] = {}  # by the replica's id
         self.alike = Alike(options.choice.policy)
 
+    @property
+    def size(self) -> int:
+        return len(self._servers)
+
+    async def look(self) -> int:
+        """How many servers answer; these come first from now on. Raises ValueError if none does."""
+        upstreams = [self._transport(server.url) for server in self._servers]
+        asked = [self._reachable(server, one) for server, one in zip(self._servers, upstreams, strict=True)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        for upstream in upstreams:
+            await upstream.close()
+        found = list(zip(self._servers, errors, strict=True))
+        for _, error in found:
+            if error is not None and not isinstance(error, ValueError):
+                raise error
+        there = [server for server, error in found if error is None]
+        if not there:
+            raise ValueError("; ".join(str(error) for _, error in found))
+        self._servers = [*there, *(server for server, error in found if error is not None)]
+        return len(there)
+
     def host(self, id: str, emit: Listener, lost: HostLost) -> ServerHost:
         """One of the fleet's first hosts: its server must be there."""
         return self._host(id, emit, lost, patient=False)
@@ -119,7 +138,7 @@ class ServerFleet:
             lost(id, error, requests)  # type: ignore[arg-type]
 
         async def open_link() -> Link | None:
-            await self._reachable(server, upstream, patient)
+            await self._reachable(server, upstream)
             address = server.link or await server_probe.link_address(server.url, upstream, server.key)
             if address is None:
                 log.warning("server %s has no link: its load is known from what is sent there", server.url)
@@ -132,26 +151,24 @@ class ServerFleet:
 
         return ServerHost(
             id, server.url, upstream, self._clock, about=about, link=open_link, calls=self._calls, emit=emit,
-            lost=gone, options=self._options.replica, step_timeout=self._step_timeout,
+            lost=gone, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
         )  # fmt: skip
 
-    async def _reachable(self, server: Server, upstream: Upstream, patient: bool) -> None:
-        """Raises ValueError for a server that does not answer; patient: asks until it does."""
-        while True:
-            try:
-                reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
-                reply.close()
-                if reply.status == 200:
-                    return
-                why = f"/health answered {reply.status}"
-            except UpstreamError as error:
-                why = str(error)
-            if not patient:
-                raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
-            await asyncio.sleep(AGAIN)
+    async def _reachable(self, server: Server, upstream: Upstream) -> None:
+        """Raises ValueError for a server that does not answer."""
+        try:
+            reply = await upstream.open("GET", "/health", (), b"", seconds=server_probe.SECONDS)
+            reply.close()
+            why = "" if reply.status == 200 else f"/health answered {reply.status}"
+        except UpstreamError as error:
+            why = str(error)
+        if why:
+            raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
 
 
-def server_cluster(fleet: ServerFleet, servers: int, clock: Clock, options: ClusterOptions) -> Cluster:
-    """A cluster over a fleet of so many servers. Raises as `build.cluster_of`."""
-    options = replace(options, autoscaler=FixedFleet(servers))
-    return cluster_of([fleet.host] * servers, clock, options, fleet.extra_host)
+async def server_cluster(fleet: ServerFleet, clock: Clock, options: ClusterOptions) -> Cluster:
+    """A cluster over a fleet's servers. One that does not answer yet is waited for while others serve. Raises
+    ValueError where none answers, else as `build.cluster_of`."""
+    there = await fleet.look()
+    options = replace(options, autoscaler=FixedFleet(fleet.size))
+    return cluster_of([fleet.host] * there, clock, options, fleet.extra_host)

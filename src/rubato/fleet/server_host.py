@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
@@ -20,7 +21,7 @@ from rubato.core.interfaces import Host, LatencyModel, View
 from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
 from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import Outcome, Request
+from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
 from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
 from rubato.fleet.cluster import HostLost
@@ -28,7 +29,7 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
 from rubato.fleet.server_link import Link, hello
-from rubato.fleet.sse_relay import StreamRelay
+from rubato.fleet.sse_relay import StreamRelay, may_be_last
 from rubato.fleet.upstream import Reply, Upstream, UpstreamError, whole
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ SILENT = 5.0  # seconds without a word of the link, after which it counts as bro
 PROBE_SECONDS = 5.0  # for the answer to a probe of a server's health
 PROBE_TURNS = 5  # heartbeats from one probe to the next, of a server whose link speaks
 PROBES = 2  # in a row that may fail
-FAILURES = 3  # requests in a row that a server may fail at before it is lost
-REST = 1.0  # seconds that it is given nothing after a failure, as long as others are there; times those in a row
+AGAIN = 1.0  # seconds from one look whether a server is there to the next
+SAID_EVERY = 60  # of such looks, one that fails is logged
+REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
@@ -83,10 +85,12 @@ class ServerHost:
         lost: HostLost,
         options: ReplicaOptions,
         step_timeout: float | None = None,
+        patient: bool = False,
     ) -> None:
         self.id = id
         self.url = url
         self.clock = clock
+        self._name = uuid4().hex  # by which the engine knows whose requests it takes back
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
         self.upstream = upstream
@@ -95,6 +99,7 @@ class ServerHost:
         self._emit_outside, self._lost = emit, lost
         self._options = options
         self._step_timeout = step_timeout
+        self._patient = patient
         self._link: Link | None = None
         self._reader = LinkReader(id)
         self._greeted: asyncio.Future[Message] | None = None
@@ -105,8 +110,8 @@ class ServerHost:
         self._mine: dict[str, Call] = {}  # by the id of each request that is here
         self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
         self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
-        self._failures = 0
-        self._rests_until = 0.0
+        self.rests_until = 0.0
+        self._suspect = False  # it has failed at a request, and is to be asked for its health
         self._silent = 0.0
         self._gone = False
         self._idle = asyncio.Event()
@@ -115,7 +120,26 @@ class ServerHost:
     # ----------------------------------------------------------------- Host
 
     async def start(self) -> None:
-        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used."""
+        """Raises UpstreamError for a server that does not answer, ValueError for one that cannot be used; where it is
+        to be waited for, it is asked again and again instead."""
+        tries = 0
+        while True:
+            try:
+                await self._begin_to_serve()
+                return
+            except (UpstreamError, ValueError) as error:
+                for task in self._tasks:
+                    task.cancel()
+                if self._link is not None:
+                    self._link.close()
+                if not self._patient:
+                    raise
+                if tries % SAID_EVERY == 0:
+                    log.warning("server %s is waited for: %s", self.url, error)
+                tries += 1
+                await asyncio.sleep(AGAIN)
+
+    async def _begin_to_serve(self) -> None:
         told: Message | None = None
         self._link = await self._open_link()
         if self._link is not None:
@@ -130,11 +154,6 @@ class ServerHost:
             self._link.send({"kind": "resync"})
             self.linked = True
         self._spawn(self._watch(mirror))
-
-    @property
-    def resting(self) -> bool:
-        """Whether it failed at a request just now, so that others are better asked."""
-        return self.clock.now() < self._rests_until
 
     @property
     def has_link(self) -> bool:
@@ -247,7 +266,8 @@ class ServerHost:
             if not any(id in self._mine for id in call.ids):  # what the server says is the echo of a refusal
                 call.breaks(f"replica {self.id} answered {reply.status}")
                 return
-            self._failed(call, f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}")
+            why = f"replica {self.id} answered {reply.status}: {error[:200].decode(errors='replace')}"
+            self._failed(call, why, full=reply.status == 429)
             return
         if reply.status != 200:
             raw = await whole(reply)
@@ -258,7 +278,6 @@ class ServerHost:
             await self._stream(call, reply)
             return
         raw = await whole(reply)
-        self._failures = 0
         prompt, output = usage_of(raw)
         if not self.linked:
             self._begin(call, prompt)
@@ -269,13 +288,16 @@ class ServerHost:
     async def _stream(self, call: Call, reply: Reply) -> None:
         relay = StreamRelay(len(call.ids))
         begun = False
-        while data := await reply.part():
+        while data := await self._part(reply, relay):
             now, choices = relay.feed(data)
-            if not call.begun and (now or relay.rest()).startswith(ERROR):
+            if (at := (now or relay.rest()).find(ERROR)) >= 0:
+                error = (now or relay.rest())[at : at + 200]
+                if at and now and call.begun:
+                    await call.write(now[:at])
                 await self._heard_of(call)
-                raise UpstreamError((now or relay.rest())[:200].decode(errors="replace"))
+                raise UpstreamError(error.decode(errors="replace").strip())
             if not begun and (now or relay.rest()):
-                begun, self._failures = True, 0
+                begun = True
                 if not call.begun:
                     await call.begin(200, reply.headers)
             call.streamed += len(choices)
@@ -288,6 +310,15 @@ class ServerHost:
             raise UpstreamError("the stream ended before its last chunk")
         await self._ended(call)
         await call.end(relay.rest())
+
+    async def _part(self, reply: Reply, relay: StreamRelay) -> bytes:
+        """What comes next; nothing where the connection broke behind the last chunk."""
+        try:
+            return await reply.part()
+        except UpstreamError:
+            if may_be_last(relay.rest()):
+                return b"data: [DONE]\n\n" if not relay.ended else b""
+            raise
 
     async def _ended(self, call: Call) -> None:
         """The response has come to its end: so have its requests, which the link tells of as a rule."""
@@ -310,33 +341,34 @@ class ServerHost:
     def _fail(self, call: Call, why: str) -> None:
         self._end(call, "failed", why)
 
-    def _failed(self, call: Call, why: str) -> None:
-        """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can."""
-        self._failures += 1
-        self._rests_until = self.clock.now() + REST * self._failures
-        log.warning("%s", why)
-        if not any(id in self._mine for id in call.ids):  # they have ended, and their response has not
+    def _failed(self, call: Call, why: str, *, full: bool = False) -> None:
+        """The server could not, or went away meanwhile: what is left of the call goes elsewhere, if it can. full: it
+        takes no more for now."""
+        if not any(id in self._mine for id in call.ids):  # they have ended: this is the echo, or too late to matter
             call.breaks(why)
-        self._give_back(call, why)
-        if self._failures >= FAILURES:
-            self._die(ServerLostError(f"{why}; {self._failures} requests in a row failed there"))
+            return
+        self.rests_until = self.clock.now() + REST
+        self._suspect = True
+        log.warning("%s", why)
+        self._give_back(call, why, full)
 
-    def _give_back(self, call: Call, why: str) -> None:
+    def _give_back(self, call: Call, why: str, full: bool) -> None:
         now, mirror = self.clock.now(), self._started()
         for id in [id for id in call.ids if id in self._mine]:
             request = self._as_sent(call, mirror.moved(id, "failed", now))
             if request is None:  # the link tells that it has left the engine, and not how it ended
                 self._finish(id, "failed", why)
             elif (no := self._stays_here(call, request, now)) is not None:
-                self._finish(id, "failed", f"{why}; {no}")
+                self._finish(id, *(("refused", SATURATED) if full else ("failed", f"{why}; {no}")))
             else:
                 self._fold(HandedOff(now, id, request))
 
     def _as_sent(self, call: Call, request: Request | None) -> Request | None:
         """A request that goes elsewhere, with what its client has had of it, not with what the engine has told."""
-        if request is None or (had := request.progress) is None:
-            return request
         count = call.streamed if call.begun else 0
+        if request is None or (request.progress is None and not count):
+            return request
+        had = request.progress or Progress((request.arrival,), ((),))
         times = had.times[0][:count]
         times += (self.clock.now(),) * (count - len(times))
         ids = had.token_ids[:count]
@@ -442,7 +474,7 @@ class ServerHost:
         """Say hello until the core answers. Raises ValueError where it does not let this gateway in, or is silent."""
         self._greeted = asyncio.get_running_loop().create_future()
         for _ in range(int(SILENT / HEARTBEAT)):
-            link.send(hello(self.id, self.clock.now()))
+            link.send(hello(self._name, self.clock.now()))
             done, _ = await asyncio.wait({self._greeted}, timeout=HEARTBEAT)
             if done:
                 return self._greeted.result()
@@ -475,7 +507,7 @@ class ServerHost:
                 if self._greeted is not None and not self._greeted.done():
                     self._greeted.set_exception(error)
             case "unknown":
-                link.send(hello(self.id, self.clock.now()))
+                link.send(hello(self._name, self.clock.now()))
             case "beat":
                 self._measure_ahead(message)
             case "snapshot" | "report":
@@ -521,8 +553,9 @@ class ServerHost:
             turns += 1
             if self._link is not None:
                 self._watch_link(self._link, mirror)
-            if self.linked and not failed and turns % PROBE_TURNS:
+            if self.linked and not (failed or self._suspect) and turns % PROBE_TURNS:
                 continue
+            self._suspect = False
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
                 self._die(ServerLostError(f"server {self.url} does not answer"))
@@ -536,7 +569,7 @@ class ServerHost:
         if self.linked:
             log.warning("replica %s: its link is silent; what is sent there is counted instead", self.id)
             self.linked = False
-        link.send(hello(self.id, self.clock.now()))
+        link.send(hello(self._name, self.clock.now()))
         link.send({"kind": "resync"})
 
     async def _is_healthy(self) -> bool:
@@ -587,7 +620,15 @@ class ServerHost:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended_task)
+
+    def _ended_task(self, task: asyncio.Future[None]) -> None:
+        """An error in one of them is a fault of ours: without it the host would be deaf or blind."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("replica %s: the gateway failed to watch it", self.id, exc_info=error)
+            if self._mirror is not None:
+                self._die(ServerLostError(f"{type(error).__name__}: {error}"))
 
     def _started(self) -> Mirror:
         if self._mirror is None:
@@ -595,5 +636,5 @@ class ServerHost:
         return self._mirror
 
 
-ERROR = b'data: {"error"'  # begins the stream of a request that an engine would not serve
+ERROR = b'data: {"error"'  # a chunk of a stream that an engine would not serve, or not to its end
 NEED_DONE = ("/v1/chat/completions", "/v1/completions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any, Protocol
 
@@ -42,14 +43,13 @@ class ZmqLink:
         self._socket.setsockopt(zmq.RCVHWM, MOST)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._plain: Any = zmq.Socket.shadow(self._socket)
         self._socket.connect(address)
 
     def send(self, message: Message) -> None:
-        try:
-            self._plain.send(packed(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return  # no core there: it will greet us, or be lost
+        # Not past the asynchronous socket: it would not learn that something has come meanwhile.
+        sent: asyncio.Future[Any] = self._socket.send(packed(message), zmq.NOBLOCK)
+        if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
+            raise error  # (Again: there is no core, or it hears nothing: it is greeted anew, or lost)
 
     async def receive(self) -> Message:
         while True:

@@ -36,8 +36,9 @@ from rubato.serving.relayed_call import CHAT, TEXT, RelayedCall, passed_on
 from rubato.serving.request_slo import Tiers, grant
 from rubato.serving.tenants import Tenants
 
-GENERATE = (CHAT, TEXT, "/v1/responses", "/v1/messages")
-PREFIXES = {CHAT: "chatcmpl", TEXT: "cmpl", "/v1/messages": "chatcmpl", "/v1/responses": "resp"}
+RESPONSES = "/v1/responses"
+GENERATE = (CHAT, TEXT, RESPONSES, "/v1/messages")
+PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-", "/v1/messages": "chatcmpl-", RESPONSES: "resp_"}  # of vLLM's ids
 UNSTATED = {TEXT: 16}  # output tokens by default; of the others as many as the model can
 HARMLESS = ("/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/version", "/score", "/rerank")
 LONGEST_ID = 128  # characters of a client's X-Request-Id
@@ -137,6 +138,9 @@ class Gateway:
             session=intake.session(http.headers),
             prefix=self._size.prefix(text),
         )
+        if path == RESPONSES and "request_id" not in fields:  # where vLLM takes no id from a header
+            fields = {**fields, "request_id": request.id}
+            raw = orjson.dumps(fields)
         if ids:
             request = replace(request, stages=(replace(request.stages[0], prompt=len(ids), token_ids=ids),))
         requests = response_choices.spread([request], prompts * n)
@@ -203,10 +207,10 @@ class Gateway:
         """A request's id: as its client names it, where that is a name and no other has it."""
         prefix = PREFIXES[path]
         fit = 0 < len(wished) <= LONGEST_ID and wished.isascii() and wished.replace("_", "").isalnum()
-        id = f"{prefix}-{wished}"
+        id = f"{prefix}{wished}"
         if fit and id not in self._service.calls and f"{id}-0" not in self._service.calls:
             return id
-        return f"{prefix}-{uuid4().hex}"
+        return f"{prefix}{uuid4().hex}"
 
 
 class _Relay(Response):

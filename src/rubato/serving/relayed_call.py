@@ -77,6 +77,11 @@ class RelayedCall:
         self._received = 0  # tokens that came before the response broke off
         self._first: dict[str, Any] = {}  # the first chunk of a response that is gone on with
 
+    @property
+    def _short_id(self) -> str:
+        """Of which vLLM makes the response's id."""
+        return self.answer.partition("-")[2] or self.answer
+
     # ----------------------------------------------------------------- events
 
     def hear(self, event: Event) -> None:
@@ -90,8 +95,7 @@ class RelayedCall:
     # ----------------------------------------------------------------- towards the server
 
     def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
-        id = self.answer.partition("-")[2]
-        headers = [*self._headers, ("x-request-id", id)]
+        headers = [*self._headers, ("x-request-id", self._short_id)]
         if not self.begun:
             return headers, self._raw
         if len(self.ids) > 1:
@@ -153,10 +157,14 @@ class RelayedCall:
     # ----------------------------------------------------------------- towards the client
 
     async def begin(self, status: int, headers: Headers) -> None:
+        if self.over:
+            return
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": self._head(headers)})
 
     async def write(self, data: bytes) -> None:
+        if self.over:
+            return
         if self._again:
             data = self._as_before(data)
         if self._kept is not None:
@@ -168,6 +176,8 @@ class RelayedCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, rest: bytes) -> None:
+        if self.over:
+            return
         if self._again:
             rest = self._as_before(rest)
         if self.path in (CHAT, TEXT):
@@ -176,6 +186,8 @@ class RelayedCall:
         self._finish()
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        if self.over:
+            return
         if status == 200 and (about := self.verdict()):
             try:
                 fields = orjson.loads(body)
@@ -207,15 +219,15 @@ class RelayedCall:
 
     def _head(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         there = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in passed_on(headers)]
-        return [*there, (b"x-request-id", self.answer.partition("-")[2].encode()), *self._more()]
+        return [*there, (b"x-request-id", self._short_id.encode()), *self._more()]
 
     def _with_verdict(self, rest: bytes) -> bytes:
         """The last chunks, of which the last one with content gets what is added."""
         about = self.verdict()
         chunks = rest.split(END)
         for at in range(len(chunks) - 1, -1, -1):
-            if about and may_be_last(chunks[at]) and chunks[at].endswith(b"}"):
-                chunks[at] = chunks[at][:-1] + b"," + orjson.dumps(about)[1:]
+            if about and may_be_last(chunks[at]) and chunks[at].startswith(b"data: {"):
+                chunks[at] = b"data: " + orjson.dumps({**orjson.loads(chunks[at][6:]), **about})
                 break
         return END.join(chunks)
 

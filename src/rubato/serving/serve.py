@@ -74,7 +74,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             listening = stack.enter_context(_bind(config))
             tls = _tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
-            cluster, app_of = _built(config, clock)
+            cluster, app_of = await _built(config, clock)
             if config.fleet.name == "ray" or config.engine.name == "vllm":
                 import ray
 
@@ -230,10 +230,10 @@ def _tls(config: Config) -> dict[str, Any]:
 # --------------------------------------------------------------------------- from a configuration
 
 
-def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """The cluster, and what makes the app in front of it once it has started. Raises as `build`."""
     if config.servers:
-        return gateway_of(config, clock)
+        return await gateway_of(config, clock)
     if config.engine.name == "vllm":
         return servers_on_ray(config, clock)
     engines, cluster = build(config, clock)

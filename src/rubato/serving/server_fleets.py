@@ -37,7 +37,7 @@ AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, an
 OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # settings of fleet 'ray'
 
 
-def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
     check_names(config)
     if config.autoscale is not None:
@@ -55,7 +55,7 @@ def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
         raise ConfigError("servers: they have different keys; give all of them the same")
     profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
     fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
-    cluster = server_cluster(fleet, len(servers), clock, options)
+    cluster = await server_cluster(fleet, clock, options)
     return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, min(keys))
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
+from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import WallClock, unix_time
@@ -21,7 +20,6 @@ from rubato.core.events import (
     Demoted,
     Event,
     Finished,
-    HandedOff,
     Offered,
     Preempted,
     Promoted,
@@ -31,13 +29,14 @@ from rubato.core.events import (
 )
 from rubato.core.interfaces import LengthPredictor, View
 from rubato.core.length_prediction import PREDICTORS
-from rubato.core.link_messages import Message, role_of
 from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
-from rubato.core.request import Handoff, HandoffReason, Outcome
+from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.drafts import Drafts
+from rubato.engines.vllm.fleet_part import FleetPart, movable
 from rubato.engines.vllm.gateway_reports import GatewayReports
-from rubato.engines.vllm.link import PLACES, Publisher
+from rubato.engines.vllm.guards import guarded
+from rubato.engines.vllm.link import Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
 from rubato.engines.vllm.room import SETTLED, Room
@@ -65,25 +64,6 @@ OUTCOMES: Mapping[str, tuple[Outcome, str]] = {  # of vLLM's finish reasons; "st
 }
 
 ORDER = attrgetter("order")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """A fault in it is counted and logged; the caller, vLLM's own code, gets None and goes on. Raises ValueError for a
-    method whose name is not in PLACES."""
-    place = PLACES[PLACES.index(method.__name__.lstrip("_"))]
-
-    @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception:
-            self.fault(place)
-            return None
-
-    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +99,7 @@ class VllmView(View):
     decode_blocks: int = 0
 
 
-class PolicyDriver:
+class PolicyDriver(FleetPart):
     """One policy over one vLLM engine core.
 
     steps: batches scheduled. fallbacks: of these, in vLLM's own order because the policy failed; stood_aside: because
@@ -212,7 +192,7 @@ class PolicyDriver:
         seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
         if promised is not None:
             seq.promised, seq.demoted = promised, promised.contract.demoted
-        self._strange += not _movable(seq)
+        self._strange += not movable(seq)
         self._happened(seq, Offered(now, request.id, request))
         self._settled = 0
         if self._room is not None:
@@ -237,7 +217,7 @@ class PolicyDriver:
         if seq is None:
             return
         self._settled = 0
-        self._strange -= not _movable(seq)
+        self._strange -= not movable(seq)
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
         if outcome == "completed" and not verdict.met:
@@ -287,90 +267,6 @@ class PolicyDriver:
             seq.waiting, seq.hit = True, None
             seq.waiting_since = self.clock()
             self._happened(seq, Preempted(seq.waiting_since, id))
-
-    # ----------------------------------------------------------------- a fleet
-
-    def open_to_gateways(self, about: Mapping[str, Any]) -> None:
-        """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
-        if self._gateways is None:
-            return
-
-        def hello() -> Message:
-            return {
-                **about,
-                "policy": self.name,
-                "supports": sorted(self.supports),
-                "limits": asdict(self.limits),
-                "latency": self.latency.to_dict(),
-            }
-
-        self._gateways.hand_over_to(hello, self.clock, self._kv_free())
-
-    def obey(self) -> list[tuple[str, HandoffReason]]:
-        """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
-        if self._gateways is None:
-            return []
-        leaving: list[tuple[str, HandoffReason]] = []
-        for gateway, command in self._gateways.link.commands():
-            try:
-                self._obey(gateway, command, leaving)
-            except Exception:  # another version's, or no gateway of ours: the engine goes on
-                self.fault("command")
-        return leaving
-
-    def _obey(self, gateway: str, command: Sequence[Any], leaving: list[tuple[str, HandoffReason]]) -> None:
-        assert self._gateways is not None
-        match command:
-            case ["expect", str(answer), dict(fields)]:
-                self._gateways.expect(gateway, answer, fields)
-                for seq in [seq for seq in self.seqs.values() if seq.promised is None]:
-                    self._promise_late(seq)
-            case ["assign", dict(fields)]:
-                self.role = role_of(fields)
-                self._settled = 0
-            case ["recall", "waiting" | "best_effort" as kind]:
-                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and _movable(s)]
-                leaving += [
-                    (seq.id, "recalled")
-                    for seq in own
-                    if (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
-                ]
-            case ["demote", str(answer)]:
-                self._gateways.demote(answer)
-                for seq in self.seqs.values():
-                    if seq.promised and seq.promised.contract.ids == self._gateways.ids(answer) and not seq.best_effort:
-                        seq.demoted = True
-                        self._happened(seq, Demoted(self.clock(), seq.id))
-            case _:
-                raise ValueError(f"unknown command {str(command)[:80]}")
-
-    def _promise_late(self, seq: VllmSeq) -> None:
-        """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
-        assert self._gateways is not None
-        if (promised := self._gateways.promised(seq.id)) is not None:
-            seq.request = promised_request(seq.own, promised.contract)
-            seq.promised, seq.demoted = promised, promised.contract.demoted
-            seq._deadlines = None
-            self._strange -= _movable(seq)
-            self._settled = 0
-            self._gateways.link.begin_afresh()
-
-    @guarded
-    def hand_off(self, id: str, reason: HandoffReason) -> None:
-        """Its gateway is to place it on another replica; here it is over."""
-        seq = self.seqs.pop(id, None)
-        if seq is None or self._gateways is None:
-            return
-        now = self.clock()
-        self._settled = 0
-        self._strange -= not _movable(seq)
-        if self._fair is not None:
-            self._held.pop(id, None)
-            self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
-        before = seq.request.handoff
-        moved = Handoff(NAME, reason, now, 0, before.hops + 1 if before else 1)
-        self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
-        self._gateways.hand_off(seq, reason, now)
 
     # ----------------------------------------------------------------- one step
 
@@ -672,10 +568,6 @@ class PolicyDriver:
                 self._gateways.add_tokens(came)
         if out.finish_reason is not None:
             self._end(seq.id, *OUTCOMES.get(str(out.finish_reason), ("completed", "stop")))
-
-
-def _movable(seq: VllmSeq) -> bool:
-    return seq.promised is not None and seq.promised.movable
 
 
 def _chunks(plan: Plan, view: View) -> dict[str, int]:

@@ -23,8 +23,9 @@ from vllm.v1.request import RequestStatus
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING, HandoffReason
+from rubato.engines.vllm.guards import guarded
 from rubato.engines.vllm.kv_view import KVView
-from rubato.engines.vllm.policy_driver import PolicyDriver, Step, guarded, log
+from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import Settings, settings_of
 

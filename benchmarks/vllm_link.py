@@ -1,0 +1,142 @@
+"""What the link to gateways costs a step of vLLM's scheduler: with none, and one that listens, is slow, stalled, dead.
+
+    .venv-vllm/bin/python benchmarks/vllm_link.py [--json FILE] [--steps 1500]
+
+vLLM's real scheduler under `edf`, a formula for a model, so many requests that decode. Timed on the wall is what the
+plug-in does for gateways in a step: both reports with their encoding, and taking in commands. A step of the harness
+takes no time of a model, so that the link's thread competes for Python's lock at every one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_PLUGINS="", HF_HUB_OFFLINE="1")
+os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_NO_USAGE_STATS="1")
+
+from rubato.core.link_messages import PROTOCOL, packed
+from tests.vllm.harness import Harness, harness
+
+LISTENERS = ("none", "listens", "slow", "stalled", "dead")
+RUNNING = (16, 64, 256)
+
+
+class Gateway(threading.Thread):
+    """Says hello, and then reads as its kind does."""
+
+    def __init__(self, port: int, kind: str) -> None:
+        super().__init__(daemon=True)
+        self.kind, self.heard, self.ending = kind, 0, False
+        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 10_000 if kind == "listens" else 1)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self._socket.send(packed({"kind": "hello", "protocol": PROTOCOL, "token": "", "gateway": kind, "asked": 0.0}))
+        self._socket.recv()
+
+    def run(self) -> None:
+        if self.kind == "dead":
+            self._socket.close(linger=0)
+            return
+        while not self.ending and self.kind != "stalled":
+            if self._socket.poll(100):
+                self._socket.recv()
+                self.heard += 1
+                time.sleep(0.1 if self.kind == "slow" else 0.0)
+        while not self.ending:
+            time.sleep(0.1)
+        self._socket.close(linger=0)
+
+
+def timed(made: Harness) -> list[float]:
+    """Seconds that each step spends for gateways, from now on."""
+    driver, spent = made.scheduler.rubato, [0.0]
+
+    def counted(name: str, of: Any) -> None:
+        method = getattr(of, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[-1] += time.perf_counter() - began
+
+        setattr(of, name, call)
+
+    counted("obey", driver)
+    for name in ("batch", "step", "add", "add_tokens"):
+        counted(name, driver._gateways)
+    return spent
+
+
+def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
+    made = harness(model, "edf", blocks=running * 18, tokens=2048, seqs=running, watched=False, rubato={"link": {}})
+    port = made.scheduler.rubato._gateways.link.port
+    gateway = None if kind == "none" else Gateway(port, kind)
+    if gateway is not None:
+        gateway.start()
+        time.sleep(0.3)
+    spent, number = timed(made), 0
+    while len(spent) < steps:
+        while len(made.scheduler.running) + len(made.scheduler.waiting) < running:
+            made.add(f"r{number}", [3] * 20, 150)
+            number += 1
+        made.step()
+        spent.append(0.0)
+    times = np.array(spent[50:-1]) * 1e6
+    if gateway is not None:
+        gateway.ending = True
+    made.scheduler.rubato.close()
+    p50, p99, most = np.percentile(times, [50, 99, 100])
+    heard = gateway.heard if gateway is not None else 0
+    row = {
+        "running": running,
+        "gateway": kind,
+        "p50, us": p50,
+        "p99, us": p99,
+        "longest, us": most,
+        "messages heard": heard,
+    }
+    return {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def tiny_model(folder: Path) -> Path:
+    """A Llama of which only the configuration matters here."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 8192, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=1500)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(Path(folder))
+        for running in RUNNING:
+            for kind in LISTENERS:
+                rows.append(run(model, running, kind, args.steps))
+                print(rows[-1], flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "steps": args.steps}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

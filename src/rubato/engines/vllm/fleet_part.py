@@ -1,0 +1,130 @@
+"""What an engine core does as one of a fleet: it takes commands of gateways, and hands requests off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from rubato.core.events import Demoted, Event, HandedOff
+from rubato.core.link_messages import Message, role_of
+from rubato.core.plan import Limits, Role
+from rubato.core.request import Handoff, HandoffReason
+from rubato.engines.vllm.gateway_reports import GatewayReports
+from rubato.engines.vllm.guards import guarded
+from rubato.engines.vllm.reports import NAME
+from rubato.engines.vllm.sequence import VllmSeq, promised_request
+from rubato.latency import affine
+from rubato.policy_kit.fair_share import FairShare
+
+
+class FleetPart:
+    """Of a `PolicyDriver`. role: as a gateway has assigned it."""
+
+    name: str
+    supports: frozenset[str]
+    limits: Limits
+    latency: affine.Model
+    clock: Callable[[], float]
+    seqs: dict[str, VllmSeq]
+    role: Role
+    _gateways: GatewayReports | None
+    _strange: int  # requests here that no gateway can place elsewhere
+    _settled: int
+    _fair: FairShare | None
+    _held: dict[str, VllmSeq]
+
+    if TYPE_CHECKING:
+
+        def fault(self, place: str) -> None: ...
+        def _happened(self, seq: VllmSeq, event: Event) -> None: ...
+        def _to_observe(self, event: Event) -> None: ...
+        def _kv_free(self) -> int: ...
+
+    def open_to_gateways(self, about: Mapping[str, Any]) -> None:
+        """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
+        if self._gateways is None:
+            return
+
+        def hello() -> Message:
+            return {
+                **about,
+                "policy": self.name,
+                "supports": sorted(self.supports),
+                "limits": asdict(self.limits),
+                "latency": self.latency.to_dict(),
+            }
+
+        self._gateways.hand_over_to(hello, self.clock, self._kv_free())
+
+    def obey(self) -> list[tuple[str, HandoffReason]]:
+        """Take in what gateways ask for. Returns requests that are to be handed off, and why."""
+        if self._gateways is None:
+            return []
+        leaving: list[tuple[str, HandoffReason]] = []
+        for gateway, command in self._gateways.link.commands():
+            try:
+                self._obey(gateway, command, leaving)
+            except Exception:  # another version's, or no gateway of ours: the engine goes on
+                self.fault("command")
+        return leaving
+
+    def _obey(self, gateway: str, command: Sequence[Any], leaving: list[tuple[str, HandoffReason]]) -> None:
+        assert self._gateways is not None
+        match command:
+            case ["expect", str(answer), dict(fields)]:
+                self._gateways.expect(gateway, answer, fields)
+                for seq in self.seqs.values() if self._strange else ():
+                    if seq.promised is None:
+                        self._promise_late(seq)
+            case ["assign", dict(fields)]:
+                self.role = role_of(fields)
+                self._settled = 0
+            case ["recall", "waiting" | "best_effort" as kind]:
+                own = [s for s in self.seqs.values() if s.promised and s.promised.gateway == gateway and movable(s)]
+                leaving += [
+                    (seq.id, "recalled")
+                    for seq in own
+                    if (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
+                ]
+            case ["demote", str(answer)]:
+                self._gateways.demote(answer)
+                for seq in self.seqs.values():
+                    if seq.promised and seq.promised.contract.ids == self._gateways.ids(answer) and not seq.best_effort:
+                        seq.demoted = True
+                        self._happened(seq, Demoted(self.clock(), seq.id))
+            case _:
+                raise ValueError(f"unknown command {str(command)[:80]}")
+
+    def _promise_late(self, seq: VllmSeq) -> None:
+        """A request may be here before what its gateway says of it: it was taken for one of no gateway."""
+        assert self._gateways is not None
+        if (promised := self._gateways.promised(seq.id)) is not None:
+            seq.request = promised_request(seq.own, promised.contract)
+            seq.promised, seq.demoted = promised, promised.contract.demoted
+            seq._deadlines = None
+            self._strange -= movable(seq)
+            self._settled = 0
+            self._gateways.link.begin_afresh()
+
+    @guarded
+    def hand_off(self, id: str, reason: HandoffReason) -> None:
+        """Its gateway is to place it on another replica; here it is over."""
+        seq = self.seqs.pop(id, None)
+        if seq is None or self._gateways is None:
+            return
+        now = self.clock()
+        self._settled = 0
+        self._strange -= not movable(seq)
+        if self._fair is not None:
+            self._held.pop(id, None)
+            self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
+        before = seq.request.handoff
+        moved = Handoff(NAME, reason, now, 0, before.hops + 1 if before else 1)
+        self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
+        self._gateways.hand_off(seq, reason, now)
+
+
+def movable(seq: VllmSeq) -> bool:
+    """Whether a gateway can place it elsewhere."""
+    return seq.promised is not None and seq.promised.movable

@@ -1,0 +1,314 @@
+"""Three minutes of load and faults over a gateway and its servers, on the virtual clock: seconds of CPU time.
+
+Faults are drawn from a seed: servers killed, frozen, deaf, slow, out of step with the clock, reports that stop, more
+than can be served meanwhile. Every request offered ends once, none hangs, nothing is streamed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import pytest
+
+from rubato.core.clock import VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, Offered
+from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
+from rubato.core.request import SLO
+from rubato.engines.simulated import WORDS
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.latency.affine import Model
+from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.serving.request_slo import Tier, Tiers
+from rubato.serving.tenants import Tenants
+from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+
+LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=600, block_size=16)
+STEP = Model(k=(0.0, 2e-4), b=(0.02, 0.0), host_per_seq=1e-3)
+TIERS = {"chat": SLO(1.0, 0.15), "tools": SLO(4.0, 0.3), "flex": SLO()}
+HUNG = 60.0  # seconds
+SECONDS = 180.0
+
+
+@dataclass
+class Client:
+    """One ASGI app, called without a socket; what came of each request."""
+
+    app: Any
+    clock: VirtualClock
+    outcomes: Counter[str] = field(default_factory=Counter)
+    met: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    longest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    async def complete(self, tier: str, prompt: list[int], most: int, leaves_after: float = 0.0) -> None:
+        began = self.clock.now()
+        body = {"model": "stub", "prompt": prompt, "max_tokens": most, "stream": True, "service_tier": tier}
+        status, raw = await self._post("/v1/completions", orjson.dumps(body), leaves_after)
+        self.longest = max(self.longest, self.clock.now() - began)
+        if leaves_after:
+            self.outcomes["left"] += 1
+            return
+        self._look(tier, status, raw, most)
+
+    def _look(self, tier: str, status: int, raw: bytes, most: int) -> None:
+        met = False
+        if status == 200 and raw.endswith(b"data: [DONE]\n\n"):
+            self.outcomes["completed"] += 1
+            said = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+            text = "".join(choice["text"] for chunk in said for choice in chunk["choices"])
+            if text != "".join(WORDS[(1 + i) % len(WORDS)] for i in range(most)):
+                self.wrong.append(text)
+            met = bool(said[-1].get("rubato", {}).get("met"))
+        else:
+            self.outcomes[str(status) if status != 200 else "broke off"] += 1
+        self.met[tier, met] += 1
+
+    async def _post(self, path: str, body: bytes, leaves_after: float) -> tuple[int, bytes]:
+        sent, status, raw = False, 0, bytearray()
+        left = asyncio.Event()
+        if leaves_after:
+            asyncio.get_running_loop().call_later(leaves_after, left.set)
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if not sent:
+                sent = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                raw.extend(message.get("body", b""))
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
+            "client": ("c", 1), "server": ("s", 80), "app": self.app,
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        return status, bytes(raw)
+
+
+@dataclass
+class Setup:
+    cluster: Cluster
+    client: Client
+    servers: list[StubServer]
+    clock: VirtualClock
+    rng: random.Random
+    events: list[Event]
+
+
+Fault = Callable[[Setup, StubServer], Awaitable[None]]
+
+
+async def killed(setup: Setup, server: StubServer) -> None:
+    """kill -9, and started again 15 s later with nothing of what it had."""
+    server.kill()
+    for id in list(server.core.listeners):
+        server.core.host.cancel(id, "killed")
+    await asyncio.sleep(15.0)
+    server.down = server.core.silent = False
+
+
+async def frozen(setup: Setup, server: StubServer) -> None:
+    """SIGSTOP for 20 s: nothing answers, no connection breaks."""
+    server.hangs = server.core.silent = server.core.deaf = True
+    _mute(server, True)
+    await asyncio.sleep(20.0)
+    server.hangs = server.core.silent = server.core.deaf = False
+    _mute(server, False)
+
+
+async def half_open(setup: Setup, server: StubServer) -> None:
+    """What was connected brings nothing any more, and is never closed; new connections do."""
+    old = list(server.open_replies)
+    for reply in old:
+        reply.flows.clear()
+    await asyncio.sleep(10.0)
+    for reply in old:
+        reply.flows.set()
+
+
+async def never_answers(setup: Setup, server: StubServer) -> None:
+    server.hangs = True
+    await asyncio.sleep(12.0)
+    server.hangs = False
+
+
+async def reports_stop(setup: Setup, server: StubServer) -> None:
+    server.core.silent = True
+    await asyncio.sleep(12.0)
+    server.core.silent = False
+
+
+async def says_503(setup: Setup, server: StubServer) -> None:
+    server.broken = 503
+    await asyncio.sleep(5.0)
+    server.broken = 0
+
+
+async def slow(setup: Setup, server: StubServer) -> None:
+    until = setup.clock.now() + 8.0
+    while setup.clock.now() < until:
+        for reply in server.open_replies:
+            reply.delay = 0.05
+        await asyncio.sleep(0.2)
+    for reply in server.open_replies:
+        reply.delay = 0.0
+
+
+async def clock_off(setup: Setup, server: StubServer) -> None:
+    server.core.unix_off += 2.0
+    await asyncio.sleep(5.0)
+
+
+async def cuts(setup: Setup, server: StubServer) -> None:
+    for _ in range(5):
+        server.cut = setup.rng.randint(1, 4)
+        await asyncio.sleep(1.0)
+    server.cut = 0
+
+
+async def overload(setup: Setup, server: StubServer) -> None:
+    """Twice what can be served, for 10 s."""
+    asked = []
+    for _ in range(10):
+        asked += [asyncio.ensure_future(setup.client.complete(*_asked(setup.rng))) for _ in range(40)]
+        await asyncio.sleep(1.0)
+    await asyncio.gather(*asked)
+
+
+FAULTS: tuple[Fault, ...] = (
+    killed, frozen, half_open, never_answers, reports_stop, says_503, slow, clock_off, cuts, overload,
+)  # fmt: skip
+
+
+def _mute(server: StubServer, on: bool) -> None:
+    for reply in server.open_replies:
+        (reply.flows.clear if on else reply.flows.set)()
+
+
+def _asked(rng: random.Random) -> tuple[str, list[int], int]:
+    tier = rng.choice(list(TIERS))
+    return tier, [rng.randrange(250) for _ in range(rng.randint(5, 80))], rng.randint(1, 24)
+
+
+def soak(
+    seed: int, policy: str, router: str, *, servers: int = 3, rate: float = 20.0, seconds: float = SECONDS,
+    faults: bool = True, linked: bool = True, flood: float = 0.0,
+) -> tuple[Client, list[Event]]:  # fmt: skip
+    """Open-loop load for so long, a fault every 8 s, and then until nothing is in flight. flood: best-effort requests a
+    second beside it."""
+
+    async def main() -> tuple[Client, list[Event]]:
+        clock, rng, events = VirtualClock(), random.Random(seed), list[Event]()
+        replica = ReplicaOptions(causes=False)
+        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=seed + i, noise=0.03) for i in range(servers)]
+        for core in cores:
+            await core.start()
+        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        calls: Calls = {}
+        options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
+        fleet = ServerFleet(
+            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, calls,
+            transport=there.__getitem__, step_timeout=5.0,
+            link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
+        )  # fmt: skip
+        cluster = await server_cluster(fleet, clock, options)
+        await cluster.start()
+        tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
+        app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))
+        cluster.listen(events.append)
+        setup = Setup(cluster, Client(app, clock), list(there.values()), clock, rng, events)
+        disturbing = asyncio.ensure_future(_disturb(setup, seconds)) if faults else None
+        asked = []
+        flooding = asyncio.ensure_future(_flood(setup, flood, seconds)) if flood else None
+        while clock.now() < seconds:
+            await asyncio.sleep(rng.expovariate(rate))
+            if flooding is not None:
+                _, prompt, most = _asked(rng)
+                asked.append(asyncio.ensure_future(setup.client.complete("chat", prompt, most)))
+                continue
+            leaves = rng.uniform(0.05, 1.0) if rng.random() < 0.05 else 0.0
+            asked.append(asyncio.ensure_future(setup.client.complete(*_asked(rng), leaves)))
+            assert cluster.offered == cluster.finished + cluster.in_flight
+        await asyncio.gather(*asked)
+        for task in (disturbing, flooding):
+            if task is not None:
+                await task
+        await cluster.drain()
+        await asyncio.sleep(5.0)
+        assert not calls
+        for host in cluster.hosts.values():
+            view = host.view()
+            assert view.count == 0, view
+        await cluster.close()
+        for core in cores:
+            await core.host.close()
+        return setup.client, events
+
+    return run_virtual(main())
+
+
+async def _flood(setup: Setup, rate: float, seconds: float) -> None:
+    rng, asked = random.Random("flood"), []
+    while setup.clock.now() < seconds:
+        await asyncio.sleep(rng.expovariate(rate))
+        _, prompt, most = _asked(rng)
+        asked.append(asyncio.ensure_future(setup.client.complete("flex", prompt, most)))
+    await asyncio.gather(*asked)
+
+
+async def _disturb(setup: Setup, seconds: float) -> None:
+    under_way = []
+    while setup.clock.now() < seconds - 30.0:
+        await asyncio.sleep(8.0)
+        server = setup.rng.choice(setup.servers[1:])  # one is never touched: overload is bounded
+        under_way.append(asyncio.ensure_future(setup.rng.choice(FAULTS)(setup, server)))
+    await asyncio.gather(*under_way)
+
+
+@pytest.mark.parametrize(
+    ("seed", "policy", "router", "linked"),
+    [(1, "edf", "least_loaded", True), (2, "polyserve", "auto", True), (3, "edf", "least_loaded", False)],
+)
+def test_faults_lose_nothing_hang_nothing_and_stream_nothing_twice(
+    seed: int, policy: str, router: str, linked: bool
+) -> None:
+    client, events = soak(seed, policy, router, linked=linked)
+    ends = [event.id for event in events if isinstance(event, Finished)]
+    assert len(ends) == len(set(ends)) == sum(isinstance(event, Offered) for event in events)
+    assert len(ends) > 3000
+    assert not client.wrong
+    assert client.longest < HUNG
+    assert client.outcomes["completed"] > 0.9 * len(ends) * 0.95
+    served = {tier: client.met[tier, True] / (client.met[tier, True] + client.met[tier, False]) for tier in TIERS}
+    assert served["chat"] > 0.6, served
+
+
+@pytest.mark.parametrize(("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto")])
+def test_the_top_tier_is_served_at_twice_what_can_be_served_as_if_it_were_alone(policy: str, router: str) -> None:
+    """Best effort floods the fleet; refusals count as offered."""
+    alone, _ = soak(4, policy, router, servers=2, rate=10.0, seconds=20.0, faults=False, flood=0.001)
+    beside, _ = soak(4, policy, router, servers=2, rate=10.0, seconds=20.0, faults=False, flood=130.0)
+
+    def attained(client: Client) -> float:
+        return client.met["chat", True] / (client.met["chat", True] + client.met["chat", False])
+
+    assert beside.met["flex", True] + beside.met["flex", False] > 2000
+    assert attained(beside) >= 0.99 * attained(alone) > 0.9, (attained(beside), attained(alone), beside.outcomes)
