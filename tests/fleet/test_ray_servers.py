@@ -360,13 +360,13 @@ def test_a_node_is_killed_and_requests_finish_on_the_other(nodes: Nodes) -> None
         assert sorted(node == there for node in where) == [False, True]
         lost = f"r{where.index(there)}"
         mine = processes(fleet, lost)[2]
-        fleet.offer(*work(12, 250))
+        fleet.offer(*work(12, 150))
         await fleet.until(lambda: fleet.tokens() > 100)
         await asyncio.to_thread(nodes.all.remove_node, nodes.second, allow_graceful=False)
         await fleet.until(lambda: fleet.count(Left) == 1)
         assert fleet.cluster.in_flight == 12
         await fleet.until(lambda: not fleet.cluster.in_flight)
-        assert all_of(fleet, 250)
+        assert all_of(fleet, 150)
         assert {e.id for e in fleet.events if isinstance(e, Left)} == {lost}
         assert await asyncio.to_thread(seconds_until_gone, mine) < GONE
         await fleet.cluster.close()

@@ -53,10 +53,9 @@ def _ask_to_end(server: int) -> int | None:
         os.kill(server, signal.SIGTERM)
     status = None
     for _ in range(int(GRACE / TURN)):
-        status = _reap(server) if status is None else status
-        if status is not None and not descendants(os.getpid()):
-            break
         select.select([], [], [], TURN)
+        if (status := _reap(server)) is not None:
+            break  # what it has left behind it has not ended itself
     return status
 
 
