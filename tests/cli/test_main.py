@@ -382,6 +382,9 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--set tiers=[0.02, 0.03, 0.05, 0.1]" in text
 
 
+ON_RAY = ["serve", "model", "--port", "0", "--engine", "vllm"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -407,6 +410,15 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
             "policy 'faulty.policy', replica 'r0', t=",
         ),
         (["serve", "--set", "engine.kind=tourch"], "did you mean 'torch'"),
+        (["serve", "--tensor-parallel", "2"], "--tensor-parallel: engine 'torch' runs a replica on one device"),
+        (["serve", "--port", "0", "--engine", "vllm"], "engine 'vllm' needs a Hugging Face name or a folder"),
+        ([*ON_RAY, "--set", "engine.args=[--port=1]"], "engine.args: leave --port out: Rubato chooses it"),
+        ([*ON_RAY, "--set", "engine.arg=[]"], "engine 'vllm' has no setting 'arg': did you mean 'args'?"),
+        ([*ON_RAY, "--tensor-parallel", "0"], "engine.tensor_parallel is 0: give a number of GPUs, 1 or more"),
+        ([*ON_RAY, "--set", "engine.plugin={stand_asid: true}"], "did you mean 'stand_aside'"),
+        ([*ON_RAY, "--set", "engine.plugin={link: {}}"], "engine.plugin: link follows from the rest"),
+        ([*ON_RAY, "--set", "fleet=local"], "engine 'vllm' runs in Ray actors, not 'local': set it to ray"),
+        ([*ON_RAY, "--set", "latency.kind=roofline"], "inside vLLM the model is affine"),
         (["bench", "http://127.0.0.1:9", "--no-progress"], "http://127.0.0.1:9"),
     ],
 )

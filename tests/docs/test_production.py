@@ -109,6 +109,14 @@ EVIDENCE = {
         src:fleet/server_host.py plugin-setting:link
         test:fleet/test_server_fleet.py::servers_with_the_link_are_routed_to_as_replicas_here_are
         test:vllm/test_gateway_link.py::what_gateways_fold_is_what_the_scheduler_shows_after_every_step""",
+    "a fleet of vLLM servers that is started, kept and scaled": """
+        src:fleet/ray_servers.py
+        test:fleet/test_ray_servers.py::what_killed_servers_served_goes_on_elsewhere
+        test:fleet/test_ray_servers.py::an_autoscaler_adds_and_drains_servers
+        test:fleet/test_ray_servers.py::a_node_is_killed_and_requests_finish_on_the_other""",
+    "a lost replica comes back": """
+        test:fleet/test_ray_servers.py::a_fleet_keeps_its_number_and_waits_longer_after_each_loss
+        test:fleet/test_ray_servers.py::what_killed_servers_served_goes_on_elsewhere""",
     "batches over night": """
         test:serving/test_request_slo.py::openai_tiers_are_always_known_and_others_are_not
         test:policies/test_tables.py::edf_gives_best_effort_what_is_left""",

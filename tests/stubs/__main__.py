@@ -67,6 +67,8 @@ class App:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, method: str, path: str, body: bytes) -> None:
         headers = [(name.decode(), value.decode()) for name, value in scope["headers"]]
+        if method == "POST" and self.link is not None:
+            await self._told(dict(headers).get("x-request-id", ""))
         reply = await self.server.open(method, path, headers, body)
 
         async def gone() -> None:
@@ -95,6 +97,14 @@ class App:
             raise ConnectionError("cut") from None
         finally:
             watcher.cancel()
+
+    async def _told(self, id: str) -> None:
+        """What a gateway says of a request may come after it here, where one process does all; wait, but not long."""
+        for _ in range(100):
+            self.server.core.ask()
+            if any(self.server.core.expects(f"{kind}-{id}") for kind in ("cmpl", "chatcmpl")):
+                return
+            await asyncio.sleep(0.002)
 
     async def _send(self, send: Send, status: int, body: bytes) -> None:
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -146,12 +156,12 @@ async def main(args: argparse.Namespace) -> None:
     step = Model(k=(0.0, args.token), b=(args.step, 0.0), host_per_seq=args.seq)
     core = StubCore(step, limits, clock, args.policy, ReplicaOptions(causes=False), noise=0.02, seed=os.getpid())
     await core.start()
-    link = GatewayLink(LinkSettings.of({"host": "127.0.0.1", "port": args.link})) if args.link >= 0 else None
-    app = App(StubServer(core, args.model), {"host": "127.0.0.1", "port": link.port} if link is not None else None)
+    link = GatewayLink(LinkSettings.of({"host": args.host, "port": args.link})) if args.link >= 0 else None
+    app = App(StubServer(core, args.model), {"host": args.host, "port": link.port} if link is not None else None)
     tasks = [asyncio.create_task(Linked(core, link).run())] if link is not None else []
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", args.port))
+    bound.bind((args.host, args.port))
     config = uvicorn.Config(app, loop="asyncio", http="httptools", lifespan="off", log_level="error", access_log=False)
     print(json.dumps({"port": bound.getsockname()[1], "link": link.port if link is not None else None}), flush=True)
     await uvicorn.Server(config).serve(sockets=[bound])
@@ -161,6 +171,7 @@ async def main(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
+    made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=0)
     made.add_argument("--link", type=int, default=0, help="port; -1: no link")
     made.add_argument("--policy", default="edf")

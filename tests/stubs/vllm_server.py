@@ -101,6 +101,9 @@ class StubCore:
 
     # ----------------------------------------------------------------- requests
 
+    def expects(self, answer: str) -> bool:
+        return answer in self._contracts
+
     def contract(self, answer: str) -> Contract | None:
         """What a gateway has promised."""
         self.ask()

@@ -314,6 +314,21 @@ def _construct(what: str, cls: Any, settings: Mapping[str, Any], known: list[str
         raise ConfigError(f"{what}: {error}") from error
 
 
+def check_names(config: Config) -> None:
+    """Raises ConfigError where settings of the policy or its router (`tier_names`) name a tier that no request can
+    have, and PolicyError as `load`."""
+    policy, router = config.policy, config.router
+    parts = {
+        "policy": load(policy.name, policy.settings),
+        "router": router_for(policy.name, router.name, router.settings, policy.settings),
+    }
+    known = config.tier_names
+    for part, built in parts.items():
+        for tier in getattr(built, "tier_names", ()):
+            if tier not in known:
+                raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
+
+
 def most_in_flight(config: Config, limits: Limits) -> int | None:
     """`max_in_flight` of our server, with as many replicas as it may have. limits: of one of the engines."""
     scaled = autoscaler_of(config)

@@ -46,6 +46,34 @@ class FixedFleet:
         return Scaling(add=max(0, self.servers - len(fleet) - starting))
 
 
+class Alike:
+    """What the first server is, as `known`, and all others must be. policy: the one that is routed for."""
+
+    def __init__(self, policy: str) -> None:
+        self.known: ServerAbout | None = None
+        self._policy = policy
+
+    def check(self, url: str, found: ServerAbout) -> None:
+        """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""
+        first = self.known = self.known or found
+        for what, ours, theirs in (
+            ("model", first.model, found.model),
+            ("vLLM", first.version, found.version),
+            ("policy", first.policy, found.policy),
+        ):
+            if ours and theirs and ours != theirs:
+                raise ValueError(
+                    f"server {url} has {what} {theirs!r}, and the first one {ours!r}: a gateway is for servers "
+                    "that are alike; start another gateway for those"
+                )
+        if found.policy and found.policy != self._policy:
+            raise ValueError(
+                f"server {url} schedules by policy {found.policy!r}, and the gateway is to route for "
+                f"{self._policy!r}: give the gateway --policy {found.policy}, or start the server with "
+                f"{self._policy!r}"
+            )
+
+
 class ServerFleet:
     """Makes hosts for servers, each time for one that has none. transport, link: of a server; for tests, others than
     HTTP and ZeroMQ. profile: step times of servers that do not tell them."""
@@ -69,7 +97,7 @@ class ServerFleet:
         self._profile, self._transport, self._link = profile, transport, link
         self._step_timeout = step_timeout
         self._taken: dict[str, Server] = {}  # by the replica's id
-        self.known: ServerAbout | None = None  # what the first server is: all others must be alike
+        self.alike = Alike(options.choice.policy)
 
     @property
     def size(self) -> int:
@@ -118,7 +146,7 @@ class ServerFleet:
 
         async def about(told: Message | None) -> ServerAbout:
             found = await server_probe.about(server.url, upstream, told, self._profile(), server.key)
-            self._check_alike(server, found)
+            self.alike.check(server.url, found)
             return found
 
         return ServerHost(
@@ -136,26 +164,6 @@ class ServerFleet:
             why = str(error)
         if why:
             raise ValueError(f"server {server.url} is not there ({why}): start it first, or correct its address")
-
-    def _check_alike(self, server: Server, found: ServerAbout) -> None:
-        """Raises ValueError for a server that serves another model, or is another vLLM, than the first."""
-        first = self.known = self.known or found
-        for what, ours, theirs in (
-            ("model", first.model, found.model),
-            ("vLLM", first.version, found.version),
-            ("policy", first.policy, found.policy),
-        ):
-            if ours and theirs and ours != theirs:
-                raise ValueError(
-                    f"server {server.url} has {what} {theirs!r}, and the first one {ours!r}: a gateway is for servers "
-                    "that are alike; start another gateway for those"
-                )
-        wanted = self._options.choice.policy
-        if found.policy and found.policy != wanted:
-            raise ValueError(
-                f"server {server.url} schedules by policy {found.policy!r}, and the gateway is to route for "
-                f"{wanted!r}: give the gateway --policy {found.policy}, or start the server with {wanted!r}"
-            )
 
 
 async def server_cluster(fleet: ServerFleet, clock: Clock, options: ClusterOptions) -> Cluster:

@@ -155,6 +155,11 @@ class ServerHost:
             self.linked = True
         self._spawn(self._watch(mirror))
 
+    @property
+    def has_link(self) -> bool:
+        """Whether it is told by a link what is promised, also while that is silent."""
+        return self._link is not None
+
     def submit(self, request: Request) -> None:
         mirror = self._started()
         call = self._calls[request.id]

@@ -111,8 +111,11 @@ class Gateway:
         theirs = {k: v for k, v in xargs.items() if k.startswith(PREFIX)} if isinstance(xargs, dict) else {}
         stated = vllm_body.stated(fields, theirs)
         granted = grant(self._state.tenants.tiers(tenant), http.headers, stated.service_tier, stated.slo)
-        if theirs and isinstance(xargs, dict):  # a server takes them from its gateway alone
-            fields = {**fields, "vllm_xargs": {k: v for k, v in xargs.items() if k not in theirs}}
+        left_out = [name for name in vllm_body.OURS if name in fields and self._by_link()]
+        if theirs or left_out:  # a server takes them from its gateway alone
+            fields = {name: value for name, value in fields.items() if name not in left_out}
+            if isinstance(xargs, dict):
+                fields["vllm_xargs"] = {k: v for k, v in xargs.items() if k not in theirs}
             raw = orjson.dumps(fields)
         ids, text = token_ids(fields), b""
         if not ids:
@@ -185,6 +188,10 @@ class Gateway:
                 continue  # the next one; this one's own probes tell that it is gone
             return _Passed(reply)
         raise ApiError(503, "No server of the fleet can be reached.", code="no_server", kind="server_error")
+
+    def _by_link(self) -> bool:
+        """Whether servers are told what is promised by their links: they may not know the tiers of this gateway."""
+        return any(host.has_link for host in self._cluster.hosts.values() if isinstance(host, ServerHost))
 
     def _headers(self, http: HttpRequest) -> list[tuple[str, str]]:
         """Of a request, those for a server."""

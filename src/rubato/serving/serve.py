@@ -13,7 +13,6 @@ import functools
 import gc
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import sys
@@ -28,11 +27,10 @@ from fastapi import FastAPI
 from rubato.config.build import (
     autoscaler_of,
     believed_of,
+    check_names,
     choice_of,
     engine_of,
     fair_share_of,
-    in_flight_bound,
-    latency_of,
     lengths_of,
     most_in_flight,
 )
@@ -41,21 +39,16 @@ from rubato.core.clock import Clock, WallClock, unix_time
 from rubato.core.did_you_mean import nearest
 from rubato.core.event_log import EventLogWriter
 from rubato.core.events import Stepped
-from rubato.core.extras import MissingExtra, extra
 from rubato.core.interfaces import Engine, LatencyModel
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.build import local_cluster
-from rubato.fleet.call import Calls
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
 from rubato.fleet.event_bus import Listener
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_probe import UNSAID
-from rubato.policies import load, router_for
 from rubato.serving import logs
 from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections, ListeningSocket, most_connections, report_accept_errors_seldom
-from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.serving.server_fleets import AppMaker, gateway_of, servers_on_ray, started_ray
 from rubato.serving.shutdown import CLOSE_SECONDS, LOG_SECONDS, Shutdown
 from rubato.serving.stalled_clients import SEND_BUFFER, stall_guard
 from rubato.serving.tenants import Tenants, tenants_of, tiers_of
@@ -82,7 +75,7 @@ async def _serve(config: Config, clock: Clock, writer: logs.LogWriter) -> int:
             tls = _tls(config)
             tenants = Tenants(tenants_of(config), tiers_of(config))
             cluster, app_of = await _built(config, clock)
-            if config.fleet.name == "ray":
+            if config.fleet.name == "ray" or config.engine.name == "vllm":
                 import ray
 
                 stack.callback(ray.shutdown)  # ends the Ray that was started here, or leaves the one that was joined
@@ -168,7 +161,7 @@ async def _until_told(
     report_accept_errors_seldom(asyncio.get_running_loop())
     host, port = listening.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{host}:{port}"
-    print(f"rubato: serving at {url}", flush=True)
+    print(f"rubato: serving at {url}\n", end="", flush=True)  # in one piece: Ray prints what its actors do
     _say("serving", url=url, tiers=sorted(config.tiers), tenants=sorted(config.tenants))
     _warn_if_open_to_all(config, host)
     await _first(ending.told.wait(), cluster.dead.wait(), asyncio.shield(http))
@@ -237,51 +230,16 @@ def _tls(config: Config) -> dict[str, Any]:
 # --------------------------------------------------------------------------- from a configuration
 
 
-AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
-
-
 async def _built(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
     """The cluster, and what makes the app in front of it once it has started. Raises as `build`."""
     if config.servers:
         return await gateway_of(config, clock)
+    if config.engine.name == "vllm":
+        return servers_on_ray(config, clock)
     engines, cluster = build(config, clock)
 
     def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
         return create_app(replace(service_of(config, clock, engines[0], cluster, tenants), log_lines_dropped=dropped))
-
-    return cluster, app
-
-
-async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
-    """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
-    check_names(config)
-    if config.autoscale is not None:
-        raise ConfigError("autoscale: a gateway starts no servers; leave it out")
-    calls: Calls = {}
-    options = ClusterOptions(
-        choice_of(config),
-        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
-        in_flight_bound(config, len(config.servers) * UNSAID.max_num_seqs),
-        fair_share_of(config),
-    )
-    servers = [Server(one.url.rstrip("/"), one.link, one.key) for one in config.servers]
-    keys = {server.key for server in servers}
-    if len(keys) > 1:
-        raise ConfigError("servers: they have different keys; give all of them the same")
-    profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
-    fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
-    cluster = await server_cluster(fleet, clock, options)
-
-    def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
-        assert fleet.known is not None, "the cluster has started"
-        most = {"max_body_bytes": config.max_body_bytes} if "max_body_bytes" in config.model_fields_set else {}
-        return create_gateway(
-            GatewayService(
-                cluster, calls, config.served_name or fleet.known.model, fleet.known.limits.max_model_len, min(keys),
-                tenants, bool(config.tenants), created_offset=unix_time() - clock.now(), log_lines_dropped=dropped,
-                **most,
-            )
-        )  # fmt: skip
 
     return cluster, app
 
@@ -317,43 +275,10 @@ def build(config: Config, clock: Clock) -> tuple[list[Engine], Cluster]:
     return engines, local_cluster(engines, latencies, clock, options, extra=extra, step_timeout=timeout)
 
 
-def check_names(config: Config) -> None:
-    """Raises ConfigError where settings of the policy or its router (`tier_names`) name a tier that no request can
-    have, and PolicyError as `load`."""
-    policy, router = config.policy, config.router
-    parts = {
-        "policy": load(policy.name, policy.settings),
-        "router": router_for(policy.name, router.name, router.settings, policy.settings),
-    }
-    known = config.tier_names
-    for part, built in parts.items():
-        for tier in getattr(built, "tier_names", ()):
-            if tier not in known:
-                raise ConfigError(f"{part}: its settings name {tier!r}, not among the tiers{nearest(tier, known)}")
-
-
 def _ray_cluster(config: Config, clock: Clock, options: ClusterOptions) -> Cluster:
-    """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
-    here, on loopback), and Ray's options for each actor."""
-    resources = dict(config.fleet.settings)
-    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
-    if address == "local":
-        # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. Told this before
-        # it is imported, as it is by default on macOS, it stays on loopback.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    try:
-        with extra("ray", "fleet 'ray'"):
-            import ray
+    resources = started_ray(config)
+    from rubato.fleet.ray_host import ray_cluster
 
-            from rubato.fleet.ray_host import ray_cluster
-    except MissingExtra as error:
-        raise ConfigError(str(error)) from None
-    known = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]
-    for name in resources:
-        if name not in known:
-            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, known)}")
-    if not ray.is_initialized():
-        ray.init(address=address, include_dashboard=False if address == "local" else None, configure_logging=False)
     open_ = config.model_copy(update={"tenants": {}, "tls": None})  # no secrets in other processes
     makers = [functools.partial(_made, open_, replica) for replica in range(config.replicas)]
     return ray_cluster(makers, clock, options, resources=resources, step_timeout=config.step_timeout_seconds)

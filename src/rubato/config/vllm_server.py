@@ -1,0 +1,128 @@
+"""`engine: {kind: vllm, ...}`: the command of a vLLM server with the plug-in, from a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+from uuid import uuid4
+
+from rubato.config.schema import Config, ConfigError
+from rubato.core.did_you_mean import nearest
+from rubato.core.length_prediction import PREDICTORS
+from rubato.engines.vllm.settings import settings_of
+from rubato.fleet.server_actor import ServerCommand
+
+KEY = "VLLM_API_KEY"  # vLLM's environment variable: what its API asks of clients
+OURS = {  # vLLM's flags that follow from the configuration: what to do instead
+    "--model": "set model",
+    "--served-model-name": "set served_name",
+    "--host": "Rubato chooses it",
+    "--port": "Rubato chooses it",
+    "--tensor-parallel-size": "set engine.tensor_parallel",
+    "-tp": "set engine.tensor_parallel",
+    "--scheduler-cls": "set policy",
+    "--middleware": "Rubato adds its own",
+    "--additional-config": "set engine.plugin",
+    "--api-key": f"set {KEY} in engine.env",
+    "--data-parallel-size": "set replicas",
+    "-dp": "set replicas",
+}
+
+
+@dataclass(frozen=True)
+class VllmServers:
+    """args: vLLM's own flags. tensor_parallel: GPUs of one server. python: the interpreter of vLLM's environment, on
+    each node; with Rubato installed. env: environment variables. plugin: settings of the plug-in beside the policy's.
+    start_seconds: in which a server must serve. Raises ConfigError for what cannot be."""
+
+    args: Sequence[str] = ()
+    tensor_parallel: int = 1
+    python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=dict)
+    plugin: Mapping[str, Any] = field(default_factory=dict)
+    start_seconds: float = 900.0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> VllmServers:
+        known = [each.name for each in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"engine 'vllm' has no setting {name!r}{nearest(name, known)}")
+        return cls(**settings)
+
+    def __post_init__(self) -> None:
+        args = self.args
+        if isinstance(args, str) or not isinstance(args, Sequence) or not all(isinstance(a, str) for a in args):
+            raise ConfigError(f"engine.args is {args!r}: give a list of vLLM's flags, such as ['--max-model-len=4096']")
+        for word in args:
+            flag = word.partition("=")[0]
+            if flag in OURS:
+                raise ConfigError(f"engine.args: leave {flag} out: {OURS[flag]}")
+        if type(self.tensor_parallel) is not int or self.tensor_parallel < 1:
+            raise ConfigError(f"engine.tensor_parallel is {self.tensor_parallel!r}: give a number of GPUs, 1 or more")
+        if not isinstance(self.python, str) or not self.python:
+            raise ConfigError(f"engine.python is {self.python!r}: give the path of an interpreter")
+        if not isinstance(self.env, Mapping) or not all(isinstance(v, str) for v in self.env.values()):
+            raise ConfigError("engine.env: give environment variables, each a string")
+        if not isinstance(self.plugin, Mapping):
+            raise ConfigError(f"engine.plugin is {self.plugin!r}: give settings of the plug-in, such as stand_aside")
+        seconds = self.start_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ConfigError(f"engine.start_seconds is {seconds!r}: give a number of seconds above 0")
+
+
+def vllm_command(config: Config) -> tuple[ServerCommand, str]:
+    """How one server of the configuration is started, and the key of its API, made here unless `engine.env` has one.
+    Raises ConfigError."""
+    servers = VllmServers.of(config.engine.settings)
+    if config.model is None or config.model == "bundled":
+        raise ConfigError(
+            "model: engine 'vllm' needs a Hugging Face name or a folder (`bundled` is of engine torch): give it after "
+            "`rubato serve`"
+        )
+    words = [
+        servers.python, "-m", "vllm.entrypoints.openai.api_server",
+        f"--model={config.model}", "--host={host}", "--port={port}",
+        "--scheduler-cls=rubato.vllm.Scheduler", "--middleware=rubato.vllm.Middleware",
+        "--disable-uvicorn-access-log",  # a line a request, through Ray to the driver, which has one of its own
+        f"--additional-config={json.dumps({'rubato': plugin_settings(config, servers.plugin)})}",
+    ]  # fmt: skip
+    if servers.tensor_parallel > 1:
+        words.append(f"--tensor-parallel-size={servers.tensor_parallel}")
+    if config.served_name is not None:
+        words.append(f"--served-model-name={config.served_name}")
+    if not config.prefix_cache:
+        words.append("--no-enable-prefix-caching")
+    key = servers.env.get(KEY) or uuid4().hex
+    command = ServerCommand([*words, *servers.args], {**servers.env, KEY: key}, float(servers.start_seconds))
+    return command, key
+
+
+def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plug-in in each server is told (`engines.vllm.settings`). more: what it is told beside that. Raises
+    ConfigError."""
+    name, latency, lengths = config.policy.name, config.latency, config.lengths
+    if name.endswith(".py"):
+        name = os.path.abspath(name)
+    told: dict[str, Any] = {"policy": name, "settings": dict(config.policy.settings), "slo_rule": config.slo_rule}
+    if latency is not None:
+        if latency.name != "affine":
+            raise ConfigError(f"latency: inside vLLM the model is affine, and {latency.name!r} is asked for")
+        told["latency"] = dict(latency.settings)
+    if lengths is not None:
+        if lengths.name not in PREDICTORS or lengths.settings:
+            close = nearest(lengths.name, PREDICTORS)
+            raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
+        told["lengths"] = lengths.name
+    if twice := [key for key in more if key in (*told, "link")]:
+        raise ConfigError(f"engine.plugin: {twice[0]} follows from the rest of the configuration; leave it out here")
+    told = {**told, **more, "link": {"host": "{host}"}}
+    try:
+        settings_of({"rubato": told})
+    except ValueError as error:
+        raise ConfigError(f"engine.plugin: {error}") from error
+    return told

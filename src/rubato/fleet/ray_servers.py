@@ -1,0 +1,226 @@
+"""OpenAI servers in Ray actors: each actor starts a server on its node and ends it, wherever Ray has room.
+
+Requests go to the server as they do to one that runs already (`server_host`); Ray only starts, watches and ends it. A
+server that ends, or whose actor dies, is lost at once; Ray restarts none, the cluster starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayError
+
+from rubato.core.clock import Clock
+from rubato.core.events import Event, Left
+from rubato.core.interfaces import LatencyModel, Scaling, SeqView, View
+from rubato.core.link_messages import TOKEN, Message
+from rubato.fleet import server_probe
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import HostLost
+from rubato.fleet.cluster_options import ClusterOptions
+from rubato.fleet.event_bus import Listener
+from rubato.fleet.server_actor import ServerActor, ServerCommand, Started
+from rubato.fleet.server_fleet import Alike
+from rubato.fleet.server_host import ServerAbout, ServerHost, ServerLostError
+from rubato.fleet.server_link import Link, ZmqLink
+from rubato.fleet.upstream import HttpServer
+
+log = logging.getLogger(__name__)
+
+_ray: Any = ray  # some of it has no types
+
+PLACE_SECONDS = 60.0  # for Ray to find a place; a cluster that grows may take longer, and is asked again
+CLOSE_SECONDS = 5.0  # for a server to end, which is killed by its guard before that
+LOOK = 5.0  # seconds after which a fleet that lacks servers is looked at again
+STEADY = 600.0  # seconds in which losses count as many in a row
+LONGEST_WAIT = 60.0  # seconds before another server is started in the place of one that was lost
+
+
+class _Actor(ServerActor):
+    """beyond: the server is to be reached from other nodes."""
+
+    def __init__(self, name: str, command: ServerCommand, beyond: bool) -> None:
+        super().__init__(name, command, _ray.util.get_node_ip_address() if beyond else "127.0.0.1")
+
+    async def node(self) -> str:
+        """Ray's id of this node."""
+        found: str = _ray.get_runtime_context().get_node_id()
+        return found
+
+
+class RayServerHost(ServerHost):
+    """A `Host` over a server that a Ray actor starts. resources: Ray's options for the actor, e.g. {"num_gpus": 2},
+    which are of one node. The rest as `ServerHost`. actor, started: the actor, and what it said, once there."""
+
+    def __init__(
+        self,
+        id: str,
+        clock: Clock,
+        *,
+        command: ServerCommand,
+        resources: Mapping[str, Any],
+        server: HttpServer,
+        **host: Any,
+    ) -> None:
+        super().__init__(id, "", server, clock, **host)
+        self._starts, self._resources = command, resources
+        self._server = server
+        self.actor: Any = None
+        self.started = Started()
+        self._has_place = False
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the server. Raises ValueError for one that does not start, or cannot be used: with the end of its
+        log."""
+        try:
+            await self._start_server()
+            await super().start()
+        except BaseException:
+            self._stop()  # it must not keep its GPUs
+            raise
+        self._spawn(self._watch_actor())
+
+    async def close(self) -> None:
+        """Leave the server, and end it and its actor: nothing is left of it within 5 s."""
+        ending = self._stop()
+        await super().close()
+        await asyncio.shield(ending)
+
+    async def _start_server(self) -> None:
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **self._resources}
+        beyond = sum(bool(node["Alive"]) for node in _ray.nodes()) > 1
+        self.actor = ray.remote(**options)(_Actor).remote(self.id, self._starts, beyond)
+        try:
+            await self._placed()
+            at: Started = await self.actor.start.remote()
+        except RayError as error:
+            raise ValueError(f"the actor of server {self.id} died at its start ({_short(error)})") from error
+        if not at.url:
+            raise ValueError(f"server {self.id} did not start: {at.why}")
+        self.started, self.url, self._server.url = at, at.url, at.url
+        log.info("replica %s serves at %s (process %d, actor %d, node %s)", self.id, at.url, at.pid, at.actor, at.node)
+
+    async def _placed(self) -> None:
+        """Raises ValueError where Ray finds no place."""
+        try:
+            async with asyncio.timeout(PLACE_SECONDS):
+                await self.actor.__ray_ready__.remote()
+            self._has_place = True
+        except TimeoutError:
+            needs = {name: n for name, n in self._resources.items() if n and name != "runtime_env"}
+            raise ValueError(
+                f"Ray has found no place for server {self.id} in {PLACE_SECONDS:g} s: it needs {needs} on one "
+                f"node, and of {_ray.cluster_resources()} there are free {_ray.available_resources()}; ask for fewer "
+                "replicas or less for each"
+            ) from None
+
+    async def _watch_actor(self) -> None:
+        """Lose the server when it ends, or its actor does."""
+        try:
+            why = f"the server of replica {self.id} is gone: {await self.actor.wait.remote()}"
+        except RayError as error:
+            why = f"the actor of replica {self.id} is gone ({_short(error)})"
+        self._die(ServerLostError(why))
+
+    def _stop(self) -> asyncio.Task[None]:
+        """Begin to end the actor, once; not one of the tasks that `close` cancels."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end_actor())
+        return self._ending
+
+    async def _end_actor(self) -> None:
+        if self.actor is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS if self._has_place else 0.0):
+                await self.actor.close.remote()
+        except (TimeoutError, RayError) as error:  # its guard ends the server when the actor dies
+            log.info("replica %s: its actor did not say that it had closed (%s)", self.id, type(error).__name__)
+        ray.kill(self.actor)
+
+
+def _short(error: BaseException) -> str:
+    """Without what Ray guesses about causes."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].partition(' Some common causes')[0][:300]}".rstrip(": ")
+
+
+@dataclass
+class KeptFleet:
+    """An `Autoscaler` that keeps so many servers: another is started for each that is lost, at once for the first and
+    after 2, 4, 8 ... s, at most 60, for those lost within 10 minutes of others."""
+
+    servers: int
+    _losses: deque[float] = field(init=False, repr=False, default_factory=deque)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self._losses.extend(event.at for event in events if isinstance(event, Left))
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        missing = max(0, self.servers - len(fleet) - starting)
+        while self._losses and self._losses[0] < now - STEADY:
+            self._losses.popleft()
+        if not missing:
+            return Scaling(wake_at=now + LOOK if starting else None)  # the start may fail
+        lost = len(self._losses)
+        not_before = self._losses[-1] + min(LONGEST_WAIT, 2.0 ** (lost - 1)) if lost > 1 else now
+        if now < not_before:
+            return Scaling(wake_at=not_before)
+        return Scaling(add=missing, wake_at=now + LOOK)
+
+
+class RayServers:
+    """Makes hosts of servers in Ray actors, all of one command; `ray.init` has been called. resources: as
+    `RayServerHost`. profile, step_timeout: as `ServerFleet`. key: of the servers' API, which their command or its
+    environment sets. Sets the link's token in this process's environment where there is none, and in the servers'."""
+
+    def __init__(
+        self,
+        command: ServerCommand,
+        clock: Clock,
+        options: ClusterOptions,
+        calls: Calls,
+        *,
+        resources: Mapping[str, Any] | None = None,
+        key: str = "",
+        profile: Callable[[], LatencyModel | None] = lambda: None,
+        step_timeout: float | None = None,
+    ) -> None:
+        token = os.environ.setdefault(TOKEN, uuid4().hex)  # random bits of the operating system
+        self._command = ServerCommand(
+            command.words, {**command.environment, TOKEN: token}, command.start_seconds
+        )  # fmt: skip
+        self._clock, self._options, self._calls = clock, options, calls
+        self._resources = resources or {}
+        self._key = key
+        self._profile, self._step_timeout = profile, step_timeout
+        self.alike = Alike(options.choice.policy)
+
+    def host(self, id: str, emit: Listener, lost: HostLost) -> RayServerHost:
+        """One of the fleet, from its start on or later."""
+        server = HttpServer("")
+
+        async def open_link() -> Link | None:
+            address = await server_probe.link_address(server.url, server, self._key)
+            return None if address is None else ZmqLink(address)
+
+        async def about(told: Message | None) -> ServerAbout:
+            found = await server_probe.about(server.url, server, told, self._profile(), self._key)
+            self.alike.check(server.url, found)
+            return found
+
+        asked: Callable[[Message | None], Coroutine[Any, Any, ServerAbout]] = about
+        return RayServerHost(
+            id, self._clock, command=self._command, resources=self._resources, server=server, about=asked,
+            link=open_link, calls=self._calls, emit=emit, lost=lost, options=self._options.replica,
+            step_timeout=self._step_timeout,
+        )  # fmt: skip

@@ -1,0 +1,162 @@
+"""The side of a Ray actor that has one server: it starts the server's process, watches it and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rubato.fleet import server_guard
+from rubato.fleet.upstream import HttpServer, UpstreamError
+
+ASK_AGAIN = 0.2  # seconds from one question whether it serves to the next
+ANSWER_SECONDS = 5.0  # for /health
+TAIL = 40  # last lines of its log that errors show
+OF_RAY = ("OMP_NUM_THREADS",)  # set by Ray for its own processes: a server decides for itself
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How a server is started. words: its command; {host} and {port} in it are where it is to listen. environment:
+    variables beside those of the actor. start_seconds: in which it must serve."""
+
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_seconds: float = 900.0
+
+    def at(self, host: str, port: int) -> list[str]:
+        return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.words]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that serves at url; or why it does not, then without one. pid: of the server, actor: of the actor's
+    process, both on the node of this host name."""
+
+    url: str = ""
+    why: str = ""
+    pid: int = 0
+    actor: int = 0
+    node: str = ""
+
+
+class ServerActor:
+    """One server. Every method runs on the actor's one event loop. name: in Ray's log lines. host: the address that it
+    listens at."""
+
+    def __init__(self, name: str, command: ServerCommand, host: str) -> None:
+        self._name = name
+        self._command = command
+        self._host = host
+        self._guard: asyncio.subprocess.Process | None = None
+        self._pid = 0
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._ended: asyncio.Task[str] | None = None
+        self._log: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"server {self._name}"
+
+    async def start(self) -> Started:
+        """Start it and wait until it serves, or has ended, or `start_seconds` are over."""
+        port = _free_port(self._host)
+        environment = {k: v for k, v in os.environ.items() if k not in OF_RAY} | dict(self._command.environment)
+        pipe = asyncio.subprocess.PIPE
+        self._guard = guard = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", server_guard.__file__, *self._command.at(self._host, port),
+            stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True,
+        )  # fmt: skip
+        assert guard.stdout is not None
+        assert guard.stderr is not None
+        self._log = asyncio.create_task(self._read_log(guard.stderr))
+        self._ended = asyncio.create_task(self._until_ended(guard.stdout))
+        url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        serves = asyncio.create_task(self._until_it_serves(url))
+        done, _ = await asyncio.wait(
+            {serves, self._ended}, timeout=self._command.start_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        serves.cancel()
+        if self._ended in done:
+            return Started(why=self._ended.result())
+        if not done:
+            return Started(why=self._with_tail(f"it does not serve after {self._command.start_seconds:g} s"))
+        return Started(url, "", self._pid, os.getpid(), socket.gethostname())
+
+    async def wait(self) -> str:
+        """Until the server has ended by itself: how."""
+        assert self._ended is not None, "it was started"
+        return await asyncio.shield(self._ended)
+
+    async def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self._tail)
+
+    async def close(self) -> None:
+        """End the server and all its descendants; returns when they have ended."""
+        if self._guard is None or self._ended is None:
+            return
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        await asyncio.shield(self._ended)
+
+    # ----------------------------------------------------------------- parts
+
+    async def _until_it_serves(self, url: str) -> None:
+        async with HttpServer(url) as server:
+            while True:
+                with contextlib.suppress(UpstreamError):
+                    reply = await server.open("GET", "/health", (), b"", seconds=ANSWER_SECONDS)
+                    reply.close()
+                    if reply.status == 200:
+                        return
+                await asyncio.sleep(ASK_AGAIN)
+
+    async def _until_ended(self, said: asyncio.StreamReader) -> str:
+        """Hear the guard until the end: how it was."""
+        while line := (await said.readline()).decode(errors="replace").strip():
+            what, _, rest = line.partition(" ")
+            if what == "started":
+                self._pid = int(rest)
+            elif what == "ended":
+                await self._rest_of_log()
+                return self._with_tail("it ended" + ("" if rest == "None" else f" with status {rest}"))
+            else:
+                return f"its command cannot be run: {rest}"
+        if self._pid:  # the guard was killed: the server died with it, and its own children are in its group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        return self._with_tail("its guard was killed")
+
+    async def _read_log(self, written: asyncio.StreamReader) -> None:
+        """Keep the last lines, and pass all on to Ray's log of this actor."""
+        while True:
+            try:
+                raw = await written.readline()
+            except ValueError:  # a line too long for the reader, which drops it
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            self._tail.append(line)
+            print(line, flush=True)
+
+    async def _rest_of_log(self) -> None:
+        if self._log is not None:
+            await asyncio.wait({self._log}, timeout=1.0)
+
+    def _with_tail(self, what: str) -> str:
+        lines = "\n".join(f"    {line}" for line in self._tail)
+        return f"{what}; the end of its log:\n{lines}" if lines else what
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, 0))
+        port: int = free.getsockname()[1]
+        return port

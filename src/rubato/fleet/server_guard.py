@@ -1,0 +1,106 @@
+"""A process between whoever starts a server and the server: nothing of it outlives its starter.
+
+Run as a file, with the server's command as its arguments. It outlives the signals that end its starter, and ends the
+server with all its descendants when the starter closes this process's stdin, which its death does as well. On stdout it
+says `started PID` and `ended STATUS`; what the server writes goes to stderr. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+
+TURN = 0.05  # seconds from one look at the server to the next
+GRACE = 2.5  # seconds that a server has to end by itself after SIGTERM
+KILLS = 100  # turns in which what is left is killed: processes may be made while others end
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl's
+
+
+def main(command: list[str]) -> None:
+    """Guard one server from its start to its end. Raises OSError for a command that cannot be run."""
+    if os.fork():
+        os._exit(0)  # Ray kills the children of its processes when they end: this one is none
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # and not SIG_IGN, which the server would inherit
+    ctypes.CDLL(None).prctl(SET_SUBREAPER, 1)  # orphans below come here, where they are found
+    try:
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL),
+        )  # fmt: skip
+    except OSError as error:
+        _say(f"failed {error}")
+        return
+    _say(f"started {server.pid}")
+    status = None
+    while status is None and not select.select([0], [], [], TURN)[0]:
+        status = _reap(server.pid)
+    if status is None:
+        status = _ask_to_end(server.pid)
+    _kill_all()
+    _say(f"ended {status}")
+    os._exit(0)  # `server` would wait for a process that is reaped
+
+
+def _ask_to_end(server: int) -> int | None:
+    """SIGTERM, and wait for a while. Its exit status; None if it goes on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, signal.SIGTERM)
+    status = None
+    for _ in range(int(GRACE / TURN)):
+        select.select([], [], [], TURN)
+        if (status := _reap(server)) is not None:
+            break  # what it has left behind it has not ended itself
+    return status
+
+
+def _kill_all() -> None:
+    for _ in range(KILLS):
+        left = descendants(os.getpid())
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap(0)
+        if not left:
+            return
+        select.select([], [], [], TURN)
+
+
+def _reap(server: int) -> int | None:
+    """Take the ends of all that have ended. The server's exit status if it is among them; negative for a signal."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == server:
+                status = os.waitstatus_to_exitcode(ended[1])
+    return status
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes below one, zombies too."""
+    below: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+                below.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    level = [pid]
+    while level:
+        level = [child for each in level for child in below.get(each, ())]
+        found += level
+    return found
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may listen any more
+        os.write(1, words.encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,128 @@
+"""The gateway over OpenAI servers, from a configuration: those that run already, and vLLM servers started on Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from rubato.config.build import (
+    autoscaler_of,
+    check_names,
+    choice_of,
+    fair_share_of,
+    in_flight_bound,
+    latency_of,
+    lengths_of,
+    most_in_flight,
+)
+from rubato.config.schema import Config, ConfigError
+from rubato.config.vllm_server import VllmServers, vllm_command
+from rubato.core.clock import Clock, unix_time
+from rubato.core.did_you_mean import nearest
+from rubato.core.extras import MissingExtra, extra
+from rubato.core.replica_options import ReplicaOptions
+from rubato.fleet.build import cluster_of
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions
+from rubato.fleet.server_fleet import Alike, Server, ServerFleet, server_cluster
+from rubato.fleet.server_probe import UNSAID
+from rubato.serving.gateway import GatewayService, create_gateway
+from rubato.serving.tenants import Tenants
+
+AppMaker = Callable[[Tenants, Callable[[], int]], FastAPI]  # of the tenants, and a count of log lines dropped
+OF_ACTORS = ["address", "num_cpus", "num_gpus", "resources", "runtime_env"]  # settings of fleet 'ray'
+
+
+async def gateway_of(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+    """A cluster over `servers`, and the gateway's app. Raises ConfigError, PolicyError or ValueError."""
+    check_names(config)
+    if config.autoscale is not None:
+        raise ConfigError("autoscale: a gateway starts no servers; leave it out")
+    calls: Calls = {}
+    options = ClusterOptions(
+        choice_of(config),
+        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
+        in_flight_bound(config, len(config.servers) * UNSAID.max_num_seqs),
+        fair_share_of(config),
+    )
+    servers = [Server(one.url.rstrip("/"), one.link, one.key) for one in config.servers]
+    keys = {server.key for server in servers}
+    if len(keys) > 1:
+        raise ConfigError("servers: they have different keys; give all of them the same")
+    profile = (lambda: latency_of(config)) if config.latency is not None else lambda: None
+    fleet = ServerFleet(servers, clock, options, calls, profile=profile, step_timeout=config.step_timeout_seconds)
+    cluster = await server_cluster(fleet, clock, options)
+    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, min(keys))
+
+
+def servers_on_ray(config: Config, clock: Clock) -> tuple[Cluster, AppMaker]:
+    """A cluster over `replicas` vLLM servers, each started by a Ray actor, and the gateway's app. A server that is lost
+    is replaced, or `autoscale` says how many there are. Raises ConfigError, PolicyError or ValueError."""
+    check_names(config)
+    if config.fleet.name != "ray" and "fleet" in config.model_fields_set:
+        raise ConfigError(f"fleet: engine 'vllm' runs in Ray actors, not {config.fleet.name!r}: set it to ray")
+    command, key = vllm_command(config)
+    scaled = autoscaler_of(config)
+    gpus = {"num_gpus": VllmServers.of(config.engine.settings).tensor_parallel}
+    resources = {**gpus, **started_ray(config)}
+    from rubato.fleet.ray_servers import KeptFleet, RayServers
+
+    calls: Calls = {}
+    options = ClusterOptions(
+        choice_of(config),
+        ReplicaOptions(lengths_of(config), config.slo_rule, config.prefix_cache),
+        most_in_flight(config, UNSAID),
+        fair_share_of(config),
+        scaled or KeptFleet(config.replicas),
+    )
+    fleet = RayServers(
+        command, clock, options, calls, resources=resources, key=key, step_timeout=config.step_timeout_seconds
+    )  # fmt: skip
+    cluster = cluster_of([fleet.host] * config.replicas, clock, options, fleet.host)
+    return cluster, _app_maker(config, clock, cluster, calls, fleet.alike, key)
+
+
+def _app_maker(
+    config: Config, clock: Clock, cluster: Cluster, calls: Calls, alike: Alike, key: str
+) -> AppMaker:  # fmt: skip
+    """key: for the servers' API."""
+
+    def app(tenants: Tenants, dropped: Callable[[], int]) -> FastAPI:
+        known = alike.known
+        assert known is not None, "the cluster has started"
+        most = {"max_body_bytes": config.max_body_bytes} if "max_body_bytes" in config.model_fields_set else {}
+        return create_gateway(
+            GatewayService(
+                cluster, calls, config.served_name or known.model, known.limits.max_model_len, key,
+                tenants, bool(config.tenants), created_offset=unix_time() - clock.now(), log_lines_dropped=dropped,
+                **most,
+            )
+        )  # fmt: skip
+
+    return app
+
+
+def started_ray(config: Config) -> dict[str, Any]:
+    """`fleet: {kind: ray, address: auto, num_gpus: 1}`: the address of a Ray cluster that runs (default: one is started
+    here, on loopback), which is joined; returned are Ray's options for each actor. Raises ConfigError."""
+    resources = dict(config.fleet.settings)
+    address = resources.pop("address", None) or "local"  # of None Ray makes whatever cluster it finds
+    if address == "local":
+        # Ray turns a node address of 127.0.0.1 into the host's own and then listens on all interfaces. Told this before
+        # it is imported, as it is by default on macOS, it stays on loopback.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        with extra("ray", "fleet 'ray'"):
+            import ray
+    except MissingExtra as error:
+        raise ConfigError(str(error)) from None
+    for name in resources:
+        if name not in OF_ACTORS:
+            raise ConfigError(f"fleet 'ray' has no setting {name!r}{nearest(name, OF_ACTORS)}")
+    if not ray.is_initialized():
+        ray.init(address=address, include_dashboard=False if address == "local" else None, configure_logging=False)
+    return resources

@@ -1,0 +1,80 @@
+"""`engine: {kind: vllm}`: the command of a server follows from the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rubato.config.schema import ConfigError, load
+from rubato.config.vllm_server import KEY, vllm_command
+
+
+def config(**given: Any) -> Any:
+    return load({"model": "a/model", "engine": {"kind": "vllm"}, **given})
+
+
+def words(**given: Any) -> list[str]:
+    return vllm_command(config(**given))[0].at("10.0.0.7", 8123)
+
+
+def plugin(**given: Any) -> dict[str, Any]:
+    (said,) = [word.partition("=")[2] for word in words(**given) if word.startswith("--additional-config=")]
+    told: dict[str, Any] = json.loads(said)["rubato"]
+    return told
+
+
+def test_all_that_is_said_reaches_the_server() -> None:
+    engine = {"kind": "vllm", "python": "/opt/v/python", "tensor_parallel": 2, "args": ["--max-model-len=512"]}
+    said = words(engine=engine, served_name="m", prefix_cache=False, policy={"name": "edf", "safety_margin": 0.2})
+    assert said[:3] == ["/opt/v/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert {
+        "--model=a/model", "--host=10.0.0.7", "--port=8123", "--scheduler-cls=rubato.vllm.Scheduler",
+        "--middleware=rubato.vllm.Middleware", "--tensor-parallel-size=2", "--served-model-name=m",
+        "--no-enable-prefix-caching", "--max-model-len=512",
+    } <= set(said)  # fmt: skip
+    assert plugin(policy={"name": "edf", "safety_margin": 0.2}) == {
+        "policy": "edf", "settings": {"safety_margin": 0.2}, "slo_rule": "deadline", "link": {"host": "10.0.0.7"},
+    }  # fmt: skip
+
+
+def test_what_a_plug_in_is_told_beside_its_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = {"kind": "vllm", "plugin": {"stand_aside": False}}
+    told = plugin(engine=engine, lengths="running_mean", latency={"kind": "affine", "window": 64}, slo_rule="mean")
+    assert (told["stand_aside"], told["lengths"], told["latency"]) == (False, "running_mean", {"window": 64})
+    assert told["slo_rule"] == "mean"
+    assert plugin(policy={"name": "mine.py"})["policy"] == str(tmp_path / "mine.py")  # servers run elsewhere
+
+
+def test_each_start_has_a_key_of_its_own_unless_one_is_given() -> None:
+    command, key = vllm_command(config())
+    assert command.environment[KEY] == key
+    assert len(key) == 32
+    assert vllm_command(config())[1] != key
+    assert vllm_command(config(engine={"kind": "vllm", "env": {KEY: "sk-ours"}}))[1] == "sk-ours"
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({"args": "--max-model-len=1"}, r"engine\.args is '--max-model-len=1': give a list of vLLM's flags"),
+        ({"args": ["-tp", "2"]}, r"engine\.args: leave -tp out: set engine\.tensor_parallel"),
+        ({"tensor_parallel": True}, "give a number of GPUs, 1 or more"),
+        ({"python": ""}, r"engine\.python is '': give the path of an interpreter"),
+        ({"env": {"A": 1}}, r"engine\.env: give environment variables, each a string"),
+        ({"plugin": []}, r"engine\.plugin is \[\]: give settings of the plug-in"),
+        ({"plugin": {"policy": "edf"}}, r"engine\.plugin: policy follows from the rest"),
+        ({"start_seconds": 0}, r"engine\.start_seconds is 0: give a number of seconds above 0"),
+    ],
+)
+def test_what_cannot_be_is_named(engine: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        vllm_command(config(engine={"kind": "vllm", **engine}))
+
+
+def test_only_a_predictor_without_settings_goes_into_vllm() -> None:
+    with pytest.raises(ConfigError, match="inside vLLM a predictor without settings"):
+        vllm_command(config(lengths={"kind": "gaussian", "mean": 5}))
