@@ -88,25 +88,30 @@ Start = Callable[..., Server]
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[Start]:
     """start(**config): a server with the simulated engine on the wall clock, unless told otherwise. descriptors: the
-    most files that its process may have open."""
+    most files that its process may have open. command: `gateway` has no engine."""
     with contextlib.ExitStack() as stack:
 
         def start(
-            *, wait: bool = True, stderr: int = subprocess.STDOUT, descriptors: int | None = None, **config: Any
+            *,
+            wait: bool = True,
+            stderr: int = subprocess.STDOUT,
+            descriptors: int | None = None,
+            command: str = "serve",
+            **config: Any,
         ) -> Server:
             here = folder / f"server{len(list(folder.iterdir()))}"
             here.mkdir()
-            defaults = {
-                "engine": {"kind": "simulated"},
-                "latency": {"kind": "affine", "k": [0.0, 0.0], "b": [STEP, 0.0]},
-                "port": 0,
-                "event_log": str(here / "trace.jsonl"),
-            }
+            defaults: dict[str, Any] = {"port": 0, "event_log": str(here / "trace.jsonl")}
+            if command == "serve":
+                defaults |= {
+                    "engine": {"kind": "simulated"},
+                    "latency": {"kind": "affine", "k": [0.0, 0.0], "b": [STEP, 0.0]},
+                }
             (here / "config.yaml").write_text(yaml.safe_dump({**defaults, **config}))
             log = stack.enter_context((here / "log").open("wb"))
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             process = subprocess.Popen(
-                [sys.executable, "-m", "rubato.cli", "serve", "--config", str(here / "config.yaml")],
+                [sys.executable, "-m", "rubato.cli", command, "--config", str(here / "config.yaml")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=stderr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.request_slo import Tier, Tiers
 from rubato.serving.tenants import Tenant, Tenants
 from tests.serving.conftest import key, tenant
-from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+from tests.stubs.vllm_server import EVENTS, WORDS, MemoryLink, StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
 STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
@@ -196,6 +197,12 @@ def test_what_a_client_gets_wrong_is_said_and_what_the_server_says_passes() -> N
         assert fine.json()["rubato"]["targets"] == {"ttft_ms": 900.0, "tpot_ms": 500.0, "e2e_ms": None}
         (body,) = [body for server in fleet.servers for body in server.bodies if "temperature" not in body]
         assert body["vllm_xargs"] == {"their": 1}  # what it may cost is the gateway's word alone
+        odd = {"prompt": "a", "service_tier": "chat", "slo": {"ttft_ms": 900}, "seed": 10**30, "user": "\ud83d"}
+        huge = await fleet.http.post("/v1/completions", content=json.dumps(odd))
+        assert huge.json()["service_tier"] == "chat"
+        (body,) = [body for server in fleet.servers for body in server.bodies if "user" in body]
+        assert (body["seed"], body["user"]) == (10**30, "\ud83d")
+        assert not {"slo", "service_tier"} & set(body)  # its tiers are not the servers'
 
     gateway(scenario, max_body_bytes=1500)
 
@@ -236,6 +243,19 @@ def test_a_full_fleet_refuses_with_a_time_to_come_again_and_a_scheduler_may_refu
         assert [len(server.bodies) for server in fleet.servers] in ([3, 3], [2, 4], [4, 2])  # and nowhere else
 
     gateway(scenario, max_in_flight=4)
+
+
+def test_what_a_server_still_says_of_a_refused_request_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for ask in (fleet.chat, fleet.complete):
+            for stream in (True, False):
+                refused = await ask(service_tier="strict", stream=stream)
+                assert refused.status_code == 429
+                await asyncio.sleep(1.0)
+        assert {event.outcome for event in fleet.of(Finished)} == {"refused"}
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+    gateway(scenario)
 
 
 @pytest.mark.parametrize("how", ["down", "broken"])
@@ -281,6 +301,88 @@ def test_a_stream_that_breaks_off_goes_on_elsewhere_from_its_text(linked: bool, 
         assert (end.outcome, end.output) == ("completed", 4)
 
     gateway(scenario, linked=linked)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_stream_whose_chunks_bring_several_tokens_goes_on_with_as_many_fewer(linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers[0].cut = fleet.servers[0].merged = 3
+        response = await fleet.complete(stream=True, prompt="abc", max_tokens=8)
+        assert chunks(response)[-1]["choices"][0]["finish_reason"] == "length"
+        (again,) = fleet.servers[1].bodies
+        assert (again["prompt"], again["max_tokens"]) == ("abcla ti do ", 5)
+        for server in fleet.servers:
+            server.cut = server.merged = 3
+        await asyncio.sleep(5.0)
+        await fleet.complete(stream=True)
+        bodies = [body for server in fleet.servers for body in server.bodies[1:]]
+        assert [1, 2, 3, WORDS, WORDS + 1, WORDS + 2] in [body["prompt"] for body in bodies]
+
+    gateway(scenario, linked=linked)
+
+
+def test_chunks_whose_text_is_fewer_tokens_count_all_the_same() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers[0].cut = 4
+        fleet.servers[1].fuses = True
+        await fleet.complete(stream=True, max_tokens=9)
+        (again,) = fleet.servers[1].bodies
+        assert (again["prompt"], again["max_tokens"]) == ([1, 2, 3, WORDS, WORDS + 1], 5)
+
+    gateway(scenario, linked=False)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_streams_of_named_events_end_by_their_own_last_event(linked: bool, path: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        message = {"role": "user", "content": "hi"}
+        body = {"model": "stub", "messages": [message], "input": "hi", "max_tokens": 4, "stream": True}
+        response = await fleet.http.post(path, json=body)
+        events = [part.split(b"\n")[0][7:].decode() for part in response.content.split(b"\n\n") if part]
+        text, last = EVENTS[path]
+        assert events == [text] * 4 + [last]
+        (end,) = fleet.of(Finished)
+        assert (end.outcome, end.output) == ("completed", 4)
+        for server in fleet.servers:
+            server.cut = 2
+        broken = await fleet.http.post(path, json=body)
+        assert broken.content.count(b"event: ") == 3
+        error = orjson.loads(broken.content.split(b"event: error\ndata: ")[1])
+        assert error["type"] == "error"
+        assert "cannot be continued elsewhere" in error["error"]["message"]
+
+    gateway(scenario, linked=linked)
+
+
+def test_metrics_of_degraded_modes() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        async def shown(name: str) -> list[float]:
+            lines = (await fleet.http.get("/metrics")).text.splitlines()
+            return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"rubato_{name}")]
+
+        assert await shown("server_linked") == [1.0, 1.0]
+        fleet.servers[0].cut = 2
+        assert (await fleet.complete(stream=True, prompt="abc")).status_code == 200
+        assert (await shown("requests_placed_again_total"), await shown("streams_continued_total")) == ([1.0], [1.0])
+        await asyncio.sleep(5.0)
+        fleet.servers[0].broken = 503
+        answers = await asyncio.gather(*(fleet.complete() for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert (await shown("requests_placed_again_total"), await shown("streams_continued_total")) == ([2.0], [1.0])
+        fleet.servers[0].broken = 0
+        await asyncio.sleep(5.0)
+        fleet.servers[1].core.silent = True
+        asked = [asyncio.ensure_future(fleet.complete(prompt="abc", max_tokens=500)) for _ in range(4)]
+        await asyncio.sleep(10.0)
+        assert await shown("server_linked") == [1.0, 0.0]
+        fleet.servers[0].down = fleet.servers[0].core.silent = True
+        await asyncio.sleep(20.0)
+        assert await shown("server_linked") == [0.0]
+        assert (await fleet.http.get("/health")).status_code == 200
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 4
+
+    gateway(scenario)
 
 
 @pytest.mark.parametrize(
@@ -468,14 +570,14 @@ def test_what_a_server_of_ours_says_of_itself_is_not_said_twice() -> None:
 
 def test_other_paths_go_to_some_server_and_the_board_is_there() -> None:
     async def scenario(fleet: Fleet) -> None:
-        assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json() == {"count": 3}
+        assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json()["count"] == 1
         assert (await fleet.http.get("/nothing")).status_code == 404
         assert (await fleet.http.get("/")).headers["content-type"].startswith("text/html")
         assert len((await fleet.http.get("/board.json")).json()["replicas"]) == 2
         assert "rubato_requests_offered_total" in (await fleet.http.get("/metrics")).text
         fleet.servers[0].down = True
         for _ in range(3):
-            assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json() == {"count": 3}
+            assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json()["count"] == 1
 
     gateway(scenario)
 

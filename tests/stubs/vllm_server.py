@@ -7,6 +7,7 @@ messages of `core.link_messages`. `StubServer` is the API server in front of it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,6 +25,12 @@ from rubato.fleet.local_host import LocalHost
 from rubato.fleet.upstream import Headers, UpstreamError
 from rubato.latency.affine import Model
 from rubato.policies import load
+
+WORDS = 1_000_000  # ids of a text's tokens begin here
+EVENTS = {  # of streams that are no chunks: how their text is named, and their last one
+    "/v1/messages": ("content_block_delta", "message_stop"),
+    "/v1/responses": ("response.output_text.delta", "response.completed"),
+}
 
 
 class StubCore:
@@ -245,7 +252,8 @@ class MemoryReply:
 
 class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
-    are answered with this status. cut: the stream of the next request breaks off after so many chunks."""
+    are answered with this status. cut: the stream of the next request breaks off after so many tokens. merged: so many
+    come in its first chunk."""
 
     def __init__(self, core: StubCore, model: str = "stub") -> None:
         self.core = core
@@ -259,6 +267,8 @@ class StubServer:
         self.says_error_after = 0  # chunks, of the next request
         self.adds: dict[str, Any] = {}  # to the last chunk of streams
         self.open_replies: set[MemoryReply] = set()
+        self.merged = 1
+        self.fuses = False  # for it two words are a token
         self.version = "0.32.0"
 
     async def open(
@@ -271,8 +281,8 @@ class StubServer:
                 await asyncio.wait_for(asyncio.Event().wait(), seconds)
             except TimeoutError:
                 raise UpstreamError("TimeoutError") from None
-        if method == "POST" and "completions" in path:
-            fields = orjson.loads(body)
+        if method == "POST" and ("completions" in path or path in EVENTS):
+            fields = json.loads(body)
             self.bodies.append(fields)
             self.heads.append(dict(headers))
             if self.broken:
@@ -283,8 +293,11 @@ class StubServer:
             if not fields.get("stream"):
                 await reply.head.wait()
             return reply
+        words = orjson.loads(body)["prompt"].split() if path == "/tokenize" else []
+        words = words[:: 1 + self.fuses]
         pages: dict[str, Any] = {
-            "/health": {}, "/version": {"version": self.version}, "/tokenize": {"count": 3},
+            "/health": {}, "/version": {"version": self.version},
+            "/tokenize": {"count": len(words), "tokens": [WORDS + i for i in range(len(words))]},
             "/v1/models": {"data": [{"id": self.model, "max_model_len": self.core.limits.max_model_len}]},
         }  # fmt: skip
         return _page(200 if path in pages else 404, pages.get(path, {"error": "no such page"}))
@@ -301,9 +314,13 @@ class StubServer:
 
     def _completion(self, path: str, id: str, body: dict[str, Any]) -> MemoryReply:
         chat = "chat" in path
-        answer, n = f"{'chatcmpl' if chat else 'cmpl'}-{id}", int(body.get("n", 1))
+        answer, n = f"{'chatcmpl' if chat or path == '/v1/messages' else 'cmpl'}-{id}", int(body.get("n", 1))
+        if path == "/v1/responses":  # no header names it
+            answer = body.get("request_id", f"resp_{len(self.bodies)}")
         contract = self.core.contract(answer)
-        if chat:
+        if path == "/v1/responses":
+            prompt = tuple(body["input"].encode())
+        elif chat or path in EVENTS:
             prompt = tuple("".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]).encode())
         else:
             prompt = tuple(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
@@ -314,8 +331,8 @@ class StubServer:
         reply = MemoryReply(200, kind, lambda: self._abort(ids))
         self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
         answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
-        answering.adds = self.adds
-        self.cut = self.says_error_after = 0
+        answering.adds, answering.events, answering.merged = self.adds, EVENTS.get(path), self.merged
+        self.cut, self.says_error_after, self.merged = 0, 0, 1
         for request in requests:
             self.core.submit(request, answering.hear)
         return reply
@@ -327,8 +344,10 @@ class StubServer:
     def _request(self, id: str, prompt: tuple[int, ...], most: int, contract: Contract | None) -> Request:
         now = self.core.clock.now()
         if contract is None:
-            sampling = Sampling(max_tokens=most, ignore_eos=True)
-            return Request(id, (Stage(len(prompt), token_ids=prompt),), now, sampling=sampling)
+            said = sum(id >= WORDS for id in prompt)  # by us, which is gone on with
+            had = Progress((now,), ((now,) * said,)) if said else None
+            stage = Stage(len(prompt) - said, token_ids=prompt[: len(prompt) - said])
+            return Request(id, (stage,), now, sampling=Sampling(max_tokens=most + said, ignore_eos=True), progress=had)
         had = contract.progress
         received = 0 if had is None else sum(map(len, had.times))
         if contract.demoted:
@@ -351,22 +370,29 @@ class _Answering:
         self._ids, self._prompt, self._cut = list(ids), prompt, cut
         self._said: dict[str, list[str]] = {id: [] for id in ids}
         self._ends: dict[str, Finished] = {}
-        self._chunks = 0
+        self._tokens = 0
         self._over = False
         self.adds: dict[str, Any] = {}
-        if streams and chat:
-            for index in range(len(ids)):
-                self._put(index, {"role": "assistant", "content": ""}, None)
+        self.events: tuple[str, str] | None = None  # names of a text's and of the last one
+        self.merged = 1  # tokens of the first chunk
+        self._late = ""  # text that is not sent yet
+        self._begun = not (streams and chat)
 
     def hear(self, event: Event) -> None:
         if self._over or not isinstance(event, Tokens | Finished):
             return
+        if not self._begun:  # with the first word of the engine, whatever it is
+            self._begun = True
+            for index in range(len(self._ids)):
+                self._put(index, {"role": "assistant", "content": ""}, None)
         if isinstance(event, Tokens):
             self._said[event.id].append(event.text)
-            self._chunks += 1
-            if self._streams:
-                self._put(self._ids.index(event.id), {"content" if self._chat else "text": event.text}, None)
-            if self._cut and self._chunks == abs(self._cut):
+            self._tokens += 1
+            self._late += event.text
+            if self._streams and self._tokens >= self.merged:
+                self._put(self._ids.index(event.id), {"content" if self._chat else "text": self._late}, None)
+                self._late = ""
+            if self._cut and self._tokens == abs(self._cut):
                 self._over = True
                 self._reply.put(UpstreamError("ConnectionResetError") if self._cut > 0 else FAILED)
                 self._reply.put(b"")
@@ -384,7 +410,9 @@ class _Answering:
             self._end()
 
     def _end(self) -> None:
-        if self._streams:
+        if self.events is not None and self._streams:
+            self._event(self.events[1], {"type": self.events[1]})
+        elif self._streams:
             self._reply.put(b"data: [DONE]\n\n")
         else:
             output = sum(end.output for end in self._ends.values())
@@ -397,7 +425,14 @@ class _Answering:
             self._reply.put(orjson.dumps({"id": self._answer, "choices": choices, "usage": usage}))
         self._reply.put(b"")
 
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        self._reply.put(f"event: {name}\ndata: ".encode() + orjson.dumps(fields) + b"\n\n")
+
     def _put(self, index: int, said: dict[str, Any], reason: str | None) -> None:
+        if self.events is not None and reason is None:
+            self._event(self.events[0], {"delta": said})
+        if self.events is not None:
+            return
         choice = {"index": index, **({"delta": said} if self._chat else said), "finish_reason": reason}
         more = self.adds if reason is not None else {}
         self._reply.put(b"data: " + orjson.dumps({"id": self._answer, "choices": [choice], **more}) + b"\n\n")

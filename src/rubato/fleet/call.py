@@ -25,9 +25,13 @@ class Call(Protocol):
     begun: bool
     streamed: int
 
-    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
-        """Headers and body for a server. progress: what has come of it elsewhere, of a response that has begun. Raises
-        CannotContinueError."""
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
+        """Headers and body for a server. progress: what has come of it elsewhere, of a response that has begun; ids:
+        its text in tokens, empty where no server says that; None: it will be asked. Raises CannotContinueError."""
+        ...
+
+    def so_far(self) -> str:
+        """The text of a response that has begun. Raises CannotContinueError."""
         ...
 
     async def begin(self, status: int, headers: Headers) -> None:

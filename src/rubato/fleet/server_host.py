@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+import orjson
+
 from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
 from rubato.core.interfaces import Host, LatencyModel, View
@@ -30,7 +32,7 @@ from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
 from rubato.fleet.server_link import Link, hello
 from rubato.fleet.sse_relay import StreamRelay, may_be_last
-from rubato.fleet.upstream import Reply, Upstream, UpstreamError, whole
+from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, whole
 
 log = logging.getLogger(__name__)
 
@@ -244,6 +246,8 @@ class ServerHost:
         """Send a call there, and pass on what comes back."""
         try:
             headers, body = call.sent(request.progress)
+            if call.begun:
+                headers, body = call.sent(request.progress, await self._tokenized(call.so_far(), headers))
             reply = await self.upstream.open("POST", call.path, headers, body)
         except CannotContinueError as error:
             self._fail(call, str(error))
@@ -258,6 +262,16 @@ class ServerHost:
             self._failed(call, f"replica {self.id} broke off: {error}")
         finally:
             reply.close()
+
+    async def _tokenized(self, text: str, headers: Headers) -> tuple[int, ...]:
+        """The text that a client has had, in tokens of this server: a chunk may have brought several. Empty where it
+        does not say. Raises UpstreamError."""
+        asked = orjson.dumps({"prompt": text, "add_special_tokens": False})
+        reply = await self.upstream.open("POST", "/tokenize", headers, asked, seconds=PROBE_SECONDS)
+        raw = await whole(reply)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
+        return ()
 
     async def _pass_on(self, call: Call, reply: Reply) -> None:
         if reply.status >= 500 or reply.status == 429:
@@ -286,17 +300,21 @@ class ServerHost:
         await call.whole(200, reply.headers, raw)
 
     async def _stream(self, call: Call, reply: Reply) -> None:
-        relay = StreamRelay(len(call.ids))
-        begun = False
+        relay = StreamRelay(len(call.ids), events=call.path not in CHUNKED)
+        begun, early = False, b""  # what came before the first token is kept until then: an engine may still refuse
         while data := await self._part(reply, relay):
             now, choices = relay.feed(data)
+            if not begun:
+                early = now = early + now
             if (at := (now or relay.rest()).find(ERROR)) >= 0:
                 error = (now or relay.rest())[at : at + 200]
-                if at and now and call.begun:
+                if at and now and begun:
                     await call.write(now[:at])
                 await self._heard_of(call)
                 raise UpstreamError(error.decode(errors="replace").strip())
-            if not begun and (now or relay.rest()):
+            if not begun:
+                if not choices and not relay.rest() and not relay.ended:
+                    continue
                 begun = True
                 if not call.begun:
                     await call.begin(200, reply.headers)
@@ -306,7 +324,7 @@ class ServerHost:
                 self._count(call, choices)
             if now:
                 await call.write(now)
-        if not relay.ended and (relay.rest() == b"" or call.path in NEED_DONE):
+        if not relay.ended:
             raise UpstreamError("the stream ended before its last chunk")
         await self._ended(call)
         await call.end(relay.rest())
@@ -316,7 +334,7 @@ class ServerHost:
         try:
             return await reply.part()
         except UpstreamError:
-            if may_be_last(relay.rest()):
+            if relay.ended or may_be_last(relay.rest()):
                 return b"data: [DONE]\n\n" if not relay.ended else b""
             raise
 
@@ -637,4 +655,4 @@ class ServerHost:
 
 
 ERROR = b'data: {"error"'  # a chunk of a stream that an engine would not serve, or not to its end
-NEED_DONE = ("/v1/chat/completions", "/v1/completions")
+CHUNKED = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]; others are of named events

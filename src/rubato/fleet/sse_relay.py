@@ -9,6 +9,12 @@ END = b"\n\n"
 DONE = b"data: [DONE]"
 EMPTY = (b'"content":""', b'"text":""', b'"delta":{}')  # of a chunk that brings no text
 INDEX = re.compile(rb'"index": ?(\d+)')
+# Of streams of named events, as /v1/responses and /v1/messages have them: the last ones, and those that bring text.
+LAST_EVENTS = tuple(
+    END + b"event: " + name
+    for name in (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error")
+)
+TEXT_EVENTS = (b"event: content_block_delta\n", b".delta\n")
 
 
 def may_be_last(chunk: bytes) -> bool:
@@ -17,10 +23,12 @@ def may_be_last(chunk: bytes) -> bool:
 
 
 class StreamRelay:
-    """One response. choices: how many it has; of several each chunk says which one it is of."""
+    """One response. choices: how many it has; of several each chunk says which one it is of. events: it is one of named
+    events, of which none is held back."""
 
-    def __init__(self, choices: int = 1) -> None:
+    def __init__(self, choices: int = 1, *, events: bool = False) -> None:
         self._several = choices > 1
+        self._events = events
         self._cut = b""  # the beginning of a chunk of which the end has not come
         self._held: list[bytes] = []  # chunks from the one on that may be the last
         self.ended = False  # it came to its end, by its own word
@@ -36,6 +44,9 @@ class StreamRelay:
             data = whole + found
             if not data:
                 return b"", ()
+        if self._events:
+            self.ended = self.ended or any(words in END + data for words in LAST_EVENTS)
+            return data, (0,) * sum([data.count(words) for words in TEXT_EVENTS])
         if not self._held and not may_be_last(data) and DONE not in data:
             return data, self._choices(data)
         passed: list[bytes] = []

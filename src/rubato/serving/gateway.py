@@ -30,6 +30,7 @@ from rubato.serving import intake, response_choices, vllm_body
 from rubato.serving.app_state import AppState, add_error_shapes, add_operations, read_body
 from rubato.serving.board import add_board
 from rubato.serving.errors import ApiError, from_finished, invalid
+from rubato.serving.gateway_metrics import GatewayMetrics
 from rubato.serving.prompt_size import PromptSize, text_of, token_ids
 from rubato.serving.rate_limits import TenantGate
 from rubato.serving.relayed_call import CHAT, TEXT, RelayedCall, passed_on
@@ -69,6 +70,10 @@ class GatewayService:
     def views(self) -> list[View]:
         return [host.view() for host in self.cluster.hosts.values()]
 
+    def servers(self) -> list[ServerHost]:
+        """Those that are not lost."""
+        return [host for host in self.cluster.hosts.values() if isinstance(host, ServerHost)]
+
 
 def create_gateway(service: GatewayService) -> FastAPI:
     """The app. The cluster is started and ended by the caller."""
@@ -79,6 +84,7 @@ def create_gateway(service: GatewayService) -> FastAPI:
     add_error_shapes(app, service.cluster.clock)
     add_operations(app, state)
     add_board(app, state)
+    service.cluster.listen(GatewayMetrics(state.metrics, service.calls, service.servers))
     for path in GENERATE:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     app.add_api_route(
@@ -116,7 +122,7 @@ class Gateway:
             fields = {name: value for name, value in fields.items() if name not in left_out}
             if isinstance(xargs, dict):
                 fields["vllm_xargs"] = {k: v for k, v in xargs.items() if k not in theirs}
-            raw = orjson.dumps(fields)
+            raw = vllm_body.written(fields)
         ids, text = token_ids(fields), b""
         if not ids:
             text = text_of(fields)
@@ -140,7 +146,7 @@ class Gateway:
         )
         if path == RESPONSES and "request_id" not in fields:  # where vLLM takes no id from a header
             fields = {**fields, "request_id": request.id}
-            raw = orjson.dumps(fields)
+            raw = vllm_body.written(fields)
         if ids:
             request = replace(request, stages=(replace(request.stages[0], prompt=len(ids), token_ids=ids),))
         requests = response_choices.spread([request], prompts * n)
@@ -177,7 +183,7 @@ class Gateway:
         if path.startswith("/rubato/") or (self._state.tenants.configured and not tenant.admin and not _harmless(path)):
             raise ApiError(403, f"Only an admin's key may use {path[:80]} here.", code="admin_only")
         raw = await read_body(http, self._service.max_body_bytes)
-        hosts = [host for host in self._cluster.hosts.values() if isinstance(host, ServerHost)]
+        hosts = self._service.servers()
         for _ in range(len(hosts)):
             self._turn += 1
             host = hosts[self._turn % len(hosts)]
@@ -268,6 +274,9 @@ class _Relay(Response):
         call.over = True
         if call.begun:  # no [DONE]: what came is not an answer
             piece = b"data: " + error.body() + b"\n\n"
+            if call.path not in (CHAT, TEXT):  # a stream of named events
+                about = {"type": "error", "code": error.code, "message": error.message, "param": None}
+                piece = b"event: error\ndata: " + orjson.dumps({**about, **orjson.loads(error.body())}) + b"\n\n"
             await send({"type": "http.response.body", "body": piece, "more_body": False})
             return
         reply = error.response()
@@ -302,6 +311,4 @@ def _answer_of(relay: _Relay) -> str:
 
 def _harmless(path: str) -> bool:
     """Whether any tenant may use a path that generates nothing."""
-    return path.startswith(
-        ("/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/version", "/score", "/rerank")
-    )
+    return path.startswith(HARMLESS)

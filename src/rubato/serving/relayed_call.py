@@ -19,7 +19,7 @@ from rubato.fleet.call import CannotContinueError
 from rubato.fleet.sse_relay import END, may_be_last
 from rubato.fleet.upstream import Headers
 from rubato.serving import slo_report
-from rubato.serving.vllm_body import LIMITS
+from rubato.serving.vllm_body import LIMITS, written
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_KEPT = 1 << 20  # bytes of a stream that are kept, to go on from
@@ -94,7 +94,7 @@ class RelayedCall:
 
     # ----------------------------------------------------------------- towards the server
 
-    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         headers = [*self._headers, ("x-request-id", self._short_id)]
         if not self.begun:
             return headers, self._raw
@@ -103,14 +103,17 @@ class RelayedCall:
         self._again = True
         received = 0 if progress is None else sum(map(len, progress.times))
         if progress is None or not received:
-            self._text_so_far()
+            self.so_far()
             return headers, self._raw
-        fields = self._continued(progress, received)
+        told = ids or (progress.token_ids if len(progress.token_ids) == received else ())
+        received = max(received, len(told))  # some chunk may have brought several tokens, and some text be fewer
+        fields = self._continued(received, told, ids is None)
         self._received = received
-        return headers, orjson.dumps(fields)
+        return headers, written(fields)
 
-    def _continued(self, progress: Progress, received: int) -> dict[str, Any]:
-        """The body that asks for the rest. Raises CannotContinueError."""
+    def _continued(self, received: int, ids: tuple[int, ...], unasked: bool) -> dict[str, Any]:
+        """The body that asks for the rest. ids: of what was received, where they are known; unasked: they may still
+        become known. Raises CannotContinueError."""
         if self._kept is None:
             raise CannotContinueError(f"a response of {self.path}, or one so long, cannot be continued elsewhere")
         for name in INDIVISIBLE:
@@ -124,7 +127,7 @@ class RelayedCall:
                 fields[name] = limit - received
         if isinstance(least := fields.get("min_tokens"), int):
             fields["min_tokens"] = max(0, least - received)
-        text = self._text_so_far()
+        text = self.so_far()
         if self.path == CHAT:
             messages = [*fields["messages"], {"role": "assistant", "content": text}]
             return {**fields, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
@@ -133,12 +136,12 @@ class RelayedCall:
             (prompt,) = prompt
         if isinstance(prompt, str):
             return {**fields, "prompt": prompt + text}
-        if len(progress.token_ids) != received:
+        if not ids and not unasked:
             raise CannotContinueError("its prompt is token ids, and those of its output are not known")
-        return {**fields, "prompt": [*prompt, *progress.token_ids]}
+        return {**fields, "prompt": [*prompt, *ids]}
 
-    def _text_so_far(self) -> str:
-        """Raises CannotContinueError for a stream in which something else than text came."""
+    def so_far(self) -> str:
+        """The text that has come. Raises CannotContinueError for a stream in which something else came."""
         found: list[str] = []
         for chunk in b"".join(self._kept or ()).split(END):
             if not chunk.startswith(b"data: {"):
@@ -147,7 +150,7 @@ class RelayedCall:
             self._first = self._first or fields
             for choice in fields.get("choices", ()):
                 said = choice.get("delta", choice)
-                if any(said.get(name) for name in ("reasoning", "reasoning_content", "tool_calls", "function_call")):
+                if any(said.get(name) for name in NO_TEXT):
                     raise CannotContinueError(
                         "a response in which the model reasons, or calls tools, stays where it is"
                     )
@@ -156,14 +159,19 @@ class RelayedCall:
 
     # ----------------------------------------------------------------- towards the client
 
+    @property
+    def _deaf(self) -> bool:
+        """The client has been told another end: what a server still says of it is dropped."""
+        return self.over or self.failed is not None
+
     async def begin(self, status: int, headers: Headers) -> None:
-        if self.over:
+        if self._deaf:
             return
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": self._head(headers)})
 
     async def write(self, data: bytes) -> None:
-        if self.over:
+        if self._deaf:
             return
         if self._again:
             data = self._as_before(data)
@@ -176,7 +184,7 @@ class RelayedCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, rest: bytes) -> None:
-        if self.over:
+        if self._deaf:
             return
         if self._again:
             rest = self._as_before(rest)
@@ -186,7 +194,7 @@ class RelayedCall:
         self._finish()
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        if self.over:
+        if self._deaf:
             return
         if status == 200 and (about := self.verdict()):
             try:

@@ -38,6 +38,11 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
+def written(body: Mapping[str, Any]) -> bytes:
+    """A body that was parsed and changed, for a server: whatever JSON it held."""
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
 def check_headers(headers: Mapping[str, str]) -> None:
     """Raises ApiError 400 for a header that looks like an SLO and is none."""
     for name in headers:

@@ -207,7 +207,7 @@ class FrontEnd:
             left = usage.headers(self._reports.clock.now()) if usage is not None else []
             return await self.shared(_reply(error, left))(scope, receive, send)
         try:
-            raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            raw = vllm_body.written(body)
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             answer = _Answer(self, call, scope, send)
             scope = {**scope, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}

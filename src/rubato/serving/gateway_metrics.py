@@ -1,0 +1,55 @@
+"""What only a gateway has to tell: whose link speaks, and what became of requests whose server failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from rubato.core.events import Event, Finished, HandedOff, Lost, Placed
+from rubato.fleet.call import Call
+from rubato.fleet.server_host import ServerHost
+from rubato.serving.metrics import SLOMetrics
+
+
+class GatewayMetrics:
+    """A listener for `Cluster.listen`, whose metrics are shown among those of `metrics`. calls: by request, those whose
+    response has not ended. servers: those that are not lost."""
+
+    def __init__(
+        self, metrics: SLOMetrics, calls: Mapping[str, Call], servers: Callable[[], Sequence[ServerHost]]
+    ) -> None:
+        self._calls, self._servers = calls, servers
+        self._given_back: set[str] = set()  # by a server that failed, and not placed again yet
+        self._again = metrics.counter("requests_placed_again", "Requests placed anew, since their server failed")
+        self._continued = metrics.counter("streams_continued", "Streams that broke off and went on at another server")
+        metrics.registry.register(self)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Lost(id=id):
+                self._given_back.add(id)
+            case HandedOff(id=id, request=request):
+                if request.handoff is not None and request.handoff.reason == "failed":
+                    self._given_back.add(id)
+            case Placed(id=id):
+                if id in self._given_back:
+                    self._given_back.discard(id)
+                    self._again.inc()
+                    call = self._calls.get(id)
+                    if call is not None and call.begun:
+                        self._continued.inc()
+            case Finished(id=id):
+                self._given_back.discard(id)
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client's collector protocol."""
+        linked = GaugeMetricFamily(
+            "rubato_server_linked",
+            "1: the link tells what happens there; 0: what is sent there is counted",
+            labels=["replica", "server"],
+        )
+        for host in self._servers():
+            linked.add_metric([host.id, host.url], float(host.linked))
+        yield linked
