@@ -10,6 +10,7 @@ takes no time of a model, so that the link's thread competes for Python's lock a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import tempfile
@@ -81,16 +82,18 @@ def timed(made: Harness) -> list[float]:
 
 
 def run(model: Path, running: int, kind: str, steps: int) -> dict[str, Any]:
-    made = harness(model, "edf", blocks=running * 18, tokens=2048, seqs=running, watched=False, rubato={"link": {}})
+    made = harness(model, "edf", blocks=running * 20, tokens=2048, seqs=running, watched=False, rubato={"link": {}})
     port = made.scheduler.rubato._gateways.link.port
     gateway = None if kind == "none" else Gateway(port, kind)
     if gateway is not None:
         gateway.start()
         time.sleep(0.3)
+    gc.collect()
+    gc.freeze()  # as vLLM does once it has started: a full collection over all its modules takes 350 ms
     spent, number = timed(made), 0
     while len(spent) < steps:
         while len(made.scheduler.running) + len(made.scheduler.waiting) < running:
-            made.add(f"r{number}", [3] * 20, 150)
+            made.add(f"r{number}", [3] * 20, 50 + number * 37 % 200)  # they do not end together
             number += 1
         made.step()
         spent.append(0.0)
