@@ -81,7 +81,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 class Continued(MemoryCall):
     """Goes on elsewhere from what has come, whether or not the link has told its ids."""
 
-    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else sum(map(len, progress.times))
         prompt = [*self.request.stages[0].token_ids, *[7] * received]
         body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}

@@ -50,7 +50,10 @@ class MemoryCall:
         self.broken = ""
         self.prompt = 0
 
-    def sent(self, progress: Progress | None) -> tuple[Headers, bytes]:
+    def so_far(self) -> str:
+        return ""
+
+    def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else len(progress.token_ids)
         prompt = [*self.request.stages[0].token_ids, *(progress.token_ids if progress is not None else ())]
         body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}

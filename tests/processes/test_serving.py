@@ -81,7 +81,7 @@ def test_two_hundred_at_once_with_a_bounded_queue(start: Start) -> None:
     answers = asyncio.run(asyncio.wait_for(main(), TIMEOUT))
     status = Counter(answer.status_code for answer in answers)
     assert status[200] + status[429] == 200
-    assert status[200] >= 32
+    assert status[200] >= 29  # best effort: a tenth of the places is kept for requests with an SLO
     assert status[429] > 0
     for answer in answers:
         if answer.status_code == 429:

@@ -285,7 +285,11 @@ async def _disturb(setup: Setup, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "policy", "router", "linked"),
-    [(1, "edf", "least_loaded", True), (2, "polyserve", "auto", True), (3, "edf", "least_loaded", False)],
+    [
+        (1, "edf", "least_loaded", True),
+        pytest.param(2, "polyserve", "auto", True, marks=pytest.mark.full),
+        pytest.param(3, "edf", "least_loaded", False, marks=pytest.mark.full),
+    ],
 )
 def test_faults_lose_nothing_hang_nothing_and_stream_nothing_twice(
     seed: int, policy: str, router: str, linked: bool
@@ -301,7 +305,9 @@ def test_faults_lose_nothing_hang_nothing_and_stream_nothing_twice(
     assert served["chat"] > 0.6, served
 
 
-@pytest.mark.parametrize(("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto")])
+@pytest.mark.parametrize(
+    ("policy", "router"), [("edf", "least_loaded"), pytest.param("polyserve", "auto", marks=pytest.mark.full)]
+)
 def test_the_top_tier_is_served_at_twice_what_can_be_served_as_if_it_were_alone(policy: str, router: str) -> None:
     """Best effort floods the fleet; refusals count as offered."""
     alone, _ = soak(4, policy, router, servers=2, rate=10.0, seconds=20.0, faults=False, flood=0.001)
