@@ -515,6 +515,22 @@ def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None
             gateway(scenario, change=change, linked=linked)
 
 
+def test_the_last_bytes_of_a_response_pass_when_the_gateway_closes() -> None:
+    """The link tells of an end before the stream brings it."""
+
+    async def scenario(fleet: Fleet) -> None:
+        asked = asyncio.ensure_future(fleet.complete(stream=True))
+        while not fleet.of(Finished):
+            for server in fleet.servers:
+                for reply in server.open_replies:
+                    reply.delay = 0.3
+            await asyncio.sleep(0.01)
+        await fleet.cluster.close()
+        assert chunks(await asked)[-1]["choices"][0]["finish_reason"] == "length"
+
+    gateway(scenario)
+
+
 def test_servers_that_take_no_more_are_a_429() -> None:
     async def scenario(fleet: Fleet) -> None:
         for server in fleet.servers:

@@ -44,6 +44,7 @@ AGAIN = 1.0  # seconds from one look whether a server is there to the next
 SAID_EVERY = 60  # of such looks, one that fails is logged
 REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
+LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
 SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
 STAYS = "KV moves between vLLM engines by a connector, not through a gateway"
@@ -228,7 +229,10 @@ class ServerHost:
             await self._idle.wait()
 
     async def close(self) -> None:
-        """Leave the server; what it serves for this gateway ends as failed."""
+        """Leave the server; what it serves for this gateway ends as failed. The last bytes of what has ended pass."""
+        open_ = {call.answer for call in self._mine.values()}
+        if ending := [task for answer, task in self._serving.items() if answer not in open_]:
+            await asyncio.wait(ending, timeout=LAST_BYTES)
         for id in list(self._mine):
             self._finish(id, "failed", "the server closed")
         self._gone = True
