@@ -22,7 +22,7 @@ from tests.soak.server import Server
 START_SECONDS = 30.0
 LOST = (
     "cannot be continued", "broke off", "does not answer", "tried 3 times", "hangs in a step", "only its end had not",
-    "no replica has come back", "cannot be reached",
+    "no replica has come back", "cannot be reached", "its deadline has passed",
 )  # fmt: skip
 
 
