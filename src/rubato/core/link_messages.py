@@ -10,7 +10,7 @@ reports; `Offered` says which request of a gateway each one is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -23,7 +23,6 @@ PROTOCOL = 1
 TOKEN = "RUBATO_LINK_TOKEN"  # environment variable: what a gateway must know to be heard; empty on loopback
 HEARTBEAT = 1.0  # seconds from one ping to the next
 
-CommandName = Literal["expect", "assign", "recall", "demote"]
 Message = dict[str, Any]
 
 

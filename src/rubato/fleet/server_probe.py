@@ -21,7 +21,6 @@ UNSAID = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=409
 UNLINKED = frozenset({"recall"})  # of a request of which nothing has come
 LINKED = frozenset({"recall", "step_times"})
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{.*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 async def about(
@@ -75,12 +74,6 @@ async def metrics(server: Upstream) -> str:
     except UpstreamError:
         return ""
     return raw.decode(errors="replace") if reply.status == 200 else ""
-
-
-def kv_free(text: str, limits: Limits) -> int | None:
-    """Free KV blocks by a server's metrics; None where they do not say."""
-    found = USAGE.search(text)
-    return None if found is None else int(limits.kv_blocks * (1.0 - min(1.0, float(found[1]))))
 
 
 def _with_cache(limits: Limits, text: str) -> Limits:

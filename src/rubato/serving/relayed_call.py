@@ -216,10 +216,7 @@ class RelayedCall:
     def verdict(self) -> Mapping[str, Any]:
         """The tier served, and what was measured of its requests."""
         ends = [self._ends[id] for id in self.ids if id in self._ends]
-        if len(ends) < len(self.ids):
-            return {}
-        request = self._requests[0]
-        return {"service_tier": slo_report.served_tier(request, ends), "rubato": slo_report.report(request, ends)}
+        return slo_report.verdict_fields(self._requests, ends if len(ends) == len(self.ids) else ())
 
     def _finish(self) -> None:
         self.over = True

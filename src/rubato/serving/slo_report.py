@@ -26,6 +26,13 @@ def served_tier(request: Request, ends: Sequence[Finished]) -> str:
     return BEST_EFFORT if any(end.best_effort for end in ends) and not request.best_effort else request.tier
 
 
+def verdict_fields(requests: Sequence[Request], ends: Sequence[Finished]) -> dict[str, Any]:
+    """What is added to an answer of another server: the tier served and the report; nothing where no end is known."""
+    if not ends:
+        return {}
+    return {"service_tier": served_tier(requests[0], ends), "rubato": report(requests[0], ends)}
+
+
 def report(request: Request, ends: Sequence[Finished]) -> dict[str, Any]:
     """The `rubato` field: the SLO that counts (`targets`), what was measured, and whether it was met.
 

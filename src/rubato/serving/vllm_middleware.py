@@ -36,6 +36,7 @@ from rubato.engines.vllm.link import address_for_gateways
 from rubato.engines.vllm.sequence import ARRIVAL, MILLISECONDS, ON_DECLINE, PREFIX, TENANT, TICKET, TIER, sealed
 from rubato.engines.vllm.settings import check_version
 from rubato.fleet.cluster import retry_after
+from rubato.fleet.sse_relay import DONE, may_be_last
 from rubato.serving import intake, request_history, slo_report, vllm_body
 from rubato.serving.errors import ApiError, from_finished, invalid
 from rubato.serving.rate_limits import RATE, TenantUsage
@@ -62,7 +63,6 @@ CHUNKED = frozenset({"/v1/chat/completions", "/v1/completions"})
 OPEN = ("/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json")  # without a key
 WAIT, POLL = 0.25, 0.005  # seconds that a response waits for its verdict at most, and looks for it
 RECENT = 64  # requests whose ends say how fast the server gets through them
-DONE = b"data: [DONE]"
 COMMENT = b":"  # begins what vLLM sends to keep an idle stream open
 
 log = logging.getLogger("vllm.rubato")
@@ -454,7 +454,7 @@ class _Answer:
         requests, ends = await self._front.ends(self._call) if wanted else ([], [])
         body = vllm_body.parsed(raw)
         if status == 200 and body is not None and ends:
-            raw = json.dumps({**body, **_verdict(requests, ends)}, ensure_ascii=False).encode()
+            raw = json.dumps({**body, **slo_report.verdict_fields(requests, ends)}, ensure_ascii=False).encode()
         kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         self._start = {**self._start, "headers": [*kept, (b"content-length", b"%d" % len(raw))]}
         await self._begin()
@@ -469,16 +469,20 @@ class _Answer:
                 await self._instead(error)
                 return
             await self._begin()
-        if self._last is None and not _may_be_last(part):
+        if self._last is None and not may_be_last(part):
             await self._send({**message, "body": part})
             return
         out = []
         for chunk in filter(None, part.split(b"\n\n")):
             if self._last is not None:
                 ended = chunk.startswith(DONE)
-                out.append(_with(self._last, _verdict(*await self._front.ends(self._call))) if ended else self._last)
+                out.append(
+                    _with(self._last, slo_report.verdict_fields(*await self._front.ends(self._call)))
+                    if ended
+                    else self._last
+                )
                 self._last = None
-            if _may_be_last(chunk):
+            if may_be_last(chunk):
                 self._last = chunk
             else:
                 out.append(chunk)
@@ -507,23 +511,9 @@ def _is_further_choice(id: str) -> bool:
     return choice.isdecimal() and choice != "0"
 
 
-def _may_be_last(chunk: bytes) -> bool:
-    """A chunk with a finish reason, or without a choice (`usage`). In a text the quotes would be escaped."""
-    return b'"finish_reason":"' in chunk or b'"choices":[]' in chunk
-
-
 def _with(chunk: bytes, more: Mapping[str, Any]) -> bytes:
     """A chunk `data: {...}` with further fields."""
     return chunk[:-1] + b"," + orjson.dumps(more)[1:] if more and chunk.endswith(b"}") else chunk
-
-
-def _verdict(requests: list[Request], ends: list[Finished]) -> dict[str, Any]:
-    if not ends:
-        return {}
-    return {
-        "service_tier": slo_report.served_tier(requests[0], ends),
-        "rubato": slo_report.report(requests[0], ends),
-    }
 
 
 def _engine(number: int, now: float, fields: Mapping[str, Any]) -> dict[str, Any]:
