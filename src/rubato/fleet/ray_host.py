@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 
 from rubato.core.clock import PLAN, Clock, WallClock, unix_time
 from rubato.core.events import Event
-from rubato.core.interfaces import Engine, Host, LatencyModel, View
-from rubato.core.plan import KV, Limits, Recall, Role
+from rubato.core.interfaces import Engine, LatencyModel, View
+from rubato.core.plan import Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Request
 from rubato.fleet.build import cluster_of
@@ -27,7 +27,7 @@ from rubato.fleet.cluster import Cluster, HostLost
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
-from rubato.fleet.remote_view import Held, Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.remote_view import Held, KVStays, Mirror, Report, shifted_report, shifted_request
 from rubato.policies import load
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class _Actor:
         self._news.set()
 
 
-class RayHost:
+class RayHost(KVStays):
     """One replica in a Ray actor (`interfaces.Host`).
 
     make: called in the actor with its clock, returns the engine and latency model. resources: Ray's actor options,
@@ -141,6 +141,7 @@ class RayHost:
     """
 
     rests_until = 0.0
+    stays = STAYS
 
     def __init__(
         self,
@@ -191,9 +192,6 @@ class RayHost:
     def cancel(self, id: str, reason: str) -> None:
         self._send("cancel", id, reason)
 
-    def resume(self, id: str) -> None:
-        """No request here waits for a tool."""
-
     def view(self) -> View:
         return self._started().view(self.clock.now())
 
@@ -203,18 +201,6 @@ class RayHost:
 
     def recall(self, kind: Recall) -> None:
         self._send("recall", kind)
-
-    def reserve(self, request: Request) -> bool:
-        raise RuntimeError(STAYS)
-
-    async def transfer(self, id: str, to: Host) -> None:
-        raise RuntimeError(STAYS)
-
-    async def receive(self, id: str, kv: KV) -> None:
-        raise RuntimeError(STAYS)
-
-    def release(self, id: str) -> None:
-        """Nothing is on its way."""
 
     async def drain(self) -> None:
         while not self._started().empty and not self._gone:

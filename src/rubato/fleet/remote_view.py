@@ -24,8 +24,8 @@ from rubato.core.events import (
     Tokens,
     Transferred,
 )
-from rubato.core.interfaces import LatencyModel, LengthPredictor, View
-from rubato.core.plan import ANY, NO_BATCH, Limits, Role, Sample, Shape
+from rubato.core.interfaces import Host, LatencyModel, LengthPredictor, View
+from rubato.core.plan import ANY, KV, NO_BATCH, Limits, Role, Sample, Shape
 from rubato.core.request import Handoff, HandoffReason, Request
 from rubato.replica.sequence import Seq
 
@@ -312,6 +312,27 @@ def _of_length(request: Request, prompt: int) -> Request:
     if rest or first.prompt == prompt or first.token_ids:
         return request
     return replace(request, stages=(replace(first, prompt=prompt),))
+
+
+class KVStays:
+    """The part of a `Host` elsewhere between which KV does not move. stays: why, for what asks for it all the same."""
+
+    stays = ""
+
+    def reserve(self, request: Request) -> bool:
+        raise RuntimeError(self.stays)
+
+    async def transfer(self, id: str, to: Host) -> None:
+        raise RuntimeError(self.stays)
+
+    async def receive(self, id: str, kv: KV) -> None:
+        raise RuntimeError(self.stays)
+
+    def release(self, id: str) -> None:
+        """Nothing is on its way."""
+
+    def resume(self, id: str) -> None:
+        """No request here waits for a tool."""
 
 
 def shifted(event: Event, by: float) -> Event:

@@ -19,9 +19,9 @@ import orjson
 
 from rubato.core.clock import PLAN, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
-from rubato.core.interfaces import Host, LatencyModel, View
+from rubato.core.interfaces import LatencyModel, View
 from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
-from rubato.core.plan import KV, Limits, Recall, Role
+from rubato.core.plan import Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
@@ -29,7 +29,8 @@ from rubato.fleet.call import Call, Calls, CannotContinueError, usage_of
 from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.link_reader import LinkReader, MissedReportError
-from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.local_host import SLOWER
+from rubato.fleet.remote_view import KVStays, Mirror, Report, shifted_report, shifted_request
 from rubato.fleet.server_link import Link, hello
 from rubato.fleet.sse_relay import StreamRelay, may_be_last
 from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, whole
@@ -46,7 +47,6 @@ REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
 LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
-SLOWER = 20.0  # times its prediction that a step may take beyond `step_timeout`
 STAYS = "KV moves between vLLM engines by a connector, not through a gateway"
 
 
@@ -66,13 +66,15 @@ class ServerAbout:
     version: str = ""
 
 
-class ServerHost:
+class ServerHost(KVStays):
     """A `Host` over one server.
 
     link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
     given what its core said first. Both raise ValueError or UpstreamError. calls: of the gateway, where each request's
     body is. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of.
     """
+
+    stays = STAYS
 
     def __init__(
         self,
@@ -188,9 +190,6 @@ class ServerHost:
         if not any(other in self._mine for other in call.ids):
             self._leave(call)
 
-    def resume(self, id: str) -> None:
-        """No request here waits for a tool."""
-
     def view(self) -> View:
         return self._started().view(self.clock.now())
 
@@ -210,18 +209,6 @@ class ServerHost:
             request = mirror.moved(id, "recalled", now) if wanted and not call.begun and len(call.ids) == 1 else None
             if request is not None:
                 self._fold(HandedOff(now, id, request))
-
-    def reserve(self, request: Request) -> bool:
-        raise RuntimeError(STAYS)
-
-    async def transfer(self, id: str, to: Host) -> None:
-        raise RuntimeError(STAYS)
-
-    async def receive(self, id: str, kv: KV) -> None:
-        raise RuntimeError(STAYS)
-
-    def release(self, id: str) -> None:
-        """Nothing is on its way."""
 
     async def drain(self) -> None:
         while self._mine and not self._gone:
