@@ -20,7 +20,8 @@ def test_every_engines_words_are_known() -> None:
     [
         ({"draft", "tree"}, "--set x=1", "give it a drafter (--set x=1), or choose another policy"),
         ({"draft"}, "", "choose another policy"),
-        ({"kv_transfer"}, "--set x=1", "choose another policy"),
+        ({"preempt"}, "--set x=1", "choose another policy"),
+        ({"kv_transfer"}, "", "choose a policy that moves no KV (polyserve: mode co); vLLM servers move it"),
         ({"preemption", "draft"}, "--set x=1", "no engine knows the need 'preemption': did you mean 'preempt'? (known"),
         ({"xyz"}, "", "no engine knows the need 'xyz': known are chunked, draft, handoff"),
     ],

@@ -18,7 +18,7 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
-from rubato.fleet.call import Calls
+from rubato.fleet.call import Calls, CannotContinueError
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
@@ -55,6 +55,8 @@ class MemoryCall:
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         received = 0 if progress is None else len(progress.token_ids)
+        if progress is not None and sum(map(len, progress.times)) > received:
+            raise CannotContinueError("its tokens are not known")
         prompt = [*self.request.stages[0].token_ids, *(progress.token_ids if progress is not None else ())]
         body = {"prompt": prompt, "max_tokens": self.request.sampling.max_tokens - received, "stream": True}
         return [("x-request-id", self.answer.removeprefix("cmpl-"))], orjson.dumps(body)

@@ -46,6 +46,7 @@ def test_what_a_plug_in_is_told_beside_its_policy(monkeypatch: pytest.MonkeyPatc
     told = plugin(engine=engine, lengths="running_mean", latency={"kind": "affine", "window": 64}, slo_rule="mean")
     assert (told["stand_aside"], told["lengths"], told["latency"]) == (False, "running_mean", {"window": 64})
     assert told["slo_rule"] == "mean"
+    (tmp_path / "mine.py").write_text("from rubato.policies.edf import Scheduler\n")
     assert plugin(policy={"name": "mine.py"})["policy"] == str(tmp_path / "mine.py")  # servers run elsewhere
 
 
@@ -78,3 +79,20 @@ def test_what_cannot_be_is_named(engine: dict[str, Any], says: str) -> None:
 def test_only_a_predictor_without_settings_goes_into_vllm() -> None:
     with pytest.raises(ConfigError, match="inside vLLM a predictor without settings"):
         vllm_command(config(lengths={"kind": "gaussian", "mean": 5}))
+
+
+def test_servers_move_kv_where_the_policy_asks_for_it() -> None:
+    flag = "--kv-transfer-config"
+    assert not [word for word in words() if word.startswith(flag)]
+    for apart in (
+        {"policy": {"name": "distserve"}},
+        {"policy": {"name": "polyserve"}, "router": {"name": "polyserve", "mode": "pd"}},
+    ):
+        (found,) = [word for word in words(**apart) if word.startswith(flag)]
+        assert json.loads(found.partition("=")[2]) == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        command, _ = vllm_command(config(**apart))
+        first, second = (command.environment_at("127.0.0.1") for _ in range(2))
+        assert first["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert first["VLLM_NIXL_SIDE_CHANNEL_PORT"] != second["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    own = words(policy={"name": "distserve"}, engine={"kind": "vllm", "args": [flag, "{}"]})
+    assert [word for word in own if word.startswith(flag)] == [flag]

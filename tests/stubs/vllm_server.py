@@ -10,16 +10,17 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
-from rubato.core.clock import Clock, unix_time
+from rubato.core.clock import ARRIVAL, Clock, unix_time
 from rubato.core.events import Event, Finished, HandedOff, Offered, Stepped, Tokens
 from rubato.core.link_messages import PROTOCOL, Contract, Message, contract_of, event_row, packed, role_of, unpacked
-from rubato.core.plan import Limits
+from rubato.core.plan import KV, Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import Progress, Request, Sampling, Stage, without_texts
+from rubato.core.slo import judge
 from rubato.engines.simulated import Engine
 from rubato.fleet.local_host import LocalHost
 from rubato.fleet.upstream import Headers, UpstreamError
@@ -38,7 +39,7 @@ class StubCore:
 
     def __init__(
         self, latency: Model, limits: Limits, clock: Clock, policy: str, options: ReplicaOptions, *, seed: int = 0,
-        noise: float = 0.0, settings: dict[str, Any] | None = None,
+        noise: float = 0.0, settings: dict[str, Any] | None = None, kv_lease: float | None = None,
     ) -> None:  # fmt: skip
         self.clock = clock
         self.policy = policy
@@ -46,9 +47,23 @@ class StubCore:
         self.model = replace(latency)
         self.engine = Engine(latency, limits, clock, seed=seed, noise=noise)
         self.host = LocalHost(
-            "stub", self.engine, load(policy, settings or {}), self.model, clock, emit=self._emit, lost=self._lost,
-            policy=policy, options=options, kv_transfer=False,
-        )  # fmt: skip
+            "stub",
+            self.engine,
+            load(policy, settings or {}),
+            self.model,
+            clock,
+            emit=self._emit,
+            lost=self._lost,
+            policy=policy,
+            options=options,
+            kv_transfer=kv_lease is not None,
+        )
+        self.kv_lease = kv_lease
+        self.kept: dict[str, Request] = {}  # prefilled for another core, which has not read their KV yet
+        self.reading_fails = False  # KV does not come
+        self.reads = 0  # of another core's KV
+        self._prefill_only: set[str] = set()
+        self._asked: list[tuple[Request, StubCore]] = []  # whose KV is to be read when there is memory
         self.peers: list[Callable[[Message], None]] = []
         self.silent = False  # its reports are not sent
         self.deaf = False  # nor anything else
@@ -56,6 +71,7 @@ class StubCore:
         self.ask: Callable[[], None] = lambda: None  # take in what gateways have sent
         self.listeners: dict[str, Callable[[Event], None]] = {}
         self._contracts: dict[str, Contract] = {}
+        self._offered: dict[str, Request] = {}  # of those that are only prefilled
         self._rows: list[list[Any]] = []
         self._done: list[Stepped] = []
         self._shown: dict[str, tuple[int, int]] = {}
@@ -80,7 +96,7 @@ class StubCore:
                     "kind": "hello", "protocol": PROTOCOL, "asked": message["asked"],
                     "policy": self.policy, "model": "stub", "vllm": "0.32.0",
                     "rubato": "0", "supports": sorted(self.host.supports), "limits": asdict(self.limits),
-                    "latency": self.model.to_dict(), **self._times(),
+                    "latency": self.model.to_dict(), "kv_lease": self.kv_lease, **self._times(),
                 }
             )  # fmt: skip
             self._snapshot(tell)
@@ -122,16 +138,81 @@ class StubCore:
         self._emit(Offered(self.clock.now(), request.id, request))
         self.host.submit(request)
 
+    def abort(self, id: str) -> None:
+        replica = self.host.replica
+        assert replica is not None
+        if id in replica.arriving:
+            self.host.release(id)
+        else:
+            self.host.cancel(id, "aborted")
+        self.listeners.pop(id, None)
+
+    def prefill(self, request: Request, listener: Callable[[Event], None]) -> None:
+        """Run its prompt, and keep the KV for another core, or until the lease is over."""
+        self._prefill_only.add(request.id)
+        self.submit(request, listener)
+
+    def go_on(self, request: Request, source: StubCore, listener: Callable[[Event], None]) -> None:
+        """With a prompt of which another core has the KV."""
+        self.listeners[request.id] = listener
+        self._emit(Offered(self.clock.now(), request.id, request))
+        self._asked.append((request, source))
+        self._read()
+
+    def _read(self) -> None:
+        """KV of others, as far as there is memory for it."""
+        while self._asked and (self._asked[0][0].id not in self.listeners or self.host.reserve(self._asked[0][0])):
+            request, source = self._asked.pop(0)
+            if request.id in self.listeners:
+                self.clock.spawn(self._receive(request, source), f"KV of {request.id}")
+
+    async def _receive(self, request: Request, source: StubCore) -> None:
+        await self.clock.sleep_until(self.clock.now() + 0.002, ARRIVAL)
+        assert request.handoff is not None
+        if request.id in self.listeners and request.id in source.kept:
+            self.reads += 1
+            if self.reading_fails:  # as vLLM's `kv_load_failure_policy` has it
+                self.host.release(request.id)
+                end = judge(request, [], "failed", "deadline")
+                self._emit(Finished(self.clock.now(), request.id, "failed", "error", end))
+                return
+            await self.host.receive(request.id, KV(request.handoff.cached, "simulated", (0,), b"", 0))
+        source.give_up(request.id)
+
+    def give_up(self, id: str) -> None:
+        """Its KV was read, or the lease is over."""
+        if self.kept.pop(id, None) is not None:
+            self._rows.append(["s", id])
+            self._tell_soon()
+
+    def _kept_blocks(self) -> int:
+        return sum(self.limits.blocks(_length(request)) for request in self.kept.values())
+
     def _emit(self, event: Event) -> None:
+        if isinstance(event, Tokens) and event.id in self._prefill_only:
+            return
+        if isinstance(event, Finished) and event.id in self._prefill_only:
+            self._prefill_only.discard(event.id)
+            if event.outcome == "completed":
+                self.kept[event.id] = request = self._offered.pop(event.id)
+                self._rows.append(["h", event.id, "prefilled", event.at, max(1, _length(request) - 1)])
+                assert self.kv_lease is not None
+                self.clock.call_at(self.clock.now() + self.kv_lease, ARRIVAL, lambda: self.give_up(event.id))
+                self.listeners.pop(event.id)(event)
+                self._tell_soon()
+                return
         if isinstance(event, Stepped):
             self._done.append(event)
+            self._read()
         elif isinstance(event, Offered):
             about = {"at": event.at, "id": event.id, "request": without_texts(event.request)}
             self._rows.append(["Offered", about, event.id])
+            if event.id in self._prefill_only:
+                self._offered[event.id] = event.request
         elif isinstance(event, HandedOff):
             handoff = event.request.handoff
             assert handoff is not None
-            self._rows.append(["h", event.id, handoff.reason, event.at])
+            self._rows.append(["h", event.id, handoff.reason, event.at, 0])
         else:
             self._rows.append(event_row(event))
         if not isinstance(event, Stepped | Offered):
@@ -140,6 +221,9 @@ class StubCore:
                 self.listeners.pop(event.id, None)
             if listener is not None:
                 listener(event)
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._report)
@@ -150,7 +234,7 @@ class StubCore:
         replica = self.host.replica
         assert replica is not None
         flying = {s.id: s.in_flight for s in replica.running.values() if s.in_flight}
-        at, said = self.clock.now(), dict[str, Any]({"kind": "report", "kv": replica.kv.free})
+        at, said = self.clock.now(), dict[str, Any]({"kind": "report", "kv": replica.kv.free - self._kept_blocks()})
         if self._rows:
             said["events"], self._rows = self._rows, []
         if self._done:
@@ -165,7 +249,7 @@ class StubCore:
     def _held(self) -> dict[str, tuple[int, int]]:
         replica = self.host.replica
         assert replica is not None
-        rows = {s.id: (s.cached, s.blocks) for s in replica.running.values()}
+        rows = {s.id: (s.cached, s.blocks) for s in (*replica.running.values(), *replica.arriving.values())}
         changed = {id: row for id, row in rows.items() if self._shown.get(id) != row}
         self._shown = rows
         return changed
@@ -182,10 +266,17 @@ class StubCore:
         rows = []
         for seq in sorted([*replica.waiting, *replica.running.values()], key=lambda s: s.order):
             about = {"at": self.clock.now(), "id": seq.id, "request": without_texts(seq.request)}
-            state = (seq.id not in replica.running, seq.started, seq.demoted, seq.cached, seq.blocks)
+            where = "running" if seq.id in replica.running else "waiting"
+            state = (where, seq.started, seq.demoted, seq.cached, seq.blocks)
             rows.append([about, seq.id, state, list(seq.times_of_stage()), []])
         flying = {s.id: s.in_flight for s in replica.running.values() if s.in_flight}
-        said = {"kind": "snapshot", "n": self._number, "at": self.clock.now(), "kv": replica.kv.free, "seqs": rows}
+        coming = [(seq.request, "arriving") for seq in replica.arriving.values()]
+        coming += [(request, "arriving") for request, _ in self._asked if request.id in self.listeners]
+        for request, where in [*coming, *((request, "leaving") for request in self.kept.values())]:
+            about = {"at": self.clock.now(), "id": request.id, "request": without_texts(request)}
+            rows.append([about, request.id, (where, False, False, 0, self.limits.blocks(_length(request))), [], []])
+        kv = replica.kv.free - self._kept_blocks()
+        said = {"kind": "snapshot", "n": self._number, "at": self.clock.now(), "kv": kv, "seqs": rows}
         if not self.silent:
             tell(unpacked(packed({**said, "batches": [flying] if flying else []})))
 
@@ -253,7 +344,9 @@ class MemoryReply:
 class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
     are answered with this status. cut: the stream of the next request breaks off after so many tokens. merged: so many
-    come in its first chunk."""
+    come in its first chunk. servers: all of them, by name, for those that read each other's KV."""
+
+    servers: ClassVar[dict[str, StubServer]] = {}
 
     def __init__(self, core: StubCore, model: str = "stub") -> None:
         self.core = core
@@ -270,6 +363,9 @@ class StubServer:
         self.merged = 1
         self.fuses = False  # for it two words are a token
         self.version = "0.32.0"
+        self.says_nothing_of_kv = False
+        self.name = f"engine {len(self.servers)}"
+        self.servers[self.name] = self
 
     async def open(
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
@@ -325,21 +421,34 @@ class StubServer:
         else:
             prompt = tuple(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
         ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
+        kv = body.get("kv_transfer_params") or {}
         requests = [self._request(one, prompt, int(body.get("max_tokens", 16)), contract) for one in ids]
         streams = bool(body.get("stream"))
         kind = "text/event-stream; charset=utf-8" if streams else "application/json"
-        reply = MemoryReply(200, kind, lambda: self._abort(ids))
+        reply = MemoryReply(200, kind, lambda: self._abort(answering))
         self.open_replies = {one for one in self.open_replies if not one.over} | {reply}
         answering = _Answering(reply, answer, chat, ids, streams, len(prompt), self.cut or -self.says_error_after)
         answering.adds, answering.events, answering.merged = self.adds, EVENTS.get(path), self.merged
         self.cut, self.says_error_after, self.merged = 0, 0, 1
         for request in requests:
-            self.core.submit(request, answering.hear)
+            if kv.get("do_remote_decode"):
+                answering.kv = (
+                    None
+                    if self.says_nothing_of_kv
+                    else {"do_remote_prefill": True, "remote_engine_id": self.name, "prompt": list(prompt)}
+                )
+                self.core.prefill(request, answering.hear)
+            elif kv.get("do_remote_prefill"):
+                assert kv["prompt"] == list(prompt), "KV of another prompt"
+                self.core.go_on(request, self.servers[kv["remote_engine_id"]].core, answering.hear)
+            else:
+                self.core.submit(request, answering.hear)
         return reply
 
-    def _abort(self, ids: Sequence[str]) -> None:
-        for id in ids:
-            self.core.host.cancel(id, "aborted")
+    def _abort(self, answering: _Answering) -> None:
+        for id in answering.ids:
+            if self.core.listeners.get(id) == answering.hear:  # else it has come back: vLLM gives that another id
+                self.core.abort(id)
 
     def _request(self, id: str, prompt: tuple[int, ...], most: int, contract: Contract | None) -> Request:
         now = self.core.clock.now()
@@ -360,6 +469,12 @@ class StubServer:
         )  # fmt: skip
 
 
+def _length(request: Request) -> int:
+    """Tokens of its prompt, and of what it has received."""
+    had = request.progress
+    return request.prompt + (0 if had is None else sum(map(len, had.times)))
+
+
 class _Answering:
     """From the events of an answer's requests to its response."""
 
@@ -367,12 +482,13 @@ class _Answering:
         self, reply: MemoryReply, answer: str, chat: bool, ids: Sequence[str], streams: bool, prompt: int, cut: int
     ) -> None:
         self._reply, self._answer, self._chat, self._streams = reply, answer, chat, streams
-        self._ids, self._prompt, self._cut = list(ids), prompt, cut
+        self.ids, self._prompt, self._cut = list(ids), prompt, cut
         self._said: dict[str, list[str]] = {id: [] for id in ids}
         self._ends: dict[str, Finished] = {}
         self._tokens = 0
         self._over = False
         self.adds: dict[str, Any] = {}
+        self.kv: dict[str, Any] | None = None  # where the KV is, of a prompt that was prefilled for another
         self.events: tuple[str, str] | None = None  # names of a text's and of the last one
         self.merged = 1  # tokens of the first chunk
         self._late = ""  # text that is not sent yet
@@ -383,14 +499,14 @@ class _Answering:
             return
         if not self._begun:  # with the first word of the engine, whatever it is
             self._begun = True
-            for index in range(len(self._ids)):
+            for index in range(len(self.ids)):
                 self._put(index, {"role": "assistant", "content": ""}, None)
         if isinstance(event, Tokens):
             self._said[event.id].append(event.text)
             self._tokens += 1
             self._late += event.text
             if self._streams and self._tokens >= self.merged:
-                self._put(self._ids.index(event.id), {"content" if self._chat else "text": self._late}, None)
+                self._put(self.ids.index(event.id), {"content" if self._chat else "text": self._late}, None)
                 self._late = ""
             if self._cut and self._tokens == abs(self._cut):
                 self._over = True
@@ -405,8 +521,8 @@ class _Answering:
             self._reply.put(b"")
             return
         if self._streams:
-            self._put(self._ids.index(event.id), {} if self._chat else {"text": ""}, event.reason)
-        if len(self._ends) == len(self._ids):
+            self._put(self.ids.index(event.id), {} if self._chat else {"text": ""}, event.reason)
+        if len(self._ends) == len(self.ids):
             self._end()
 
     def _end(self) -> None:
@@ -418,11 +534,12 @@ class _Answering:
             output = sum(end.output for end in self._ends.values())
             usage = {"prompt_tokens": self._prompt, "completion_tokens": output}
             choices = []
-            for index, id in enumerate(self._ids):
+            for index, id in enumerate(self.ids):
                 text = "".join(self._said[id])
                 said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
                 choices.append({"index": index, **said, "finish_reason": self._ends[id].reason})
-            self._reply.put(orjson.dumps({"id": self._answer, "choices": choices, "usage": usage}))
+            said = {"id": self._answer, "choices": choices, "usage": usage}
+            self._reply.put(orjson.dumps({**said, "kv_transfer_params": self.kv} if self.kv else said))
         self._reply.put(b"")
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:

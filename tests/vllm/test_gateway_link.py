@@ -83,8 +83,8 @@ class Gateway:
     def _take(self, report: Report) -> None:
         self.mirror.take(report)
         self.events += [*report.events, *report.gave_up]
-        for id, reason, at in report.gave_up:
-            if (request := self.mirror.moved(id, reason, at)) is not None:
+        for id, reason, at, cached in report.gave_up:
+            if (request := self.mirror.moved(id, reason, at, cached)) is not None:
                 self.mirror.fold(HandedOff(at, id, request))
 
     def differences(self) -> Iterator[str]:

@@ -10,12 +10,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from uuid import uuid4
 
+from rubato.config.build import choice_of
 from rubato.config.schema import Config, ConfigError
 from rubato.core.did_you_mean import nearest
 from rubato.core.length_prediction import PREDICTORS
 from rubato.engines.vllm.settings import settings_of
 from rubato.fleet.server_actor import ServerCommand
+from rubato.policies import load, router_for
 
+KV_FLAG = "--kv-transfer-config"
+CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "{host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": "{free_port}"}
 KEY = "VLLM_API_KEY"  # vLLM's environment variable: what its API asks of clients
 OURS = {  # vLLM's flags that follow from the configuration: what to do instead
     "--model": "set model",
@@ -97,9 +102,22 @@ def vllm_command(config: Config) -> tuple[ServerCommand, str]:
         words.append(f"--served-model-name={config.served_name}")
     if not config.prefix_cache:
         words.append("--no-enable-prefix-caching")
+    nixl: dict[str, str] = {}
+    if moves_kv(config):
+        nixl = NIXL
+        if not any(word.partition("=")[0] == KV_FLAG for word in servers.args):
+            words.append(f"{KV_FLAG}={json.dumps(CONNECTOR)}")
     key = servers.env.get(KEY) or uuid4().hex
-    command = ServerCommand([*words, *servers.args], {**servers.env, KEY: key}, float(servers.start_seconds))
+    command = ServerCommand([*words, *servers.args], {**nixl, **servers.env, KEY: key}, float(servers.start_seconds))
     return command, key
+
+
+def moves_kv(config: Config) -> bool:
+    """Whether the policy or its router moves KV from server to server. Raises ConfigError and PolicyError."""
+    choice = choice_of(config)
+    scheduler = load(choice.policy, choice.settings)
+    router = router_for(choice.policy, choice.router, choice.router_settings, choice.settings)
+    return "kv_transfer" in scheduler.needs | router.needs
 
 
 def plugin_settings(config: Config, more: Mapping[str, Any]) -> dict[str, Any]:

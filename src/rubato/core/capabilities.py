@@ -26,4 +26,9 @@ def cure(missing: Set[str], drafter: str = "") -> str:
         return f"no engine knows the need {unknown[0]!r}{guess}{more}"
     if "draft" in missing and drafter:
         return f"give it a drafter ({drafter}), or choose another policy"
+    if "kv_transfer" in missing:
+        return (
+            "choose a policy that moves no KV (polyserve: mode co); vLLM servers move it with the link and NIXL's "
+            "connector (docs/gateway.md)"
+        )
     return "choose another policy"

@@ -99,7 +99,7 @@ class Cluster:
         )  # fmt: skip
         self._transfers = KVTransfers(
             self.hosts, self._requests, clock,
-            fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._route_if_kv_freed,
+            fail=lambda seq, why: self._end(seq, "failed", why), kv_freed=self._kv_left,
         )  # fmt: skip
         self._timer = RoutingTimer(clock, self._route_until_settled)
         self._routing_scheduled: Handle | None = None  # at the end of this instant
@@ -256,6 +256,12 @@ class Cluster:
             self._route_until_settled()
         elif self._routing_scheduled is None and not self._routing:
             self._routing_scheduled = self.clock.call_at(self.clock.now(), PLAN, self._route_until_settled)
+
+    def _kv_left(self) -> None:
+        """KV has gone from a replica, which may be one that drains."""
+        if self._scaling.draining:
+            self._scaling.let_leave()
+        self._route_if_kv_freed()
 
     def _route_if_kv_freed(self) -> None:
         """A step has ended or KV may be free: a held request with KV waits for nothing else. If nothing is placed, a
@@ -420,6 +426,8 @@ class Cluster:
             last = True
             self._book_end(event)
         elif isinstance(event, HandedOff):
+            if event.id in self._transfers:  # the KV is given up that was about to move: its transfer fails
+                return
             self._requests.take_from_replica(event.id)
             self._requests.hold(event.request)
         elif isinstance(event, Transferred):

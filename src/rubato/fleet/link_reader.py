@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rubato.core.events import Event, Finished, Offered, Stepped
+from rubato.core.events import Event, Finished, Offered, Stepped, Transferred
 from rubato.core.link_messages import Message, event_of
 from rubato.core.plan import NO_BATCH, Shape
 from rubato.core.request import Request
 from rubato.fleet.remote_view import GaveUp, Held, Report, There
 
 NOTHING = Held(0, 0, 0, 0)
+MOVES = ("h", "s")  # rows of what is handed off, and of what has left with its KV
 
 
 class MissedReportError(Exception):
@@ -49,9 +50,12 @@ class LinkReader:
             raise MissedReportError
         self.number = number
         rows = message.get("events", ())
-        events = [self._event(row, at) for row in rows if row[0] != "h"]
-        moved = [row for row in rows if row[0] == "h"]
-        gave_up = tuple([GaveUp(self._names.pop(id, id), reason, when) for _, id, reason, when in moved])
+        events = [self._event(row, at) for row in rows if row[0] not in MOVES]
+        gave_up = tuple([
+            GaveUp(self._names[id] if cached else self._names.pop(id, id), reason, when, cached)
+            for kind, id, reason, when, cached in [row for row in rows if row[0] == "h"]
+        ])  # fmt: skip
+        sent = [self._names.pop(row[1], row[1]) for row in rows if row[0] == "s"]
         self._kv_free = message["kv"]
         if (done := message.get("done")) is not None:
             shape, seconds = done
@@ -69,14 +73,18 @@ class LinkReader:
             self._held[name] = self._held.get(name, NOTHING)._replace(cached=cached, blocks=blocks, own=blocks)
         report = replace(self._report(at, tuple(events), hits), gave_up=gave_up)
         for event in (*events, *gave_up):
-            if isinstance(event, Finished | GaveUp):
+            if isinstance(event, Finished) or (isinstance(event, GaveUp) and not event.cached):
                 self._held.pop(event.id, None)
+        for name in sent:
+            self._held.pop(name, None)
         return report
 
     def _event(self, row: list[Any], at: float) -> Event:
         if row[0] == "Offered":
             return self._offered(row[1], row[2])
         event = event_of(row, at)
+        if isinstance(event, Transferred):
+            event = replace(event, replica=self._replica)
         name = self._names.get(event.id)
         if isinstance(event, Finished):
             self._names.pop(event.id, None)
@@ -114,11 +122,11 @@ class LinkReader:
         self._batches.clear()
         self._shape, self._kv_free, self._busy_until = NO_BATCH, message["kv"], at
         there = []
-        for fields, gateway_id, (waiting, started, demoted, cached, blocks), times, ids in message["seqs"]:
+        for fields, gateway_id, (state, started, demoted, cached, blocks), times, ids in message["seqs"]:
             request: Request = self._offered(fields, gateway_id).request
-            if not waiting:
+            if state != "waiting" and (blocks or state != "arriving"):
                 self._held[request.id] = Held(cached, blocks, blocks, 0)
-            there.append(There(request, waiting, started, demoted, cached, tuple(times), tuple(ids)))
+            there.append(There(request, state, started, demoted, cached, tuple(times), tuple(ids)))
         for tokens in message["batches"]:
             self._run({self._names.get(id, id): count for id, count in tokens.items()})
         return replace(self._report(at, (), {}), there=tuple(there))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rubato.core.events import (
     Demoted,
@@ -43,20 +43,25 @@ NOT_HELD = Held(0, 0, 0, 0)  # of a sequence without KV
 
 
 class GaveUp(NamedTuple):
-    """A request that a replica hands off, without KV: it is to be placed again."""
+    """A request that a replica hands off: it is to be placed again. cached: tokens of which KV stays there for where it
+    goes on."""
 
     id: str
     reason: HandoffReason
     at: float
+    cached: int = 0
+
+
+State = Literal["waiting", "running", "arriving", "leaving"]
 
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """One request of a replica that tells of all it has. cached: tokens in KV; of one that waits, what the prefix cache
-    has of it. times, token_ids: of its output."""
+    """One request of a replica that tells of all it has. state: "arriving": its KV is to come; "leaving": only that is
+    left. cached: tokens in KV; of one that waits, what the prefix cache has of it. times, token_ids: of its output."""
 
     request: Request
-    waiting: bool
+    state: State
     started: bool
     demoted: bool
     cached: int
@@ -139,7 +144,8 @@ class Mirror:
         for id, cached in report.hits:
             if (waits := self._waiting.get(id)) is not None:
                 waits.cached = cached
-        self._leaving = {id: seq for id, seq in self._leaving.items() if id in report.held}
+        left = self._leaving.items()  # one that has come back holds KV anew
+        self._leaving = {id: seq for id, seq in left if id in report.held and id not in self._running}
         self._held = report.held
         for id, (cached, _, _, in_flight) in report.held.items():
             seq = self._running.get(id) or self._leaving.get(id) or self._arriving.get(id)
@@ -151,8 +157,10 @@ class Mirror:
         self._in_flight = report.in_flight
 
     def blocks_of(self, seq: Seq) -> int:
-        """Its KV blocks."""
-        return self._held.get(seq.id, NOT_HELD)[1]
+        """Its KV blocks; of one whose KV is to come, those that are kept for it."""
+        if (held := self._held.get(seq.id)) is None and seq.id in self._arriving:
+            return self.limits.blocks(seq.length)
+        return 0 if held is None else held[1]
 
     def own_blocks_of(self, seq: Seq) -> int:
         """Of these, those not shared."""
@@ -163,6 +171,7 @@ class Mirror:
             self.latency.idle(now - self._stepped)
         waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
+        kept = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._held])
         limits = self.limits
         if moving and limits.max_running is not None:
             limits = replace(limits, max_running=limits.max_running - len(moving))
@@ -171,7 +180,7 @@ class Mirror:
             now=now,
             waiting=waiting,
             running=list(self._running.values()),
-            kv_free=self._kv_free,
+            kv_free=max(0, self._kv_free - kept) if kept else self._kv_free,
             kv_total=self.limits.kv_blocks,
             limits=limits,
             latency=self.latency,
@@ -190,13 +199,14 @@ class Mirror:
         seqs = [seq for seq in here if seq.id not in self._strange]
         return [self._with_progress(seq) for seq in seqs]
 
-    def moved(self, id: str, reason: HandoffReason, at: float) -> Request | None:
-        """A request that the replica hands off without KV, with what it has received; None if it is not here."""
-        seq = self._running.get(id) or self._waiting.get(id)
+    def moved(self, id: str, reason: HandoffReason, at: float, cached: int = 0) -> Request | None:
+        """A request that the replica hands off, with what it has received; None if it is not here. cached: tokens of
+        which KV stays there for where it goes on."""
+        seq = self.known(id)
         if seq is None:
             return None
         before = seq.request.handoff
-        handoff = Handoff(self.id, reason, at, 0, before.hops + 1 if before else 1)
+        handoff = Handoff(self.id, reason, at, cached, before.hops + 1 if before else 1)
         return replace(self._with_progress(seq), group="", handoff=handoff)
 
     def known(self, id: str) -> Seq | None:
@@ -206,9 +216,17 @@ class Mirror:
     def waits(self, id: str) -> bool:
         return id in self._waiting
 
+    def arrives(self, id: str) -> bool:
+        """Whether its KV is to come."""
+        return id in self._arriving
+
+    def leaves(self, id: str) -> bool:
+        """Whether it has been handed off, and its KV is still here."""
+        return id in self._leaving
+
     def forget(self, id: str) -> None:
         """It is not here any more, whatever became of it."""
-        for where in (self._waiting, self._running, self._arriving):
+        for where in (self._waiting, self._running, self._arriving, self._leaving):
             where.pop(id, None)
         self._strange.discard(id)
 
@@ -226,10 +244,11 @@ class Mirror:
     def _begin_afresh(self, there: Sequence[There], now: float) -> None:
         """Show what there is. One that was submitted and is not there has ended, or has not come yet: it waits."""
         before = {**self._waiting, **self._running, **self._arriving}
+        left, arrived = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
         strange, self._strange = self._strange, set()
         for one in there:
-            had = before.pop(one.request.id, None)
+            had = before.pop(one.request.id, None) or left.get(one.request.id)
             request = one.request
             if had is None or request.id in strange:
                 self._strange.add(request.id)
@@ -241,10 +260,14 @@ class Mirror:
             seq.got(one.times)
             if seq.token_ids is not None:
                 seq.token_ids += one.token_ids
-            (self._waiting if one.waiting else self._running)[request.id] = seq
+            where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
+            if one.state == "leaving" and had is not None and request.id not in left:
+                self._running[request.id] = seq  # it is not known yet where its KV can be read
+            else:
+                where.get(one.state, self._running)[request.id] = seq
         for id, seq in before.items():
             if id not in strange:
-                self._waiting[id] = seq
+                (self._arriving if id in arrived else self._waiting)[id] = seq
                 seq.cached = seq.in_flight = 0
 
     def _next_order(self) -> int:
@@ -267,17 +290,20 @@ class Mirror:
         match event:
             case Started():
                 self._running[event.id] = self._waiting.pop(event.id, seq)
+                self._arriving.pop(event.id, None)
                 seq.started, seq.cached = True, event.cached
             case Preempted():
                 self._waiting[event.id] = self._running.pop(event.id, seq)
                 seq.cached = seq.in_flight = 0
             case HandedOff():
                 self._waiting.pop(event.id, None)
+                self._arriving.pop(event.id, None)
                 handoff = event.request.handoff
                 if self._running.pop(event.id, None) is not None and handoff is not None and handoff.cached:
                     self._leaving[event.id] = seq
             case Transferred():
                 self._running[event.id] = self._arriving.pop(event.id, seq)
+                seq.cached = event.tokens
             case Tokens():
                 seq.got([event.at] * event.tokens)
                 assert seq.token_ids is not None
@@ -304,6 +330,7 @@ class Mirror:
             self._waiting[event.id] = seq
         elif event.id in self._waiting:
             self.correct(event.id, event.request.prompt)
+        # (of one whose KV comes, the replica that has prefilled it has told the length)
 
 
 def _of_length(request: Request, prompt: int) -> Request:

@@ -64,13 +64,19 @@ class FleetScaling:
         return [host.view() for id, host in self._hosts.items() if id not in self.draining]
 
     def views_to_route(self, now: float) -> list[View]:
-        """The same, without those that rest."""
+        """The same, without those that rest; none where these are all of a phase, which a router would think gone."""
         hosts = [host for id, host in self._hosts.items() if id not in self.draining]
-        return [host.view() for host in hosts if host.rests_until <= now]
+        views = [host.view() for host in hosts if host.rests_until <= now]
+        if len(views) < len(hosts):
+            phases = {host.view().role.phase for host in hosts if host.rests_until > now}
+            return views if phases <= {view.role.phase for view in views} else []
+        return views
 
     def first_rested(self) -> float:
-        """When the first of the hosts that take requests has rested."""
-        return min(host.rests_until for id, host in self._hosts.items() if id not in self.draining)
+        """When the first of the hosts that rest, and take requests, has rested."""
+        now = self._clock.now()
+        hosts = [host for id, host in self._hosts.items() if id not in self.draining]
+        return min(host.rests_until for host in hosts if host.rests_until > now)
 
     def drain(self, id: str) -> None:
         """The host takes nothing more and leaves when empty; its waiting requests come back where hosts can recall.

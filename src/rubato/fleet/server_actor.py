@@ -24,7 +24,8 @@ OF_RAY = ("OMP_NUM_THREADS",)  # set by Ray for its own processes: a server deci
 @dataclass(frozen=True)
 class ServerCommand:
     """How a server is started. words: its command; {host} and {port} in it are where it is to listen. environment:
-    variables beside those of the actor. start_seconds: in which it must serve."""
+    variables beside those of the actor, in which {host} is the same, and {free_port} a port that nobody listens at.
+    start_seconds: in which it must serve."""
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -32,6 +33,12 @@ class ServerCommand:
 
     def at(self, host: str, port: int) -> list[str]:
         return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.words]
+
+    def environment_at(self, host: str) -> dict[str, str]:
+        return {
+            name: value.replace("{host}", host).replace("{free_port}", str(_free_port(host)))
+            for name, value in self.environment.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class ServerActor:
     async def start(self) -> Started:
         """Start it and wait until it serves, or has ended, or `start_seconds` are over."""
         port = _free_port(self._host)
-        environment = {k: v for k, v in os.environ.items() if k not in OF_RAY} | dict(self._command.environment)
+        environment = {k: v for k, v in os.environ.items() if k not in OF_RAY}
+        environment |= self._command.environment_at(self._host)
         pipe = asyncio.subprocess.PIPE
         self._guard = guard = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", server_guard.__file__, *self._command.at(self._host, port),

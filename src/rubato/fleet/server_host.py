@@ -18,10 +18,10 @@ from uuid import uuid4
 import orjson
 
 from rubato.core.clock import PLAN, Clock, unix_time
-from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Offered, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import LatencyModel, View
 from rubato.core.link_messages import HEARTBEAT, Message, assign, demote, expect, recall
-from rubato.core.plan import Limits, Recall, Role
+from rubato.core.plan import KV, Limits, Recall, Role
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SATURATED, Outcome, Progress, Request
 from rubato.core.slo import StageTimes, judge
@@ -30,7 +30,8 @@ from rubato.fleet.cluster import HostLost
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.link_reader import LinkReader, MissedReportError
 from rubato.fleet.local_host import SLOWER
-from rubato.fleet.remote_view import KVStays, Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.remote_view import Mirror, Report, shifted_report, shifted_request
+from rubato.fleet.server_kv import KVBetweenServers, NotApartError, prefill_only, with_kv
 from rubato.fleet.server_link import Link, hello
 from rubato.fleet.sse_relay import StreamRelay, may_be_last
 from rubato.fleet.upstream import Headers, Reply, Upstream, UpstreamError, whole
@@ -46,8 +47,8 @@ SAID_EVERY = 60  # of such looks, one that fails is logged
 REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
 LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
+ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
-STAYS = "KV moves between vLLM engines by a connector, not through a gateway"
 
 
 class ServerLostError(Exception):
@@ -56,7 +57,8 @@ class ServerLostError(Exception):
 
 @dataclass(frozen=True)
 class ServerAbout:
-    """What a server is: its model, and what a router sees of it. version: of vLLM, empty where it is not said."""
+    """What a server is: its model, and what a router sees of it. version: of vLLM, empty where it is not said.
+    kv_lease: seconds that its engine keeps KV for another one to read; None: it has no connector for that."""
 
     model: str
     limits: Limits
@@ -64,17 +66,16 @@ class ServerAbout:
     supports: frozenset[str]
     policy: str = ""
     version: str = ""
+    kv_lease: float | None = None
 
 
-class ServerHost(KVStays):
+class ServerHost(KVBetweenServers):
     """A `Host` over one server.
 
     link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
     given what its core said first. Both raise ValueError or UpstreamError. calls: of the gateway, where each request's
     body is. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of.
     """
-
-    stays = STAYS
 
     def __init__(
         self,
@@ -116,6 +117,8 @@ class ServerHost(KVStays):
         self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
         self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
         self.rests_until = 0.0
+        self._no_kv_moves()
+        self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
         self._suspect = False  # it has failed at a request, and is to be asked for its health
         self._silent = 0.0
         self._gone = False
@@ -154,7 +157,7 @@ class ServerHost(KVStays):
         mirror = Mirror(
             self.id, self.about.limits, self.about.latency, self.about.supports, self.clock.now(), self._options.lengths
         )
-        self._mirror = mirror
+        self._mirror, self.kv_lease = mirror, self.about.kv_lease
         if self._link is not None:
             self._link.send({"kind": "resync"})
             self.linked = True
@@ -170,17 +173,23 @@ class ServerHost(KVStays):
         call = self._calls[request.id]
         mirror.submit(request, self.clock.now())
         self._mine[request.id] = call
-        if call.answer in self._serving:
-            return  # with the first of its requests
+        if call.answer not in self._serving:  # else with the first of its requests
+            self._send(call, request)
+
+    def _send(self, call: Call, request: Request, kv: KV | None = None) -> None:
+        """kv: of its prompt, where another server has it."""
         if self._link is not None:
             commands = [expect(call.answer, call.ids, call.choices, shifted_request(request, self._ahead))]
             if request.progress is not None and request.progress.demoted:
                 commands.append(demote(call.answer))
             self._link.send({"kind": "do", "commands": commands})
         self._news[call.answer] = asyncio.Event()
-        task = asyncio.ensure_future(self._serve(call, request))
+        task = asyncio.ensure_future(self._serve(call, request, kv, kv is None and self._prefills))
         self._serving[call.answer] = task
         task.add_done_callback(lambda done: self._served(call, done))
+
+    def resume(self, id: str) -> None:
+        """No request here waits for a tool."""
 
     def cancel(self, id: str, reason: str) -> None:
         call = self._mine.get(id)
@@ -211,7 +220,7 @@ class ServerHost(KVStays):
                 self._fold(HandedOff(now, id, request))
 
     async def drain(self) -> None:
-        while self._mine and not self._gone:
+        while (self._mine or self._kv) and not self._gone:
             self._idle.clear()
             await self._idle.wait()
 
@@ -233,21 +242,28 @@ class ServerHost(KVStays):
 
     # ----------------------------------------------------------------- requests
 
-    async def _serve(self, call: Call, request: Request) -> None:
-        """Send a call there, and pass on what comes back."""
+    async def _serve(self, call: Call, request: Request, kv: KV | None, prefills: bool) -> None:
+        """Send a call there, and pass on what comes back. prefills: only its prompt is to be run there."""
         try:
             headers, body = call.sent(request.progress)
             if call.begun:
                 headers, body = call.sent(request.progress, await self._tokenized(call.so_far(), headers))
+            if kv is not None:
+                body = with_kv(body, kv)
+            elif prefills:
+                body = prefill_only(call, body)
             reply = await self.upstream.open("POST", call.path, headers, body)
         except CannotContinueError as error:
             self._fail(call, str(error))
+            return
+        except NotApartError as error:
+            self._end(call, "refused", f"rejected-invalid: {error}")
             return
         except UpstreamError as error:
             self._failed(call, f"replica {self.id} cannot be reached: {error}")
             return
         try:
-            await self._pass_on(call, reply)
+            await self._pass_on(call, reply, prefills)
         except UpstreamError as error:
             reply.close()  # first: it may come back here
             self._failed(call, f"replica {self.id} broke off: {error}")
@@ -264,7 +280,7 @@ class ServerHost(KVStays):
             return tuple(map(int, orjson.loads(raw)["tokens"])) if reply.status == 200 else ()
         return ()
 
-    async def _pass_on(self, call: Call, reply: Reply) -> None:
+    async def _pass_on(self, call: Call, reply: Reply, prefills: bool) -> None:
         if reply.status >= 500 or reply.status == 429:
             error = await whole(reply)
             await self._heard_of(call)
@@ -278,6 +294,9 @@ class ServerHost(KVStays):
             raw = await whole(reply)
             await call.whole(reply.status, reply.headers, raw)
             self._end(call, "refused", f"rejected-invalid: the server answered {reply.status}")
+            return
+        if prefills:
+            await self._hand_over(call, await whole(reply))
             return
         if dict(reply.headers).get("content-type", "").startswith("text/event-stream"):
             await self._stream(call, reply)
@@ -339,7 +358,11 @@ class ServerHost(KVStays):
         news = self._news.get(call.answer)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_WAIT):
-                while news is not None and self.linked and any(id in self._mine for id in call.ids):
+                while (
+                    news is not None
+                    and self.linked
+                    and any(id in self._mine and id not in self._prefilled for id in call.ids)
+                ):
                     news.clear()
                     await news.wait()
 
@@ -359,7 +382,8 @@ class ServerHost(KVStays):
         self.rests_until = self.clock.now() + REST
         self._suspect = True
         log.warning("%s", why)
-        self._give_back(call, why, full)
+        if not self._failed_to_arrive(call, why):
+            self._give_back(call, why, full)
 
     def _give_back(self, call: Call, why: str, full: bool) -> None:
         now, mirror = self.clock.now(), self._started()
@@ -432,6 +456,7 @@ class ServerHost(KVStays):
             if isinstance(event, Stepped):
                 self._emit_outside(event)
                 continue
+            self._absent.pop(event.id, None)
             call = self._mine.get(event.id)
             if call is None:
                 continue
@@ -439,7 +464,13 @@ class ServerHost(KVStays):
                 if len(call.ids) == 1 and event.request.progress is None:
                     call.counted(event.request.prompt)
                 continue
+            if type(event) is Finished and event.outcome == "failed" and self._failed_to_arrive(call, event.reason):
+                del self._mine[event.id]
+                self._leave(call)
+                continue
+            self._arrived(event)
             if isinstance(event, Finished | HandedOff):
+                self._prefilled.pop(event.id, None)
                 del self._mine[event.id]
                 if (news := self._news.get(call.answer)) is not None:
                     news.set()
@@ -453,6 +484,8 @@ class ServerHost(KVStays):
         """Something has come of it: it waits no more. prompt: tokens, where the server has said how many."""
         now, mirror = self.clock.now(), self._started()
         for id in call.ids:
+            if id in self._mine and mirror.arrives(id) and (seq := mirror.known(id)) and (came := seq.request.handoff):
+                self._fold(Transferred(now, id, self.id, came.source, came.cached, 0))
             if id in self._mine and mirror.waits(id):
                 if prompt and len(call.ids) == 1:
                     mirror.correct(id, prompt)
@@ -527,10 +560,20 @@ class ServerHost(KVStays):
         if not self.linked:
             log.info("replica %s: the link is back", self.id)
             self.linked = True
+        if report.there is not None:
+            shown = {one.request.id for one in report.there}
+            now = self.clock.now()
+            self._absent = {id: self._absent.get(id, now) for id in self._mine if id not in shown}
         mirror.take(report)  # all of it first: told of an end, the cluster may place another
         self._emit(report.events)
-        for id, reason, at in report.gave_up:
+        for told in report.gave_up:
+            id, reason, at, cached = told
             call = self._mine.get(id)
+            if call is not None and cached:  # its response says the rest
+                self._prefilled[id] = told
+                if (news := self._news.get(call.answer)) is not None:
+                    news.set()
+                continue
             request = mirror.moved(id, reason, at)
             if call is not None and (request := self._as_sent(call, request)) is not None:
                 self._fold(HandedOff(at, id, request))
@@ -572,6 +615,7 @@ class ServerHost(KVStays):
     def _watch_link(self, link: Link, mirror: Mirror) -> None:
         link.send({"kind": "ping", "asked": self.clock.now()})
         self._silent += HEARTBEAT
+        self._look_for_absent()
         if self.linked and self._silent < SILENT:
             self._check_step(mirror)
             return
@@ -580,6 +624,16 @@ class ServerHost(KVStays):
             self.linked = False
         link.send(hello(self._name, self.clock.now()))
         link.send({"kind": "resync"})
+
+    def _look_for_absent(self) -> None:
+        """Place elsewhere what the engine does not know: it has handed it off, in a report that was missed. (Of one
+        that has ended, the response has ended.)"""
+        for id, since in list(self._absent.items()):
+            if (call := self._mine.get(id)) is None:
+                del self._absent[id]
+            elif self.clock.now() - since > ABSENT:
+                del self._absent[id]
+                self._failed(call, f"replica {self.id} does not know request {id!r} any more")
 
     async def _is_healthy(self) -> bool:
         try:
@@ -620,6 +674,7 @@ class ServerHost(KVStays):
                 task.cancel()
         self._serving.clear()
         self._mine.clear()
+        self._kv.clear()
         self._idle.set()
         self._lost(self.id, error, left)
         self._spawn(self.close())  # what it holds open is of no use any more

@@ -37,6 +37,7 @@ async def about(
                 supports=frozenset(told["supports"]) | LINKED,
                 policy=told["policy"],
                 version=told["vllm"],
+                kv_lease=told["kv_lease"],
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"server {url}: its engine's greeting cannot be read ({error})") from error

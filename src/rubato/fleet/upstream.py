@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import aiohttp
 
 Headers = Sequence[tuple[str, str]]
+KEPT_ALIVE = 4.0  # seconds of an idle connection: below the 5 s after which uvicorn, vLLM's server, closes it
 CONNECT_SECONDS = 2.0  # for a connection; a machine that is gone answers nothing
 
 
@@ -83,7 +84,7 @@ class HttpServer:
     ) -> Reply:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rubato.core.events import Demoted, Event, HandedOff
+from rubato.core.events import Demoted, Event, HandedOff, Transferred
 from rubato.core.link_messages import Message, role_of
 from rubato.core.plan import Limits, Role
 from rubato.core.request import Handoff, HandoffReason
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
+from rubato.engines.vllm.kv_transfer import hands_over
 from rubato.engines.vllm.reports import NAME
 from rubato.engines.vllm.sequence import VllmSeq, promised_request
 from rubato.latency import affine
@@ -33,6 +34,9 @@ class FleetPart:
     _settled: int
     _fair: FairShare | None
     _held: dict[str, VllmSeq]
+    kv_lease: float | None
+    arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
+    leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
 
     if TYPE_CHECKING:
 
@@ -40,6 +44,7 @@ class FleetPart:
         def _happened(self, seq: VllmSeq, event: Event) -> None: ...
         def _to_observe(self, event: Event) -> None: ...
         def _kv_free(self) -> int: ...
+        def preempted(self, id: str) -> None: ...
 
     def open_to_gateways(self, about: Mapping[str, Any]) -> None:
         """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
@@ -53,6 +58,7 @@ class FleetPart:
                 "supports": sorted(self.supports),
                 "limits": asdict(self.limits),
                 "latency": self.latency.to_dict(),
+                "kv_lease": self.kv_lease,
             }
 
         self._gateways.hand_over_to(hello, self.clock, self._kv_free())
@@ -85,7 +91,8 @@ class FleetPart:
                 leaving += [
                     (seq.id, "recalled")
                     for seq in own
-                    if (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
+                    if not seq.arriving
+                    and (seq.best_effort if kind == "best_effort" else seq.waiting and not seq.own.num_computed_tokens)
                 ]
             case ["demote", str(answer)]:
                 self._gateways.demote(answer)
@@ -102,27 +109,54 @@ class FleetPart:
         if (promised := self._gateways.promised(seq.id)) is not None:
             seq.request = promised_request(seq.own, promised.contract)
             seq.promised, seq.demoted = promised, promised.contract.demoted
+            seq.prefill_only = hands_over(seq.own)
             seq._deadlines = None
             self._strange -= movable(seq)
             self._settled = 0
             self._gateways.link.begin_afresh()
 
     @guarded
-    def hand_off(self, id: str, reason: HandoffReason) -> None:
-        """Its gateway is to place it on another replica; here it is over."""
+    def hand_off(self, id: str, reason: HandoffReason, cached: int = 0) -> None:
+        """Its gateway is to place it on another replica; here it is over, but for the KV of `cached` tokens."""
         seq = self.seqs.pop(id, None)
         if seq is None or self._gateways is None:
             return
         now = self.clock()
         self._settled = 0
+        self.arriving.discard(id)
+        if cached:
+            self.leaving[id] = seq
         self._strange -= not movable(seq)
         if self._fair is not None:
             self._held.pop(id, None)
             self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
         before = seq.request.handoff
-        moved = Handoff(NAME, reason, now, 0, before.hops + 1 if before else 1)
+        moved = Handoff(NAME, reason, now, cached, before.hops + 1 if before else 1)
         self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
-        self._gateways.hand_off(seq, reason, now)
+        self._gateways.hand_off(seq, reason, now, cached)
+
+    # ----------------------------------------------------------------- KV between engines
+
+    def sent(self, id: str) -> None:
+        """vLLM has freed the blocks of a request that has ended."""
+        if self.leaving.pop(id, None) is not None and self._gateways is not None:
+            self._gateways.sent(id)
+
+    def arrives(self, id: str) -> bool:
+        """Whether its KV is at another engine, or on its way."""
+        return id in self.arriving
+
+    @guarded
+    def kv_missed(self, id: str) -> None:
+        """The KV of a request has not come: it is prefilled here."""
+        self._arrive(self.seqs[id], self.clock(), 0)
+        self.preempted(id)
+
+    def _arrive(self, seq: VllmSeq, now: float, cached: int) -> None:
+        self.arriving.discard(seq.id)
+        seq.arrives_at(now, cached)
+        handoff = seq.request.handoff
+        self._happened(seq, Transferred(now, seq.id, NAME, "" if handoff is None else handoff.source, cached, 0))
 
 
 def movable(seq: VllmSeq) -> bool:

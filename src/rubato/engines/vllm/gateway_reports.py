@@ -101,13 +101,20 @@ class GatewayReports:
         else:
             self._rows.append(event_row(event))
 
-    def hand_off(self, seq: VllmSeq, reason: str, at: float) -> None:
-        """Its gateway is to place it elsewhere."""
+    def hand_off(self, seq: VllmSeq, reason: str, at: float, cached: int) -> None:
+        """Its gateway is to place it elsewhere. cached: tokens of which KV stays here until `sent`."""
         self._contracts.pop(answer_of(seq.id), None)
-        self._shown.pop(seq.id, None)
+        if not cached:
+            self._shown.pop(seq.id, None)
         self._hits.pop(seq.id, None)
         if self.link.listeners:
-            self._rows.append(["h", seq.id, reason, at])
+            self._rows.append(["h", seq.id, reason, at, cached])
+
+    def sent(self, id: str) -> None:
+        """Its KV has been read, or the time for that is over."""
+        self._shown.pop(id, None)
+        if self.link.listeners:
+            self._rows.append(["s", id])
 
     def add_tokens(self, event: Tokens) -> None:
         if self.link.listeners:
@@ -129,7 +136,7 @@ class GatewayReports:
             return
         hits = {}
         for seq in seqs.values():
-            if seq.waiting and self._hits.get(seq.id, 0) != seq.cached:
+            if seq.waiting and not seq.arriving and self._hits.get(seq.id, 0) != seq.cached:
                 hits[seq.id] = self._hits[seq.id] = seq.cached
         said: Message = {"shape": shape, "busy": now + seconds, "tokens": tokens, "kv": kv_free}
         if held := self._changed(seqs):  # their new blocks
@@ -142,10 +149,11 @@ class GatewayReports:
         done: tuple[Shape, float] | None,
         kv_free: int,
         seqs: Mapping[str, VllmSeq],
+        leaving: Mapping[str, VllmSeq],
         batches: Sequence[Mapping[str, int]],
     ) -> None:
-        """Something happened. done: a batch that is through, and its seconds. batches: that run; tokens of each request
-        in it."""
+        """Something happened. done: a batch that is through, and its seconds. leaving: of which only KV is here.
+        batches: that run; tokens of each request in it."""
         if self.link.listeners:
             said: Message = {"kv": kv_free}
             if done is not None:
@@ -158,16 +166,16 @@ class GatewayReports:
             self._rows.clear()
             self._shown.clear()
             self._hits.clear()
-        idle = not seqs and not batches  # nothing will happen before a request comes
+        idle = not (seqs or leaving or batches)  # nothing will happen before a request comes
         if self.link.wanted or idle:
-            self._snapshot(now, kv_free, seqs, batches, idle=idle)
+            self._snapshot(now, kv_free, {**leaving, **seqs}, batches, idle=idle)
 
     def _changed(self, seqs: Mapping[str, VllmSeq]) -> dict[str, tuple[int, int]]:
         """Of requests that hold KV, what is not as it was told."""
         shown, changed = self._shown, {}
         for id, seq in seqs.items():
-            if not seq.waiting:
-                own = seq.own
+            own = seq.own
+            if not seq.waiting or (seq.arriving and own.num_computed_tokens):
                 row = (own.num_computed_tokens - own.num_in_flight_tokens, seq.blocks)
                 if shown.get(id) != row:
                     shown[id] = changed[id] = row
@@ -191,10 +199,15 @@ class GatewayReports:
             cached, blocks = self._shown.get(id, (0, 0))
             if seq.waiting:
                 cached = self._hits[id] = seq.cached
+            state = "running"
+            if seq.waiting:
+                state = "arriving" if seq.arriving else "waiting"
+            elif seq.prefill_only and seq.own.is_finished():
+                state = "leaving"
             ids = list(seq.own.output_token_ids)
             times = list(seq.times_of_stage())[-len(ids) :] if ids else []  # not of what came before it moved here
             offered = _offered(seq, Offered(now, id, seq.request))[1:]
-            row = (seq.waiting, seq.started, seq.demoted, cached, blocks)
+            row = (state, seq.started, seq.demoted, cached, blocks)
             rows.append([*offered, row, times, ids[: len(times)]])
         said = {"n": self._number, "at": now, "kv": kv_free, "seqs": rows, "batches": batches}
         self.link.snapshot({"kind": "snapshot", **said}, idle=idle)

@@ -60,9 +60,14 @@ class KVView:
             free = int(free * self._scale)
         return max(0, free - sum(map(self._owed, running))) if self.ahead else free
 
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens of one sequence take."""
+        return blocks_for(tokens, self.block_size)
+
     def blocks_of(self, seq: VllmSeq) -> int:
         """Below 0 for one that holds none and will need some beyond its tokens'."""
-        if seq.waiting:  # blocks that no single preemption frees, as `Replica` counts them
+        if seq.waiting and not (seq.arriving and seq.own.num_computed_tokens):
+            # blocks that no single preemption frees, as `Replica` counts them
             hit = self.look_up(seq)
             held = len(hit.blocks) if hit.found is None else sum(b.ref_cnt > 1 for b in hit.blocks)
         elif self.exact:
@@ -100,12 +105,34 @@ class KVView:
         longer = None
         if self.by_name and len(blocks) < (own.num_tokens - 1) // self.block_size:
             longer = make_block_hash_with_group_id(own.block_hashes[len(blocks)], 0)
-        seq.hit = Hit(found[1], blocks, found, keys, longer)
+        seq.hit = Hit(found[1] + self._elsewhere(own, found[1]), blocks, found, keys, longer)
         return seq.hit
+
+    def _elsewhere(self, own: Any, here: int) -> int:
+        """Tokens beyond those found here that a KV connector loads in the step that starts the request."""
+        connector = self._scheduler.connector
+        if connector is None or own.skip_reading_prefix_cache:
+            return 0
+        in_part = here % self.block_size  # of a block: vLLM asks for what is beyond whole ones
+        more, later = connector.get_num_new_matched_tokens(own, here - in_part)
+        return 0 if later else max(0, (more or 0) - in_part)
+
+    def comes_later(self, seq: VllmSeq) -> bool:
+        """Whether vLLM would wait for KV of a request, and schedule it when that has come."""
+        own, here = seq.own, self.renewed(seq).tokens
+        if own.skip_reading_prefix_cache:
+            return False
+        more, later = self._scheduler.connector.get_num_new_matched_tokens(own, here - here % self.block_size)
+        return bool(more and later)
 
     def is_current(self, hit: Hit) -> bool:
         """Whether vLLM would still find this. A prefix loses its last block first, so that is the one looked at."""
-        if not self.by_name or hit.found is None or (hit.longer is not None and self.named(hit.longer) is not None):
+        if (
+            not self.by_name
+            or self._scheduler.connector is not None
+            or hit.found is None
+            or (hit.longer is not None and self.named(hit.longer) is not None)
+        ):
             return False
         return not hit.keys or hit.blocks[-1].block_hash == hit.keys[-1]
 

@@ -29,8 +29,8 @@ FOLDER, KEY = "RUBATO_LINK", "RUBATO_KEY"  # environment variables
 MOST = 20_000  # messages that wait for a reader
 # Where an engine core counts faults. An API server shows each from its start on.
 PLACES = (
-    "aborted", "command", "compare", "completed", "cut_drafts", "end", "hand_off", "observe", "offer", "plan",
-    "preempted", "refuse", "report", "scheduled", "shift", "slow", "starting", "unknown batch", "view",
+    "aborted", "command", "compare", "completed", "cut_drafts", "end", "hand_off", "kv_missed", "observe", "offer",
+    "plan", "preempted", "refuse", "report", "scheduled", "shift", "slow", "starting", "unknown batch", "view",
 )  # fmt: skip
 LONGEST_PATH = 100  # characters; a socket file's path may have 107 bytes
 

@@ -36,6 +36,7 @@ from rubato.engines.vllm.drafts import Drafts
 from rubato.engines.vllm.fleet_part import FleetPart, movable
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
+from rubato.engines.vllm.kv_transfer import comes_with_kv, hands_over
 from rubato.engines.vllm.link import Publisher
 from rubato.engines.vllm.lost_time import LostTime
 from rubato.engines.vllm.reports import NAME, Reports
@@ -108,7 +109,8 @@ class PolicyDriver(FleetPart):
     these books, by place. given_up: no step is planned any more.
 
     fair: holds requests of tenants beyond their share back from the policy. strangers: clients may state SLOs
-    themselves. publisher: to vLLM's API servers. gateways: to those, if the engine is one of a fleet.
+    themselves. publisher: to vLLM's API servers. gateways: to those, if the engine is one of a fleet. kv_lease: seconds
+    that KV stays here for another engine (`kv_transfer`); None: none goes there.
     """
 
     def __init__(
@@ -122,12 +124,16 @@ class PolicyDriver(FleetPart):
         strangers: bool = True,
         publisher: Publisher | None = None,
         gateways: GatewayReports | None = None,
+        kv_lease: float | None = None,
     ) -> None:
         self.name = settings.policy
         self.policy = load(settings.policy, settings.settings)
         self.supports = SUPPORTS | {"draft"} if num_spec_tokens else SUPPORTS
         if gateways is not None:
-            self.supports |= FLEET
+            self.supports |= FLEET if kv_lease is None else FLEET | {"kv_transfer"}
+        self.kv_lease = kv_lease
+        self.arriving: set[str] = set()
+        self.leaving: dict[str, VllmSeq] = {}
         self.role = ANY
         self._gateways = gateways
         self._strange = 0  # requests here that no gateway can place elsewhere
@@ -192,6 +198,10 @@ class PolicyDriver(FleetPart):
         seq = self.seqs[request.id] = VllmSeq(request, own, self._kv, self._order, self._lengths, ticket)
         if promised is not None:
             seq.promised, seq.demoted = promised, promised.contract.demoted
+            seq.prefill_only = hands_over(own)
+        if self.kv_lease is not None and comes_with_kv(own):
+            seq.arriving = True
+            self.arriving.add(request.id)
         self._strange += not movable(seq)
         self._happened(seq, Offered(now, request.id, request))
         self._settled = 0
@@ -217,6 +227,7 @@ class PolicyDriver(FleetPart):
         if seq is None:
             return
         self._settled = 0
+        self.arriving.discard(id)
         self._strange -= not movable(seq)
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
@@ -270,10 +281,12 @@ class PolicyDriver(FleetPart):
 
     # ----------------------------------------------------------------- one step
 
-    def view(self, waiting: Iterable[Any], running: Iterable[Any], moving: Iterable[Any], places: int) -> View:
+    def view(
+        self, waiting: Iterable[Any], running: Iterable[Any], moving: Iterable[Any], places: int, kv_taken: int = 0
+    ) -> View:
         """What the policy sees now. waiting, running: vLLM's requests that can be scheduled, running in order of start;
-        moving: those that hold KV and cannot, and take so many `places` of those that may run. Requests that are not
-        known here are left out."""
+        moving: those that hold KV and cannot, or whose KV is to come, and take so many `places` of those that may run;
+        kv_taken: blocks of what comes in this step. Requests that are not known here are left out."""
         now, seqs = self.clock(), self.seqs
         self._asked_since = min(self._asked_since, now)
         if not self._flights:
@@ -299,6 +312,8 @@ class PolicyDriver(FleetPart):
                 continue
             holding.append(seq)
             seq.holds_kv()
+            if seq.arriving:
+                self._arrive(seq, now, seq.cached)
             if seq.pending != 1:
                 prefilling.append(seq)
                 continue
@@ -310,7 +325,8 @@ class PolicyDriver(FleetPart):
         self.drafts.show(holding)
         others = [seq for own in moving if (seq := seqs.get(own.request_id)) is not None]
         for seq in others:
-            seq.holds_kv()
+            seq.show_moving()
+        others += self.leaving.values()
         limits = self.limits
         if places and limits.max_running is not None:
             limits = replace(limits, max_running=max(0, limits.max_running - places))
@@ -320,7 +336,7 @@ class PolicyDriver(FleetPart):
             waiting=queued,
             running=holding,
             moving=others,
-            kv_free=kv.free(holding),
+            kv_free=max(0, kv.free(holding) - kv_taken),
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
@@ -455,7 +471,9 @@ class PolicyDriver(FleetPart):
                 if seq is not None:
                     seq.coming += 1
                     sampling.append(seq)
-            if seq is not None and seq.waiting:
+            if seq is not None and seq.arriving:  # in no view yet
+                self._arrive(seq, now, begun)
+            elif seq is not None and seq.waiting:
                 self._happened(seq, Started(now, id, resumed=seq.started, cached=begun))
                 seq.starts_at(now, begun)
         self.steps += 1
@@ -509,7 +527,7 @@ class PolicyDriver(FleetPart):
             if self._gateways is not None:
                 batches = [flight.output.num_scheduled_tokens for flight in self._flights if flight.shape.seqs]
                 free = self._kv_free() if self._gateways.link.listeners or not self.seqs else 0
-                self._gateways.step(now, done, free, self.seqs, batches)
+                self._gateways.step(now, done, free, self.seqs, self.leaving, batches)
             if self._reports is not None:
                 self._reports.send(now, self._state, self.seqs, idle=idle)
         except Exception:
@@ -543,6 +561,10 @@ class PolicyDriver(FleetPart):
         seq = self.seqs.get(out.request_id)
         if seq is None:
             return  # over already: refused or aborted meanwhile
+        if seq.prefill_only and out.kv_transfer_params is not None:
+            tokens = seq.own.num_prompt_tokens - 1  # the last one is run where it goes on
+            self.hand_off(seq.id, "prefilled", max(1, tokens))
+            return
         ids = out.new_token_ids
         if len(ids) == 1 and not drafted and seq.reported:  # most of all: in every step, for each that decodes
             seq.times[-1].append(now)

@@ -24,6 +24,7 @@ from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING, HandoffReason
 from rubato.engines.vllm.guards import guarded
+from rubato.engines.vllm.kv_transfer import lease_of
 from rubato.engines.vllm.kv_view import KVView
 from rubato.engines.vllm.policy_driver import PolicyDriver, Step, log
 from rubato.engines.vllm.sequence import Hit, VllmSeq
@@ -73,6 +74,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._draft_length = DraftLength(self.dynamic_sd_lookup, self.num_spec_tokens)
         if self.num_spec_tokens:
             self.dynamic_sd_lookup = self._draft_length
+        self._landed: list[Any] = []  # requests whose KV has come from another engine, and that have not started
+        self._pulled: list[Any] = []  # those whose KV this step asks for
         self._kv = KVView(self)
         # The V2 runner has a slot for each running sequence, in the batch or not. The batch of the V1 runner has room
         # for `max_num_seqs`, and those that miss a step take none of it: as many as there are KV blocks may be running.
@@ -96,7 +99,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._rules = Rules(False, 0, self.max_num_active_reqs)
         self._rules.apply(self)
         settings = settings or settings_of(self.vllm_config.additional_config)
-        self.rubato = PolicyDriver(settings, limits, self._kv, self.num_spec_tokens, **around)
+        lease = lease_of(self.vllm_config)
+        self.rubato = PolicyDriver(settings, limits, self._kv, self.num_spec_tokens, kv_lease=lease, **around)
         log.info("scheduling by policy %r, limits %s", self.rubato.name, self.rubato.limits)
 
     def _unsupported(self) -> Iterator[str]:
@@ -203,6 +207,9 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             self._hand_off(id, why)
         for id in step.plan.preempt:
             request = self.requests[id]
+            if request.status != RequestStatus.RUNNING:  # its KV has come, and it has not started
+                self._give_up_kv(request)
+                continue
             self.running.remove(request)
             self._preempt_request(request, view.now, drop_stale_output=self.requires_kv_delivery)
         self.rubato.shift(step.plan)
@@ -214,9 +221,19 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         waiting: list[Any] = []
         running: list[Any] = []
         moving: list[Any] = []
+        self._landed, self._pulled, kv_taken = [], [], 0
         if self.pause_state != PauseState.PAUSED_ALL:
-            for request in self.kv_holding_waiting:
-                (waiting if self._ready(request) else moving).append(request)
+            for request in list(self.kv_holding_waiting):
+                if not self._ready(request):
+                    moving.append(request)
+                elif not self.rubato.arrives(request.request_id):
+                    waiting.append(request)
+                elif request.num_computed_tokens:
+                    self._landed.append(request)
+                else:  # the transfer has failed
+                    self.kv_holding_waiting.remove_requests([request])
+                    self.waiting.prepend_request(request)
+                    self.rubato.kv_missed(request.request_id)
             if not self._overlaps:
                 running = self.running
             for request in self.running if self._overlaps else ():
@@ -226,8 +243,41 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             waiting += [
                 r for r in self.waiting if (r.status is new and not r.num_stale_output_tokens) or self._ready(r)
             ]
-        view: View = self.rubato.view(waiting, running, moving, len(self.running) - len(running))
+            if self.rubato.arriving:
+                kv_taken = self._choose_pulls(waiting)
+                moving += [r for r in waiting if self.rubato.arrives(r.request_id)]
+                waiting = [r for r in waiting if not self.rubato.arrives(r.request_id)]
+        places = len(self.running) - len(running)
+        view: View = self.rubato.view(waiting, [*running, *self._landed], moving, places, kv_taken)
         return view
+
+    def _choose_pulls(self, waiting: Iterable[Any]) -> int:
+        """Note whose KV is to be asked for in this step: of those that wait for that, in their order, as many as there
+        is memory for. Returns the blocks that they take."""
+        free, taken = self._kv.free(()), 0
+        for request in waiting:
+            if self.rubato.arrives(request.request_id):
+                if not self._kv.comes_later(self.rubato.seqs[request.request_id]):
+                    self.rubato.kv_missed(request.request_id)
+                    continue
+                taken += self._kv.blocks_for(request.num_tokens)
+                if taken > free:
+                    return taken - self._kv.blocks_for(request.num_tokens)
+                self._pulled.append(request)
+        return taken
+
+    def _give_up_kv(self, request: Any) -> None:
+        """It waits again, without KV."""
+        self.kv_holding_waiting.remove_requests([request])
+        self._inflight_prefills.discard(request)
+        self._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        self.waiting.prepend_request(request)
+        self.rubato.preempted(request.request_id)
+
+    def _free_blocks(self, request: Any) -> None:
+        super()._free_blocks(request)
+        self.rubato.sent(request.request_id)
 
     def _ready(self, request: Any) -> bool:
         """Whether a waiting request can be started; with the side effects that vLLM's asking has."""
@@ -252,9 +302,11 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _starting(self, step: Step) -> list[tuple[Any, Hit]]:
         """The requests that the plan starts, and what of them is in KV."""
         seqs = self.rubato.seqs
-        return [
+        starting = [
             (self.requests[work.seq], self._found(seq)) for work in step.plan.work if (seq := seqs[work.seq]).waiting
         ]
+        landed = [r for r in self._landed if r.request_id in step.chunks and r.num_computed_tokens]
+        return [*((r, Hit(r.num_computed_tokens, (), None)) for r in landed), *starting]
 
     def _carried_out(self, step: Step, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
         """vLLM's own step, with nothing left for it to decide that the plan says."""
@@ -283,8 +335,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return hit
 
     def _set_aside(self, starting: Sequence[Any]) -> tuple[Any, Any]:
-        """Leave in vLLM's queues those that start, in this order, and behind them those that no View shows. Returns the
-        queues with all others."""
+        """Leave in vLLM's queues those that start, in this order, behind them those that no View shows, and those whose
+        KV is asked for. Returns the queues with all others."""
         queues = self.waiting, self.kv_holding_waiting
         self._unseen.intersection_update(self.requests)
         for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
@@ -294,6 +346,8 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 left.extend(r for r in starting if self._holds_kv_blocks(r) == holding)
                 if self._unseen:
                     left.extend(r for r in aside if r.request_id in self._unseen)
+                if not holding:  # last, since vLLM starts none behind one for which memory lacks after all
+                    left.extend(r for r in self._pulled if r.request_id in self.requests and not r.is_finished())
                 if left:
                     aside.remove_requests(left)
             setattr(self, name, left)

@@ -167,11 +167,13 @@ class VllmSeq(Seq):
     length, cached, pending: as of the last view, which sets them. waited: from when until when, and why.
     cached_at_start: tokens that it had in KV when it last started. ticket: the middleware's name for it. reported:
     output tokens that API servers know of. promised: what a gateway has said of it; None: it came past them all.
+    arriving: its KV is at another engine, or on its way. prefill_only: it ends here with its prompt in KV, and goes on
+    elsewhere.
     """
 
     __slots__ = (
-        "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "promised", "reported", "ticket",
-        "waited", "waiting",
+        "arriving", "cached", "cached_at_start", "coming", "hit", "length", "own", "pending", "prefill_only",
+        "promised", "reported", "ticket", "waited", "waiting",
     )  # fmt: skip
     kv: KV  # type: ignore[assignment]  # which asks for vLLM's own of it
     length: int
@@ -191,12 +193,19 @@ class VllmSeq(Seq):
         self.reported = self._output  # what it had before it moved here was told there
         self.ticket = ticket
         self.promised: Promised | None = None
+        self.arriving = self.prefill_only = False
         self.waited: list[tuple[float, float, Cause]] = []
 
     def starts_at(self, now: float, cached: int) -> None:
         """It is in a batch, for the first time since it came or was preempted."""
         self.waited.append((self.waiting_since, now, "preemption" if self.started else "queue"))
         self.waiting, self.started, self.cached_at_start = False, True, cached
+
+    def arrives_at(self, now: float, cached: int) -> None:
+        """Its KV has come."""
+        self.waited.append((self.waiting_since, now, "transfer"))
+        self.arriving = self.waiting = False
+        self.started, self.cached_at_start = True, cached
 
     @property
     def output(self) -> int:
@@ -220,6 +229,12 @@ class VllmSeq(Seq):
         self.cached = own.num_computed_tokens
         self.length = own.num_tokens + own.num_output_placeholders
         self.pending = self.length - self.cached
+
+    def show_moving(self) -> None:
+        """Show it as one that cannot be scheduled: its batch runs, or its KV is not here yet."""
+        waits = self.waiting  # told as it was until its KV has come
+        self.holds_kv()
+        self.waiting = waits and self.arriving
 
     @property
     def missed(self) -> bool:

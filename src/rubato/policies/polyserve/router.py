@@ -65,6 +65,8 @@ class Router:
     def __post_init__(self) -> None:
         if self.mode not in ("co", "pd"):
             raise ValueError(f"mode is {self.mode!r}: give co or pd")
+        if self.mode == "pd":
+            self.needs = self.needs | {"kv_transfer"}  # type: ignore[misc]  # of this one alone
         self.tiers = tuple(self.tiers)
         if not self.tiers or not all(a < b for a, b in pairwise((0.0, *self.tiers, inf))):
             raise ValueError(f"tiers are {self.tiers!r}: give TPOTs in seconds, above 0 and ascending")
@@ -184,8 +186,6 @@ class Router:
                 self._forget_residents(gone)
                 del replicas[gone.id]
             for index, view in enumerate(fleet):
-                if self.mode == "pd" and "kv_transfer" not in view.supports:
-                    raise ValueError(f"polyserve in mode pd moves KV, and replica {view.id!r} cannot: use mode co")
                 if view.id not in replicas:
                     # one table for all with the same latency model: it takes a thousand questions to fill
                     most = view.limits.max_num_batched_tokens

@@ -1,0 +1,32 @@
+"""KV that goes from one vLLM engine to another by a connector: what requests say of it (`kv_transfer_params`).
+
+A prompt is prefilled by a request of one token with `do_remote_decode`: at its end its blocks stay where they are, and
+its response says how to read them. A request with these words, `do_remote_prefill` among them, reads them when its
+engine has allocated memory, and is scheduled once they have come. Meanwhile that engine renews the sender's lease of
+the blocks, from when it has the request on; without a word they are free again when the lease ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONNECTORS = frozenset({"NixlConnector", "NixlPullConnector"})  # that do this, and have been tried
+LEASE = 30.0  # seconds: `kv_lease_duration` of NIXL's connector, unless set
+
+
+def lease_of(vllm_config: Any) -> float | None:
+    """Seconds that KV stays with its sender; None where this engine has no connector of this kind."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector not in CONNECTORS:
+        return None
+    return float(transfer.get_from_extra_config("kv_lease_duration", LEASE))
+
+
+def hands_over(own: Any) -> bool:
+    """Whether a request of vLLM's ends with its prompt in KV, for another engine."""
+    return bool((own.kv_transfer_params or {}).get("do_remote_decode"))
+
+
+def comes_with_kv(own: Any) -> bool:
+    """Whether a request of vLLM's has its prompt's KV at another engine, and has not asked for it yet."""
+    return bool((own.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -1,0 +1,337 @@
+"""Prompts that are prefilled at one server, and go on at another that reads their KV."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import orjson
+import pytest
+
+from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
+from rubato.core.plan import Limits
+from rubato.core.replica_options import ReplicaOptions
+from rubato.core.request import SLO, Request, Sampling, Stage
+from rubato.fleet.call import Calls
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from tests.fleet.test_server_fleet import LIMITS, STEP, MemoryCall, offered
+from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+
+LEASE = 30.0
+PD = {"mode": "pd", "tiers": (0.03, 0.06)}
+POLICIES = [("distserve", {}), ("polyserve", PD)]
+
+
+class Fleet:
+    """Stub servers behind a cluster, with what happened at it."""
+
+    def __init__(self, chosen: ClusterOptions, replicas: int, limits: Limits = LIMITS, lease: float = LEASE) -> None:
+        self.clock, choice = VirtualClock(), chosen.choice
+        self.cores = [
+            StubCore(
+                STEP, limits, self.clock, choice.policy, chosen.replica, seed=i,
+                settings=dict(choice.settings), kv_lease=lease,
+            )
+            for i in range(replicas)
+        ]  # fmt: skip
+        self.servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(self.cores)}
+        self.chosen = chosen
+        self.calls: Calls = {}
+        self.kept: dict[str, MemoryCall] = {}
+        self.events: list[Event] = []
+        self.cluster: Cluster
+
+    async def start(self) -> None:
+        for core in self.cores:
+            await core.start()
+        waiting = iter(self.cores)
+        fleet = ServerFleet(
+            [Server(url, "there") for url in self.servers], self.clock, self.chosen, self.calls,
+            transport=self.servers.__getitem__, link=lambda address: MemoryLink(next(waiting)),
+        )  # fmt: skip
+        self.cluster = await server_cluster(fleet, self.clock, self.chosen)
+        self.cluster.listen(self.events.append)
+        await self.cluster.start()
+
+    def offer(self, request: Request, call: type[MemoryCall] = MemoryCall) -> MemoryCall:
+        request = replace(request, arrival=self.clock.now())
+        made = self.kept[request.id] = self.calls[request.id] = call(request)
+        self.cluster.offer(request)
+        return made
+
+    async def until(self, at: float) -> None:
+        await self.clock.sleep_until(at, ARRIVAL)
+
+    async def serve(self, requests: Sequence[Request]) -> None:
+        began = self.clock.now()
+        for request in requests:
+            await self.until(began + request.arrival)
+            self.offer(request)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Until nothing is in flight, and no KV is kept any more."""
+        while self.cluster.in_flight:
+            await self.until(self.clock.now() + 0.5)
+        await self.until(self.clock.now() + 1.0)
+
+    async def close(self) -> None:
+        await self.cluster.close()
+        for core in self.cores:
+            assert core.host.replica is not None
+            assert core.host.replica.kv.free == core.limits.kv_blocks
+            await core.host.close()
+
+    def ends(self) -> dict[str, Finished]:
+        found = [event for event in self.events if isinstance(event, Finished)]
+        assert len({event.id for event in found}) == len(found)
+        return {event.id: event for event in found}
+
+    def ways(self, id: str) -> list[tuple[str, str]]:
+        """Where a request was placed, and why it left."""
+        found = []
+        for event in self.events:
+            if event.id != id:
+                continue
+            if isinstance(event, Placed):
+                found.append(("at", event.replica))
+            elif isinstance(event, HandedOff) and event.request.handoff is not None:
+                found.append((event.request.handoff.reason, "KV" if event.request.handoff.cached else ""))
+            elif isinstance(event, Transferred):
+                found.append(("read", event.source))
+        return found
+
+
+def chosen(policy: str, settings: dict[str, Any]) -> ClusterOptions:
+    """settings: of the router."""
+    return ClusterOptions(PolicyChoice(policy, {}, policy, settings), ReplicaOptions(causes=False))
+
+
+def one(id: str, prompt: int = 40, output: int = 6) -> Request:
+    stage = Stage(prompt, SLO(1.0, 0.05), token_ids=tuple(range(prompt)))
+    return Request(id, (stage,), 0.0, sampling=Sampling(max_tokens=output, ignore_eos=True))
+
+
+def run(main: Callable[[], Any]) -> Any:
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+def test_a_prompt_is_prefilled_at_one_server_and_decoded_at_another(policy: str, settings: dict[str, Any]) -> None:
+    async def main() -> Fleet:
+        fleet = Fleet(chosen(policy, settings), 2)
+        await fleet.start()
+        requests = offered(3, 20.0, 6.0)
+        await fleet.serve(requests)
+        assert not any(core.kept for core in fleet.cores)
+        assert all(host.view().kv_free == LIMITS.kv_blocks for host in fleet.cluster.hosts.values())
+        assert not any(host.view().moving for host in fleet.cluster.hosts.values())
+        await fleet.close()
+        return fleet
+
+    fleet = run(main)
+    ends = fleet.ends()
+    assert {end.outcome for end in ends.values()} == {"completed"}
+    moves = Counter(tuple(kind for kind, _ in fleet.ways(id)) for id in ends)
+    apart = moves["at", "prefilled", "at", "read"]
+    assert apart == len(ends) if policy == "distserve" else apart > 0.5 * len(ends)
+    assert sum(core.reads for core in fleet.cores) == apart
+    for id, call in fleet.kept.items():
+        assert call.ends == 1
+        assert call.came.count(b'"text"') == call.request.sampling.max_tokens + 1, id  # and the last, with the reason
+
+
+def serving(requests: Sequence[Request], act: Callable[[Fleet], Any], **more: Any) -> Fleet:
+    """The first server prefills, the second decodes; `act` is awaited while they do."""
+
+    async def main() -> Fleet:
+        fleet = Fleet(chosen("distserve", {}), more.pop("replicas", 2), **more)
+        await fleet.start()
+        for request in requests:
+            fleet.offer(request)
+        await act(fleet)
+        await fleet.settle()
+        assert all(core.clock is fleet.clock for core in fleet.cores)
+        await fleet.until(fleet.clock.now() + LEASE)
+        assert not any(core.kept for core in fleet.cores)
+        await fleet.close()
+        return fleet
+
+    return run(main)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("after", [0.001, 0.012, 0.0165, 0.018, 0.05])
+def test_a_client_may_leave_at_any_moment(after: float) -> None:
+    """While its prompt runs, as it ends, while its KV is on its way, and while it decodes."""
+
+    async def leave(fleet: Fleet) -> None:
+        await fleet.until(fleet.clock.now() + after)
+        fleet.cluster.cancel("cmpl-a")
+
+    fleet = serving([one("cmpl-a", 40, 20), one("cmpl-b", 30, 20)], leave)
+    assert {id: end.outcome for id, end in fleet.ends().items()} == {"cmpl-a": "cancelled", "cmpl-b": "completed"}
+
+
+def test_kv_that_cannot_be_read_is_made_again() -> None:
+    async def fail(fleet: Fleet) -> None:
+        fleet.cores[1].reading_fails = True
+        await fleet.until(fleet.clock.now() + 1.0)
+        fleet.cores[1].reading_fails = False
+
+    fleet = serving([one("cmpl-a")], fail)
+    assert fleet.ends()["cmpl-a"].outcome == "completed"
+    ways = fleet.ways("cmpl-a")
+    assert ways.count(("prefilled", "KV")) > 1
+    assert ways[-1] == ("read", "r0")
+
+
+def test_a_server_that_does_not_take_the_request_is_asked_again_with_kv_made_anew() -> None:
+    async def break_(fleet: Fleet) -> None:
+        fleet.servers["http://s1"].broken = 503
+        await fleet.until(fleet.clock.now() + 0.5)
+        fleet.servers["http://s1"].broken = 0
+
+    fleet = serving([one("cmpl-a")], break_)
+    assert fleet.ends()["cmpl-a"].outcome == "completed"
+    assert fleet.ways("cmpl-a").count(("prefilled", "KV")) == 2
+
+
+def test_kv_waits_for_a_place_for_less_than_its_lease() -> None:
+    """The second server is full of a long request: the prompt's KV is given up, and made again when there is room."""
+
+    async def wait(fleet: Fleet) -> None:
+        await fleet.until(fleet.clock.now() + 7.0)
+        fleet.offer(one("cmpl-waits", 700, 5))
+        await fleet.settle()
+
+    limits = replace(LIMITS, kv_blocks=110)
+    fleet = serving([one("cmpl-long", 100, 1600)], wait, limits=limits, lease=1.5)
+    assert {end.outcome for end in fleet.ends().values()} == {"completed"}
+    ways = fleet.ways("cmpl-waits")
+    assert ways[:3] == [("at", "r0"), ("prefilled", "KV"), ("failed", "")]
+    given_up = [e.at for e in fleet.events if isinstance(e, HandedOff) and e.id == "cmpl-waits"]
+    assert given_up[1] - given_up[0] == pytest.approx(1.0)
+    assert ways[-1] == ("read", "r0")
+
+
+@pytest.mark.parametrize(("lost", "after"), [(0, 0.01), (0, 0.3), (1, 0.0165), (1, 0.05)])
+def test_a_server_that_is_lost_takes_its_kv_with_it(lost: int, after: float) -> None:
+    """The one that prefills, or the one that reads: with a third one, all ends well."""
+
+    async def kill(fleet: Fleet) -> None:
+        await fleet.until(fleet.clock.now() + after)
+        fleet.servers[f"http://s{lost}"].kill()
+        await fleet.until(fleet.clock.now() + 20.0)
+
+    requests = [one(f"cmpl-{i}", 40, 20) for i in range(6)]
+    fleet = serving(requests, kill, replicas=4)
+    assert {end.outcome for end in fleet.ends().values()} == {"completed"}
+    assert all(call.ends == 1 for call in fleet.kept.values())
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_without_reports_kv_moves_all_the_same(silent: int) -> None:
+    async def hush(fleet: Fleet) -> None:
+        await fleet.until(fleet.clock.now() + 2.0)
+        fleet.cores[silent].silent = True
+        await fleet.until(fleet.clock.now() + 8.0)
+        for i in range(5):
+            fleet.offer(one(f"cmpl-{i}"))
+        await fleet.until(fleet.clock.now() + 3.0)
+        assert all(fleet.kept[f"cmpl-{i}"].ends == 1 for i in range(5))
+        fleet.cores[silent].silent = False
+        await fleet.until(fleet.clock.now() + 5.0)
+
+    fleet = serving([one("cmpl-a")], hush)
+    assert {end.outcome for end in fleet.ends().values()} == {"completed"}
+    assert sum(core.reads for core in fleet.cores) == 6
+
+
+class Odd(MemoryCall):
+    """A call that cannot be served in two places."""
+
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def sent(self, progress: Any, ids: Any = None) -> Any:
+        headers, body = super().sent(progress, ids)
+        return headers, orjson.dumps({**orjson.loads(body), **self.fields})
+
+
+class WithLogprobs(Odd):
+    fields: ClassVar[dict[str, Any]] = {"prompt_logprobs": 1}
+
+
+class OfMessages(Odd):
+    path = "/v1/messages"
+
+
+@pytest.mark.parametrize(("call", "says"), [(WithLogprobs, "prompt_logprobs"), (OfMessages, "/v1/messages")])
+def test_what_cannot_be_served_in_two_places_is_refused(call: type[MemoryCall], says: str) -> None:
+    async def offer(fleet: Fleet) -> None:
+        fleet.offer(one("cmpl-odd"), call)
+
+    end = serving([], offer).ends()["cmpl-odd"]
+    assert end.outcome == "refused"
+    assert end.reason.startswith("rejected-invalid")
+    assert says in end.reason
+
+
+def test_a_prompt_of_one_token_is_refused() -> None:
+    async def offer(fleet: Fleet) -> None:
+        fleet.offer(one("cmpl-odd", 1))
+
+    end = serving([], offer).ends()["cmpl-odd"]
+    assert (end.outcome, "one token" in end.reason) == ("refused", True)
+
+
+def test_a_server_that_says_nothing_of_its_kv_fails_the_request() -> None:
+    async def offer(fleet: Fleet) -> None:
+        fleet.servers["http://s0"].says_nothing_of_kv = True
+        fleet.offer(one("cmpl-a"))
+
+    end = serving([], offer).ends()["cmpl-a"]
+    assert (end.outcome, "KV connector" in end.reason) == ("failed", True)
+
+
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_each_request_ends_once_and_no_kv_is_left(
+    policy: str, settings: dict[str, Any], seed: int
+) -> None:
+    """Random cancels, failures and losses of what is read, with little memory."""
+    rng = random.Random(seed)
+
+    async def main() -> Fleet:
+        fleet = Fleet(chosen(policy, settings), 3, replace(LIMITS, kv_blocks=60), lease=3.0)
+        await fleet.start()
+        for number, request in enumerate(offered(seed, 40.0, 8.0)):
+            await fleet.until(request.arrival)
+            fleet.offer(request)
+            if rng.random() < 0.1:
+                fleet.cluster.cancel(f"cmpl-{rng.randrange(number + 1)}")
+            core = rng.choice(fleet.cores)
+            core.reading_fails = rng.random() < 0.1
+            core.silent = rng.random() < 0.05
+        for core in fleet.cores:
+            core.reading_fails = core.silent = False
+        await fleet.settle()
+        await fleet.until(fleet.clock.now() + 10.0)
+        assert all(host.view().kv_free == 60 for host in fleet.cluster.hosts.values())
+        assert not any(host.view().moving for host in fleet.cluster.hosts.values())
+        await fleet.close()
+        return fleet
+
+    fleet = run(main)
+    ends = fleet.ends()
+    assert len(ends) == len(fleet.kept) == fleet.cluster.offered == fleet.cluster.finished
+    kinds = Counter(end.outcome for end in ends.values())
+    assert kinds["completed"] > 0.6 * len(ends), kinds
+    for id, end in ends.items():
+        if end.outcome == "completed":
+            assert fleet.kept[id].came.count(b'"text"') == fleet.kept[id].request.sampling.max_tokens + 1
