@@ -298,5 +298,5 @@ def test_what_moves_kv_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy 'distserve' needs kv_transfer\. KV does not move between Ray actors"):
         ray_cluster([make, make], WallClock(), ClusterOptions(PolicyChoice("distserve")))
     fleet = Fleet(make, make, choice=PolicyChoice("polyserve", router_settings={"mode": "pd", "tiers": [0.1]}))
-    with pytest.raises(ValueError, match="router 'polyserve.router' needs kv_transfer, which replica 'r0' lacks"):
+    with pytest.raises(ValueError, match=r"router 'polyserve\.router' needs kv_transfer, which replica 'r0' lacks"):
         run_strict(fleet.run([request("q", 20, ttft=20.0, tpot=0.2)]))
