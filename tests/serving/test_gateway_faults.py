@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -18,14 +18,18 @@ import pytest
 
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.events import Event, Finished, Offered
+from rubato.core.interfaces import Scaling, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO
 from rubato.engines.simulated import WORDS
+from rubato.fleet.build import cluster_of
 from rubato.fleet.call import Calls
-from rubato.fleet.cluster import Cluster
+from rubato.fleet.cluster import Cluster, HostLost, HostMaker
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
+from rubato.fleet.event_bus import Listener
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.fleet.server_host import ServerHost
 from rubato.latency.affine import Model
 from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.request_slo import Tier, Tiers
@@ -210,10 +214,10 @@ def _asked(rng: random.Random) -> tuple[str, list[int], int]:
 
 def soak(
     seed: int, policy: str, router: str, *, servers: int = 3, rate: float = 20.0, seconds: float = SECONDS,
-    faults: bool = True, linked: bool = True, flood: float = 0.0,
+    faults: bool = True, linked: bool = True, flood: float = 0.0, scales: bool = False,
 ) -> tuple[Client, list[Event]]:  # fmt: skip
     """Open-loop load for so long, a fault every 8 s, and then until nothing is in flight. flood: best-effort requests a
-    second beside it."""
+    second beside it. scales: servers come and drain meanwhile."""
 
     async def main() -> tuple[Client, list[Event]]:
         clock, rng, events = VirtualClock(), random.Random(seed), list[Event]()
@@ -229,7 +233,11 @@ def soak(
             transport=there.__getitem__, step_timeout=5.0,
             link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
         )  # fmt: skip
-        cluster = await server_cluster(fleet, clock, options)
+        if scales:
+            options = replace(options, autoscaler=Sways(servers))
+            cluster = cluster_of([fleet.host] * servers, clock, options, _further(fleet, there, cores))
+        else:
+            cluster = await server_cluster(fleet, clock, options)
         await cluster.start()
         tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
         app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=Tenants((), tiers)))
@@ -263,6 +271,43 @@ def soak(
         return setup.client, events
 
     return run_virtual(main())
+
+
+@dataclass
+class Sways:
+    """An `Autoscaler` that drains the newest server, or starts another, in turn; and one in the place of each that is
+    lost."""
+
+    least: int
+    at: float = 20.0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def scale(self, held: Sequence[SeqView], fleet: Sequence[View], starting: int, now: float) -> Scaling:
+        missing = max(0, self.least - len(fleet) - starting)
+        if now < self.at or missing:
+            return Scaling(add=missing, wake_at=max(now + 1.0, self.at))
+        self.at = now + 12.0
+        if len(fleet) > self.least:
+            return Scaling(drain=(fleet[-1].id,), wake_at=self.at)
+        return Scaling(add=1, wake_at=self.at)
+
+
+def _further(fleet: ServerFleet, there: dict[str, StubServer], cores: list[StubCore]) -> HostMaker:
+    """A new server for each host beyond the first ones."""
+
+    def make(id: str, emit: Listener, lost: HostLost) -> ServerHost:
+        first = cores[0]
+        core = StubCore(STEP, LIMITS, first.clock, first.policy, ReplicaOptions(causes=False), seed=len(cores))
+        core.clock.spawn(core.start(), "start of a server")
+        url = f"http://s{len(there)}"
+        there[url] = StubServer(core)
+        cores.append(core)
+        fleet._servers = [*fleet._servers, Server(url, url.replace("http", "tcp"))]
+        return fleet.extra_host(id, emit, lost)
+
+    return make
 
 
 async def _flood(setup: Setup, rate: float, seconds: float) -> None:
@@ -303,6 +348,19 @@ def test_faults_lose_nothing_hang_nothing_and_stream_nothing_twice(
     assert client.outcomes["completed"] > 0.9 * len(ends) * 0.95
     served = {tier: client.met[tier, True] / (client.met[tier, True] + client.met[tier, False]) for tier in TIERS}
     assert served["chat"] > 0.6, served
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("seed", "policy", "router"), [(5, "edf", "least_loaded"), (6, "polyserve", "auto")])
+def test_servers_that_come_and_drain_under_faults_lose_nothing(seed: int, policy: str, router: str) -> None:
+    client, events = soak(seed, policy, router, scales=True)
+    ends = [event.id for event in events if isinstance(event, Finished)]
+    assert len(ends) == len(set(ends)) == sum(isinstance(event, Offered) for event in events)
+    assert not client.wrong
+    assert client.longest < HUNG
+    assert client.outcomes["completed"] > 0.9 * len(ends) * 0.95
+    kinds = Counter(type(event).__name__ for event in events)
+    assert min(kinds["Joined"], kinds["Draining"], kinds["Left"]) > 3, kinds
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,30 @@ def test_past_gateways_a_prompt_for_another_engine_ends_as_any_request(model: Pa
     clean(made)
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_request_past_gateways_runs_whole_where_prompts_and_decodes_run_apart(model: Path, phase: Any) -> None:
+    made = made_for(model, "distserve")
+    gateway = told(made)
+    gateway.wire.asked.append(("g", assign(Role(phase, kind=phase))))
+    params = ASKED if phase == "prefill" else COMES
+    more = {"handoff": PREFILLED} if phase == "decode" else {}
+    for i in range(4):
+        made.add(f"theirs{i}", [6] * 30, 8)
+        made.add(f"tiny{i}", [6] * 3, 2)
+        promise(gateway, f"cmpl-{i}", 40, SLO(5.0, 1.0), **more)
+        add(made, f"cmpl-{i}-0-0a1b2c3d", [7] * 40, 1 if phase == "prefill" else 5, params)
+        made.step()
+    for _ in range(60):
+        made.step()
+        made.scheduler.connector.read |= made.scheduler.connector.kept
+    assert {id: len(tokens) for id, tokens in made.out.items() if id[:2] == "th"} == {f"theirs{i}": 8 for i in range(4)}
+    assert len(made.ended) == 12
+    beside = max(sum(id[0] == "t" for id in step) for step in made.scheduled)
+    assert beside == 4  # half of 8
+    clean(made, "not_in_view")
+    made.finish()
+
+
 @pytest.mark.parametrize(
     ("seed", "asynchronous", "policy"), [(0, False, "edf"), (1, True, "edf"), (2, False, "distserve"), (3, True, "sa")]
 )

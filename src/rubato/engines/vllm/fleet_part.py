@@ -18,6 +18,8 @@ from rubato.engines.vllm.sequence import VllmSeq, promised_request
 from rubato.latency import affine
 from rubato.policy_kit.fair_share import FairShare
 
+NONE: frozenset[str] = frozenset()
+
 
 class FleetPart:
     """Of a `PolicyDriver`. role: as a gateway has assigned it."""
@@ -37,6 +39,8 @@ class FleetPart:
     kv_lease: float | None
     arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
     leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
+    hidden: frozenset[str]  # requests here that the last view did not show
+    beside: frozenset[str]  # of these, those that vLLM schedules beside the plan
 
     if TYPE_CHECKING:
 
@@ -45,6 +49,7 @@ class FleetPart:
         def _to_observe(self, event: Event) -> None: ...
         def _kv_free(self) -> int: ...
         def preempted(self, id: str) -> None: ...
+        def _taken_out(self, id: str) -> VllmSeq | None: ...
 
     def open_to_gateways(self, about: Mapping[str, Any]) -> None:
         """The engine is ready. about: the engine, beside what is known here (`hello` of `core.link_messages`)."""
@@ -118,22 +123,27 @@ class FleetPart:
     @guarded
     def hand_off(self, id: str, reason: HandoffReason, cached: int = 0) -> None:
         """Its gateway is to place it on another replica; here it is over, but for the KV of `cached` tokens."""
-        seq = self.seqs.pop(id, None)
+        seq = self._taken_out(id)
         if seq is None or self._gateways is None:
             return
         now = self.clock()
-        self._settled = 0
-        self.arriving.discard(id)
         if cached:
             self.leaving[id] = seq
-        self._strange -= not movable(seq)
         if self._fair is not None:
-            self._held.pop(id, None)
             self._fair.finished(id, "cancelled", len(seq.times_of_stage()), now)
         before = seq.request.handoff
         moved = Handoff(NAME, reason, now, cached, before.hops + 1 if before else 1)
         self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)
+
+    def _hide(self) -> None:
+        """Where prompts and decodes run apart, requests that no gateway can place at the other part cannot be shown to
+        a policy. vLLM schedules them by its own rule, prompt and decode, as many at a time as half a batch has."""
+        if not self._strange or self.role.phase == "both":
+            self.hidden = self.beside = NONE
+            return
+        found = [id for id, seq in self.seqs.items() if not movable(seq)]
+        self.hidden, self.beside = frozenset(found), frozenset(found[: self.limits.max_num_seqs // 2])
 
     # ----------------------------------------------------------------- KV between engines
 

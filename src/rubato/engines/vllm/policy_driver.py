@@ -33,7 +33,7 @@ from rubato.core.plan import ANY, NO_BATCH, Limits, Plan, Sample, Shape
 from rubato.core.request import Outcome
 from rubato.core.slo import StageTimes, judge
 from rubato.engines.vllm.drafts import Drafts
-from rubato.engines.vllm.fleet_part import FleetPart, movable
+from rubato.engines.vllm.fleet_part import NONE, FleetPart, movable
 from rubato.engines.vllm.gateway_reports import GatewayReports
 from rubato.engines.vllm.guards import guarded
 from rubato.engines.vllm.kv_transfer import comes_with_kv, hands_over
@@ -134,6 +134,7 @@ class PolicyDriver(FleetPart):
         self.kv_lease = kv_lease
         self.arriving: set[str] = set()
         self.leaving: dict[str, VllmSeq] = {}
+        self.hidden = self.beside = NONE
         self.role = ANY
         self._gateways = gateways
         self._strange = 0  # requests here that no gateway can place elsewhere
@@ -223,12 +224,9 @@ class PolicyDriver(FleetPart):
         self._end(id, outcome, reason)
 
     def _end(self, id: str, outcome: Outcome, reason: str) -> None:
-        seq = self.seqs.pop(id, None)
+        seq = self._taken_out(id)
         if seq is None:
             return
-        self._settled = 0
-        self.arriving.discard(id)
-        self._strange -= not movable(seq)
         times = seq.times_of_stage()
         verdict = judge(seq.request, [StageTimes(seq.request.arrival, times)], outcome, self._slo_rule)
         if outcome == "completed" and not verdict.met:
@@ -236,9 +234,18 @@ class PolicyDriver(FleetPart):
         if outcome == "completed" and self._lengths is not None:
             self._lengths.learn(seq.request, len(times))
         if self._fair is not None:
-            self._held.pop(id, None)
             self._fair.finished(id, outcome, len(times), self.clock())
         self._happened(seq, Finished(self.clock(), id, outcome, reason, verdict, len(times), seq.best_effort))
+
+    def _taken_out(self, id: str) -> VllmSeq | None:
+        """A request that is here no more; None if it was not."""
+        seq = self.seqs.pop(id, None)
+        if seq is not None:
+            self._settled = 0
+            self.arriving.discard(id)
+            self._held.pop(id, None)
+            self._strange -= not movable(seq)
+        return seq
 
     def _happened(self, seq: VllmSeq, event: Event) -> None:
         self._to_observe(event)
@@ -288,6 +295,9 @@ class PolicyDriver(FleetPart):
         moving: those that hold KV and cannot, or whose KV is to come, and take so many `places` of those that may run;
         kv_taken: blocks of what comes in this step. Requests that are not known here are left out."""
         now, seqs = self.clock(), self.seqs
+        self._hide()
+        if self.hidden:
+            seqs = {id: seq for id, seq in seqs.items() if id not in self.hidden}
         self._asked_since = min(self._asked_since, now)
         if not self._flights:
             self.latency.idle(now - max(self._last, self._asked_since))
@@ -328,6 +338,8 @@ class PolicyDriver(FleetPart):
             seq.show_moving()
         others += self.leaving.values()
         limits = self.limits
+        if self.beside:
+            limits = replace(limits, max_num_seqs=limits.max_num_seqs - len(self.beside))
         if places and limits.max_running is not None:
             limits = replace(limits, max_running=max(0, limits.max_running - places))
         return VllmView(
@@ -340,7 +352,7 @@ class PolicyDriver(FleetPart):
             kv_total=limits.kv_blocks,
             limits=limits,
             latency=self.latency,
-            supports=self.supports - {"handoff"} if self._strange else self.supports,
+            supports=self.supports - {"handoff"} if self._strange and not self.hidden else self.supports,
             role=self.role,
             running_ids={s.id for s in holding},
             prefilling=prefilling,

@@ -339,13 +339,14 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         KV is asked for. Returns the queues with all others."""
         queues = self.waiting, self.kv_holding_waiting
         self._unseen.intersection_update(self.requests)
+        unseen = self._unseen.union(self.rubato.beside)
         for name, aside in zip(("waiting", "kv_holding_waiting"), queues, strict=True):
             left = create_request_queue(SchedulingPolicy.FCFS)
             if aside:
                 holding = name == "kv_holding_waiting"
                 left.extend(r for r in starting if self._holds_kv_blocks(r) == holding)
-                if self._unseen:
-                    left.extend(r for r in aside if r.request_id in self._unseen)
+                if unseen:
+                    left.extend(r for r in aside if r.request_id in unseen)
                 if not holding:  # last, since vLLM starts none behind one for which memory lacks after all
                     left.extend(r for r in self._pulled if r.request_id in self.requests and not r.is_finished())
                 if left:
@@ -376,7 +377,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _as_planned(self, request: Any, num_new_tokens: int) -> int:
         """A request's chunk, cut to the plan: 0 if it is passed over."""
         id = request.request_id
-        if self._step is None or id not in self.rubato.seqs:
+        if self._step is None or id not in self.rubato.seqs or id in self.rubato.beside:
             return 0 if id in self._barred else num_new_tokens
         planned: int = self._step.chunks.get(id, 0)
         if planned and not self.scheduler_config.enable_chunked_prefill and _prefills(request):
@@ -403,7 +404,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         prompt does."""
         if self._plain and self._step is not None:  # nothing but the plan to ask, for each running request
             planned = self._step.chunks.get(request.request_id, 0)
-            if planned or request.request_id in self.rubato.seqs:
+            if planned or (request.request_id in self.rubato.seqs and request.request_id not in self.rubato.beside):
                 return max(0, planned if planned < num_new_tokens else num_new_tokens)  # below 0: in flight
         cut, reserve = self._as_planned(request, num_new_tokens), super()._reserve_prefill_lookahead
         if not cut or not self._adapter_fits(request):
@@ -481,7 +482,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _cause(self, request: Any, planned: int, given: int) -> str:
         """Why vLLM gave a request other than the planned number of tokens; a word of docs/vllm.md's table."""
         threshold = self.scheduler_config.long_prefill_token_threshold
-        if request.request_id not in self.rubato.seqs:
+        if request.request_id not in self.rubato.seqs or request.request_id in self.rubato.hidden:
             return "not_in_view"
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return "kv_connector"
