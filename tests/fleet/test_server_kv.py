@@ -50,10 +50,9 @@ class Fleet:
     async def start(self) -> None:
         for core in self.cores:
             await core.start()
-        waiting = iter(self.cores)
         fleet = ServerFleet(
-            [Server(url, "there") for url in self.servers], self.clock, self.chosen, self.calls,
-            transport=self.servers.__getitem__, link=lambda address: MemoryLink(next(waiting)),
+            [Server(url, url) for url in self.servers], self.clock, self.chosen, self.calls,
+            transport=self.servers.__getitem__, link=lambda address: MemoryLink(self.servers[address].core),
         )  # fmt: skip
         self.cluster = await server_cluster(fleet, self.clock, self.chosen)
         self.cluster.listen(self.events.append)
@@ -233,6 +232,23 @@ def test_a_server_that_is_lost_takes_its_kv_with_it(lost: int, after: float) -> 
     fleet = serving(requests, kill, replicas=4)
     assert {end.outcome for end in fleet.ends().values()} == {"completed"}
     assert all(call.ends == 1 for call in fleet.kept.values())
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_server_that_comes_back_takes_the_part_of_the_one_that_was_lost(lost: int) -> None:
+    async def kill(fleet: Fleet) -> None:
+        await fleet.until(fleet.clock.now() + 2.0)
+        server = fleet.servers[f"http://s{lost}"]
+        server.kill()
+        await fleet.until(fleet.clock.now() + 10.0)
+        server.down = server.core.silent = False
+        await fleet.until(fleet.clock.now() + 10.0)
+        for i in range(5):
+            fleet.offer(one(f"cmpl-{i}"))
+
+    fleet = serving([one("cmpl-a")], kill)
+    assert {end.outcome for end in fleet.ends().values()} == {"completed"}
+    assert sum(core.reads for core in fleet.cores) == 6
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -381,6 +381,21 @@ def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
     assert "none is left to prefill" in router.place(shown(request("h", 5)), pools([], [40]), 0.0).reject["h"]
 
 
+def test_distserve_gives_a_replica_that_has_come_the_part_that_lacks() -> None:
+    router = load_router("distserve", {"prefill": 1, "decode": 2})
+    held = shown(request("a", 50), moved("b", 60))
+    for fleet, phase, place in (
+        (pools([0], []), "decode", {"a": "p0", "b": "new"}),
+        (pools([], [40]), "prefill", {"a": "new", "b": "d0"}),
+        (pools([0], [20]), "decode", {"a": "p0", "b": "new"}),
+        (pools([0], [20, 20]), "decode", {"a": "p0", "b": "new"}),
+        (pools([9], [20, 20, 20]), "prefill", {"a": "new", "b": "d0"}),
+    ):
+        fleet.append(replace(pools([], [40])[0], id="new", role=Role()))
+        dispatch = router.place(held, fleet, 0.0)
+        assert (dispatch.assign, dispatch.place) == ({"new": Role(phase)}, place)  # type: ignore[arg-type]
+
+
 def test_distserve_takes_whom_it_can_hold_to_the_end() -> None:
     """40 blocks of 10, of which one that runs holds 2 and takes 30 in the end: 110 and 16 tokens more do not fit."""
     fleet = pools([0], [40])

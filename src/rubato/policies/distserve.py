@@ -90,6 +90,12 @@ class Router:
     def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         prefills = [v for v in fleet if v.role.phase == "prefill"]
         decodes = [v for v in fleet if v.role.phase == "decode"]
+        assign: dict[str, Role] = {}
+        for view in fleet:
+            if view.role.phase == "both":  # it has come meanwhile, in the place of one that was lost
+                few = not prefills or 0 < len(prefills) * self.decode < len(decodes) * self.prefill
+                (prefills if few else decodes).append(view)
+                assign[view.id] = Role("prefill" if few else "decode")
         place: dict[str, str] = {}
         reject: dict[str, str] = {}
         load = {v.id: v.pending for v in prefills}
@@ -113,7 +119,7 @@ class Router:
                 else:
                     place[seq.id] = taker.id
                     free[taker.id] -= taker.limits.blocks(tokens)
-        return Dispatch(place, reject)
+        return Dispatch(place, reject, assign=assign)
 
     def _free(self, view: View) -> int:
         """KV blocks for those that come."""
