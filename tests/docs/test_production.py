@@ -31,6 +31,10 @@ STATES = {need: state for need, state, _ in ROWS}
 
 # Of each need, what there is: KIND:NAME as `there` has it.
 EVIDENCE = {
+    "prefill and decode on vLLM servers of their own": """
+        src:fleet/server_kv.py src:engines/vllm/kv_transfer.py
+        test:fleet/test_server_kv.py::a_prompt_is_prefilled_at_one_server_and_decoded_at_another
+        test:vllm/test_kv_transfer.py::what_gateways_fold_is_what_the_scheduler_shows""",
     "several replicas in one server": """
         setting:replicas setting:router setting:fleet src:fleet/ray_host.py
         test:fleet/test_router.py::one_request_leaves_as_each_step_ends

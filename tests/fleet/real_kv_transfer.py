@@ -89,6 +89,11 @@ class VllmServer(Process):
 def ended(processes: list[Process]) -> Iterator[None]:
     try:
         yield
+    except BaseException:
+        for one in processes:
+            log = one.log.read_text(errors="replace")
+            print(f"{one.log.name}'s log:\n{log[log.find('Traceback') - 2000 :][:8000]}", file=sys.stderr)
+        raise
     finally:
         for one in processes:
             one.end()
@@ -147,10 +152,10 @@ async def orphan(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -
             raise RuntimeError("no KV was kept")
 
 
-async def figure(http: aiohttp.ClientSession, url: str, name: str) -> float:
-    """The sum of a metric's samples."""
+async def figure(http: aiohttp.ClientSession, url: str, name: str, but: str = "") -> float:
+    """The sum of a metric's samples. but: a label's value that does not count."""
     async with http.get(f"{url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
+        lines = [line for line in (await answer.text()).splitlines() if not but or f'"{but}"' not in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
@@ -196,7 +201,9 @@ async def run(settings: dict[str, Any], model: str, python: str, lease: float, f
                 await orphan(http, servers[0].url, one)
             after_lease = await emptied(http, servers, lease + 5.0)
             names = ("rubato_plan_deviations_total", "rubato_plan_fallbacks_total", "rubato_plan_faults_total")
-            bad = {name: sum([await figure(http, server.url, name) for server in servers]) for name in names}
+            bad = {
+                name: sum([await figure(http, server.url, name, "not_in_view") for server in servers]) for name in names
+            }
             read = sum([await figure(http, server.url, "vllm:nixl_xfer_time_seconds_count") for server in servers])
             offered = await figure(http, url, "rubato_requests_offered_total")
             finished = await figure(http, url, "rubato_requests_finished_total")
