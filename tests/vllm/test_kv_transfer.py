@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from rubato.core.events import Finished, HandedOff, Preempted, Transferred
 from rubato.core.interfaces import View
 from rubato.core.link_messages import assign
-from rubato.core.plan import Plan, Role
+from rubato.core.plan import Plan, Role, Work
 from rubato.core.request import SLO, Handoff
 from rubato.engines.vllm import kv_transfer
 from rubato.policies import load
@@ -255,6 +255,57 @@ def test_past_gateways_a_prompt_for_another_engine_ends_as_any_request(model: Pa
     made.run()
     assert made.finish()["theirs"].outcome == "completed"
     clean(made)
+
+
+class Lazy(Preempting):
+    """Passes over what has come, a few times."""
+
+    def plan(self, view: View) -> Plan:
+        plan: Plan = self._inner.plan(view)
+        self.seen = [*getattr(self, "seen", []), *("running" for s in view.running if s.id == "far")]
+        assert not [s for s in view.waiting if s.id == "far"]
+        if self.seen and len(self.seen) < 4:
+            others = tuple(Work(s.id, 1) for s in view.running if s.id != "far" and s.pending == 1)
+            return Plan(work=others)
+        return plan
+
+
+def test_what_has_come_runs_until_a_plan_starts_it(model: Path) -> None:
+    made = made_for(model, "edf", wrap=lambda name: Lazy(load(name)))
+    add(made, "far", [7] * 40, 5, COMES)
+    made.add("other", [6] * 20, 20)
+    made.run()
+    assert len(made.out["far"]) == 5
+    assert len(made.policy.inner.seen) >= 4  # type: ignore[attr-defined]
+    made.finish()
+    clean(made)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_small_batch_where_kv_comes_past_gateways_and_through_them(
+    model: Path, seed: int, asynchronous: bool
+) -> None:
+    """At an engine that decodes: some before their gateway has said so, some never."""
+    rng = random.Random(seed)
+    made = made_for(model, "distserve", blocks=60, seqs=4, asynchronous=asynchronous)
+    gateway = told(made)
+    gateway.wire.asked.append(("g", assign(Role("decode"))))
+    for i in range(40):
+        late = rng.random() < 0.3
+        if not late:
+            promise(gateway, f"cmpl-{i}", 40, SLO(5.0, 1.0), handoff=PREFILLED)
+        add(made, f"cmpl-{i}-0-0a1b2c3d", [7] * rng.randint(20, 60), rng.randint(1, 9), COMES)
+        if late and rng.random() < 0.5:
+            made.step()
+            promise(gateway, f"cmpl-{i}", 40, SLO(5.0, 1.0), handoff=PREFILLED)
+        for _ in range(rng.randint(0, 2)):
+            made.step()
+    made.run()
+    assert len(made.ended) == 40
+    assert set(made.ended.values()) == {1}
+    made.finish()
+    clean(made, "not_in_view", "kv")
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

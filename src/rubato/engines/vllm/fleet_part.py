@@ -38,6 +38,7 @@ class FleetPart:
     _held: dict[str, VllmSeq]
     kv_lease: float | None
     arriving: set[str]  # ids of requests whose KV is at another engine, or on its way
+    come: set[str]  # of those whose KV has come, and that were in no batch since
     leaving: dict[str, VllmSeq]  # requests that have left, of which KV is still here
     hidden: frozenset[str]  # requests here that the last view did not show
     beside: frozenset[str]  # of these, those that vLLM schedules beside the plan
@@ -136,9 +137,10 @@ class FleetPart:
         self._to_observe(HandedOff(now, id, replace(seq.request, handoff=moved)))
         self._gateways.hand_off(seq, reason, now, cached)
 
-    def _hide(self) -> None:
-        """Where prompts and decodes run apart, requests that no gateway can place at the other part cannot be shown to
-        a policy. vLLM schedules them by its own rule, prompt and decode, as many at a time as half a batch has."""
+    def hide(self) -> None:
+        """Choose what the next view does not show. Where prompts and decodes run apart, requests that no gateway can
+        place at the other part cannot be shown to a policy. vLLM schedules them by its own rule, prompt and decode, as
+        many at a time as half a batch has."""
         if not self._strange or self.role.phase == "both":
             self.hidden = self.beside = NONE
             return
@@ -153,8 +155,12 @@ class FleetPart:
             self._gateways.sent(id)
 
     def arrives(self, id: str) -> bool:
-        """Whether its KV is at another engine, or on its way."""
-        return id in self.arriving
+        """Whether its KV is at another engine, or on its way, of one that views show."""
+        return id in self.arriving and id not in self.hidden
+
+    def has_come(self, id: str) -> bool:
+        """Whether its KV has come, and it was in no batch since."""
+        return id in self.come
 
     @guarded
     def kv_missed(self, id: str) -> None:
@@ -164,6 +170,8 @@ class FleetPart:
 
     def _arrive(self, seq: VllmSeq, now: float, cached: int) -> None:
         self.arriving.discard(seq.id)
+        if cached:
+            self.come.add(seq.id)
         seq.arrives_at(now, cached)
         handoff = seq.request.handoff
         self._happened(seq, Transferred(now, seq.id, NAME, "" if handoff is None else handoff.source, cached, 0))

@@ -133,6 +133,7 @@ class PolicyDriver(FleetPart):
             self.supports |= FLEET if kv_lease is None else FLEET | {"kv_transfer"}
         self.kv_lease = kv_lease
         self.arriving: set[str] = set()
+        self.come: set[str] = set()
         self.leaving: dict[str, VllmSeq] = {}
         self.hidden = self.beside = NONE
         self.role = ANY
@@ -243,6 +244,7 @@ class PolicyDriver(FleetPart):
         if seq is not None:
             self._settled = 0
             self.arriving.discard(id)
+            self.come.discard(id)
             self._held.pop(id, None)
             self._strange -= not movable(seq)
         return seq
@@ -281,6 +283,7 @@ class PolicyDriver(FleetPart):
     def preempted(self, id: str) -> None:
         self._settled = 0
         seq = self.seqs.get(id)
+        self.come.discard(id)
         if seq is not None:
             seq.waiting, seq.hit = True, None
             seq.waiting_since = self.clock()
@@ -295,7 +298,6 @@ class PolicyDriver(FleetPart):
         moving: those that hold KV and cannot, or whose KV is to come, and take so many `places` of those that may run;
         kv_taken: blocks of what comes in this step. Requests that are not known here are left out."""
         now, seqs = self.clock(), self.seqs
-        self._hide()
         if self.hidden:
             seqs = {id: seq for id, seq in seqs.items() if id not in self.hidden}
         self._asked_since = min(self._asked_since, now)
@@ -488,6 +490,7 @@ class PolicyDriver(FleetPart):
             elif seq is not None and seq.waiting:
                 self._happened(seq, Started(now, id, resumed=seq.started, cached=begun))
                 seq.starts_at(now, begun)
+        self.come.difference_update(output.num_scheduled_tokens)
         self.steps += 1
         since = self._last if self._busy else now
         shape = NO_BATCH.with_entries(entries, drafting)

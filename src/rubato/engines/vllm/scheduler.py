@@ -222,18 +222,20 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         running: list[Any] = []
         moving: list[Any] = []
         self._landed, self._pulled, kv_taken = [], [], 0
+        self.rubato.hide()
         if self.pause_state != PauseState.PAUSED_ALL:
             for request in list(self.kv_holding_waiting):
+                id = request.request_id
                 if not self._ready(request):
                     moving.append(request)
-                elif not self.rubato.arrives(request.request_id):
-                    waiting.append(request)
-                elif request.num_computed_tokens:
+                elif self.rubato.has_come(id) or (self.rubato.arrives(id) and request.num_computed_tokens):
                     self._landed.append(request)
+                elif not self.rubato.arrives(id):
+                    waiting.append(request)
                 else:  # the transfer has failed
                     self.kv_holding_waiting.remove_requests([request])
                     self.waiting.prepend_request(request)
-                    self.rubato.kv_missed(request.request_id)
+                    self.rubato.kv_missed(id)
             if not self._overlaps:
                 running = self.running
             for request in self.running if self._overlaps else ():
