@@ -344,7 +344,8 @@ class MemoryReply:
 class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
     are answered with this status. cut: the stream of the next request breaks off after so many tokens. merged: so many
-    come in its first chunk. servers: all of them, by name, for those that read each other's KV."""
+    come in its first chunk. metrics: the text of that page; empty:
+    it has none; no_metrics: it does not come. servers: all of them, by name, for those that read each other's KV."""
 
     servers: ClassVar[dict[str, StubServer]] = {}
 
@@ -364,6 +365,8 @@ class StubServer:
         self.fuses = False  # for it two words are a token
         self.version = "0.32.0"
         self.says_nothing_of_kv = False
+        self.metrics = ""
+        self.no_metrics = False
         self.name = f"engine {len(self.servers)}"
         self.servers[self.name] = self
 
@@ -372,7 +375,7 @@ class StubServer:
     ) -> MemoryReply:
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
-        if self.hangs:
+        if self.hangs or (self.no_metrics and path == "/metrics"):
             try:
                 await asyncio.wait_for(asyncio.Event().wait(), seconds)
             except TimeoutError:
@@ -389,6 +392,8 @@ class StubServer:
             if not fields.get("stream"):
                 await reply.head.wait()
             return reply
+        if path == "/metrics" and self.metrics:
+            return _text(200, "text/plain; version=0.0.4", self.metrics.encode())
         words = orjson.loads(body)["prompt"].split() if path == "/tokenize" else []
         words = words[:: 1 + self.fuses]
         pages: dict[str, Any] = {
@@ -556,7 +561,11 @@ class _Answering:
 
 
 def _page(status: int, content: Any) -> MemoryReply:
-    reply = MemoryReply(status, "application/json")
-    reply.put(orjson.dumps(content))
+    return _text(status, "application/json", orjson.dumps(content))
+
+
+def _text(status: int, kind: str, content: bytes) -> MemoryReply:
+    reply = MemoryReply(status, kind)
+    reply.put(content)
     reply.put(b"")
     return reply
