@@ -36,7 +36,7 @@ class MemoryCall:
     """A call of which all is kept that came back."""
 
     streams = True
-    path = "/v1/completions"
+    path = target = "/v1/completions"
     choices = 1
 
     def __init__(self, request: Request) -> None:

@@ -584,6 +584,27 @@ def test_what_a_server_of_ours_says_of_itself_is_not_said_twice() -> None:
     gateway(scenario)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_query_goes_to_each_server_that_is_tried_and_the_path_is_known_all_the_same(path: str, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        body = {
+            "model": "stub", "prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4, "service_tier": "chat", "stream": True,
+        }  # fmt: skip
+        fleet.servers[0].broken = 503
+        query = "api-version=2026-01-01&beta=true&a=%2B%20"
+        response = await fleet.http.post(f"{path}?{query}", json=body)
+        assert response.status_code == 200
+        assert (b'"rubato"' in response.content) == ("completions" in path)
+        assert [server.queries for server in fleet.servers] == [[query], [query]]
+        assert (await fleet.http.post(path, json={**body, "service_tier": None})).status_code == 200
+        assert fleet.servers[1].queries[-1] == ""
+        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
+
+    gateway(scenario, linked=linked)
+
+
 def test_other_paths_go_to_some_server_and_the_board_is_there() -> None:
     async def scenario(fleet: Fleet) -> None:
         assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json()["count"] == 1

@@ -354,6 +354,7 @@ class StubServer:
         self.model = model
         self.bodies: list[dict[str, Any]] = []  # of completions
         self.heads: list[dict[str, str]] = []
+        self.queries: list[str] = []
         self.down = False
         self.hangs = False  # it takes requests and never answers
         self.broken = 0
@@ -373,6 +374,7 @@ class StubServer:
     async def open(
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
     ) -> MemoryReply:
+        path, _, query = path.partition("?")
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
         if self.hangs or (self.no_metrics and path == "/metrics"):
@@ -384,6 +386,7 @@ class StubServer:
             fields = json.loads(body)
             self.bodies.append(fields)
             self.heads.append(dict(headers))
+            self.queries.append(query)
             if self.broken:
                 return _page(self.broken, {"error": {"message": "not now"}})
             if fields.get("temperature", 0) < 0:

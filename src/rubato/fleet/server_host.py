@@ -254,7 +254,7 @@ class ServerHost(KVBetweenServers):
                 body = with_kv(body, kv)
             elif prefills:
                 body = prefill_only(call, body)
-            reply = await self.upstream.open("POST", call.path, headers, body)
+            reply = await self.upstream.open("POST", call.target, headers, body)
         except CannotContinueError as error:
             self._fail(call, str(error))
             return
