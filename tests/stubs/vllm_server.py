@@ -428,6 +428,8 @@ class StubServer:
             prompt = tuple("".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]).encode())
         else:
             prompt = tuple(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
+        if contract is None and len(prompt) >= self.core.limits.max_model_len:
+            return _page(400, {"error": {"message": "the prompt is longer than the model's context", "code": 400}})
         ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
         kv = body.get("kv_transfer_params") or {}
         requests = [self._request(one, prompt, int(body.get("max_tokens", 16)), contract) for one in ids]
