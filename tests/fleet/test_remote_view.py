@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
-from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Stepped, Tokens
+from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Started, Stepped, Tokens
 from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
@@ -171,3 +171,21 @@ def test_times_in_another_clock() -> None:
     there = replace(moved, handoff=Handoff("r0", "prefilled", 13.0, 7))
     assert shifted(HandedOff(3.0, "a", handed), 10.0) == HandedOff(13.0, "a", there)
     assert shifted_report(report, -1.0) == Report(4.0, (Tokens(3.0, "a", 1),), 3, 5.0, {"a": (1, 1, 1, 0)}, None)
+
+
+def test_free_kv_that_was_read_counts_until_a_report_says_it() -> None:
+    mirror = Mirror("r0", LIMITS, Linear(), frozenset(), 0.0)
+    for id in ("before", "after", "waits"):
+        mirror.submit(Request(id, (Stage(17),), 0.0), 0.0)
+    mirror.fold(Started(0.1, "before"))
+    mirror.told_kv_free(4)
+    assert mirror.view(0.2).kv_free == 4
+    mirror.fold(Started(0.3, "after"))
+    assert mirror.view(0.4).kv_free == 1  # 17 tokens are 3 blocks of 8
+    mirror.fold(Tokens(0.5, "after", 8))
+    assert mirror.view(0.5).kv_free == 0
+    mirror.told_kv_free(40)
+    assert mirror.view(0.5).kv_free == 40
+    mirror.fold(Started(0.6, "waits"))
+    mirror.take(Report(0.7, (), 30, 0.7, {}))
+    assert mirror.view(0.7).kv_free == 30

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import pytest
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
 from rubato.core.events import Assigned, Event, Finished, HandedOff, Offered, Placed
+from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Progress, Request, Sampling, Stage
@@ -35,7 +36,7 @@ class MemoryCall:
     """A call of which all is kept that came back."""
 
     streams = True
-    path = "/v1/completions"
+    path = target = "/v1/completions"
     choices = 1
 
     def __init__(self, request: Request) -> None:
@@ -195,3 +196,126 @@ def test_servers_with_the_link_are_routed_to_as_replicas_here_are(policy: str, r
 
 def met(events: list[Event]) -> dict[str, bool]:
     return {event.id: event.verdict.met for event in events if isinstance(event, Finished)}
+
+
+class MostFree:
+    """A router: each request to the replica with most KV free."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        pass
+
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
+        most = max(fleet, key=lambda view: view.kv_free)
+        return Dispatch({seq.id: most.id for seq in held})
+
+
+def used(share: str, more: str = "") -> str:
+    """A page of vLLM's metrics."""
+    return (
+        '# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+        f'# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {share}\n{more}'
+    )
+
+
+def without_link(pages: Sequence[str], scenario: Callable[[Cluster, Calls, list[StubServer]], Awaitable[None]]) -> None:
+    """A cluster with `MostFree` over servers without a link, which have these pages of metrics."""
+
+    async def main() -> None:
+        clock, calls = VirtualClock(), Calls()
+        chosen = options("edf", {}, "least_loaded")
+        cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in pages]
+        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+        for core, server, page in zip(cores, servers.values(), pages, strict=True):
+            server.metrics = page
+            await core.start()
+        fleet = ServerFleet([Server(url) for url in servers], clock, chosen, calls, transport=servers.__getitem__)
+        cluster = Cluster([fleet.host] * await fleet.look(), MostFree(), clock)
+        await cluster.start()
+        await scenario(cluster, calls, list(servers.values()))
+        await cluster.close()
+        for core in cores:
+            await core.host.close()
+
+    run_virtual(main())
+
+
+def free(cluster: Cluster) -> list[int]:
+    return [host.view().kv_free for host in cluster.hosts.values()]
+
+
+def test_without_a_link_a_router_sees_the_free_kv_of_metrics() -> None:
+    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+        clock, placed = cluster.clock, list[str]()
+        cluster.listen(lambda event: placed.append(event.replica) if isinstance(event, Placed) else None)
+
+        def offer(id: str, prompt: int, most: int) -> None:
+            request = Request(
+                id, (Stage(prompt, token_ids=(1,) * prompt),), clock.now(),
+                sampling=Sampling(max_tokens=most, ignore_eos=True),
+            )  # fmt: skip
+            calls[id] = MemoryCall(request)
+            cluster.offer(request)
+
+        assert free(cluster) == [100, 100]
+        await clock.sleep_until(1.5, ARRIVAL)
+        assert free(cluster) == [10, 60]
+        offer("cmpl-a", 100, 2)
+        servers[0].metrics = used("0.25")
+        await clock.sleep_until(2.5, ARRIVAL)
+        assert free(cluster) == [75, 60]
+        offer("cmpl-b", 100, 200)
+        await clock.sleep_until(2.6, ARRIVAL)
+        assert placed == ["r1", "r0"]
+        output = cluster.hosts["r0"].view().running[0].output
+        assert output > 0
+        assert free(cluster) == [75 - LIMITS.blocks(100 + output), 60]  # it is not in what was read
+        await clock.sleep_until(3.5, ARRIVAL)
+        assert free(cluster) == [75, 60]  # now it is
+        servers[1].metrics = ""
+        await clock.sleep_until(10.0, ARRIVAL)
+        assert free(cluster) == [75, 60]
+        assert cluster.in_flight == 0
+
+    without_link([used("0.9"), used("0.4")], scenario)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("", 16384),  # as many as are assumed of a server that says nothing
+        (used("nan"), 100),
+        (used("inf"), 100),
+        (used("1.01"), 100),
+        (used("-0.5"), 100),
+        (used("full"), 100),
+        (used("0.5").replace("usage_perc{", "usage_perc_of_another{"), 100),
+        ("\ufffd" * 1000, 16384),
+        (used("0.5", more="vllm:kv_cache_usage_perc NaN\n"), 100),
+        (used("1"), 0),
+        (used("1e-3"), 100),
+        (used("0.5 1732000000000"), 50),
+        (used("0.5", more='vllm:kv_cache_usage_perc{engine="1",model_name="} m"} 0.1\n'), 70),
+        ('sglang:token_usage{model_name="m"} 0.25\n', 12288),
+    ],
+)
+def test_metrics_that_do_not_say_how_much_kv_is_in_use_change_nothing(page: str, expected: int) -> None:
+    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+        await cluster.clock.sleep_until(3.5, ARRIVAL)
+        assert free(cluster) == [expected]
+
+    without_link([page], scenario)
+
+
+def test_metrics_that_do_not_come_hold_nothing_up() -> None:
+    async def scenario(cluster: Cluster, calls: Calls, servers: list[StubServer]) -> None:
+        (server,) = servers
+        server.no_metrics = True
+        await cluster.clock.sleep_until(20.0, ARRIVAL)
+        assert free(cluster) == [100]
+        server.down = True
+        await cluster.clock.sleep_until(30.0, ARRIVAL)
+        assert not cluster.hosts
+
+    without_link([used("0.5")], scenario)

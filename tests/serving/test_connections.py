@@ -417,8 +417,15 @@ def test_connections_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch
     assert most_connections(100) == 100
     with pytest.raises(ConfigError, match="max_connections: 200 take 328 file descriptors and 256 are allowed"):
         most_connections(200)
+    assert most_connections(None, each=2) == 64
+    assert most_connections(64, each=2) == 64
+    with pytest.raises(ConfigError, match=r"max_connections: 65 take 258 file descriptors .* or set 64"):
+        most_connections(65, each=2)
     limits[:] = [64, 64]
     assert most_connections(None) == 32
+    assert most_connections(None, each=2) == 16
     limits[:] = [1024, -1]
     assert most_connections(None) == connections.MOST
     assert limits == [connections.MOST + connections.RESERVE, -1]
+    assert most_connections(None, each=2) == connections.MOST
+    assert limits == [2 * connections.MOST + connections.RESERVE, -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class Fleet:
     cluster: Cluster
     clock: VirtualClock
     servers: list[StubServer]
+    app: Any
     events: list[Event] = field(default_factory=list)
 
     async def complete(self, headers: Mapping[str, str] | None = None, **body: Any) -> httpx2.Response:
@@ -53,6 +55,38 @@ class Fleet:
         message = {"role": "user", "content": "hi"}
         defaults = {"model": "stub", "messages": [message], "max_tokens": 4}
         return await self.http.post("/v1/chat/completions", json={**defaults, **body}, headers=headers)
+
+    async def stream(self, body: bytes, *, leaves: bool = False) -> tuple[int, bytes]:
+        """A text completion, as it comes. leaves: the client, once it has the head."""
+        status, raw, left = 0, bytearray(), asyncio.Event()
+        sent = iter([body])
+
+        async def receive() -> dict[str, Any]:
+            for part in sent:
+                return {"type": "http.request", "body": part, "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            raw.extend(message.get("body", b""))
+            if leaves:
+                left.set()
+
+        path = "/v1/completions"
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
+            "client": ("c", 1), "server": ("s", 80), "app": self.app,
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        return status, bytes(raw)
+
+    async def metric(self, name: str) -> float:
+        """The sum over its series."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -94,7 +128,7 @@ def gateway(
             app = create_gateway(GatewayService(cluster, calls, "stub", 1024, tenants=known, **service))
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
-                made = Fleet(http, cluster, clock, list(there.values()))
+                made = Fleet(http, cluster, clock, list(there.values()), app)
                 cluster.listen(made.events.append)
                 await scenario(made)
             assert not calls
@@ -492,6 +526,55 @@ def test_a_router_that_needs_step_times_is_refused_without_them_and_may_be_told_
     gateway(scenario, linked=False, policy=policy, router=router, profile=lambda: Model(b=(0.1, 0.0)))
 
 
+FIVE_HUNDRED = [(True, 300), *(pytest.param(linked, None, marks=pytest.mark.full) for linked in (True, False))]
+
+
+@pytest.mark.parametrize(("linked", "most"), FIVE_HUNDRED)
+def test_five_hundred_streams_at_once_end_whole_or_with_an_error_that_says_why(linked: bool, most: int | None) -> None:
+    """20 bodies of 10 MB among them, half of which are prompts that no server takes, and 50 clients that leave."""
+
+    async def scenario(fleet: Fleet) -> None:
+        body = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4, "stream": True}
+        ten_mb = "x" * (10 << 20)
+        small, padded, long = (
+            json.dumps({**body, **more}).encode() for more in ({}, {"user": ten_mb}, {"prompt": ten_mb})
+        )
+        leaving = {number for number in range(500) if number % 10 == 1}
+
+        def client(number: int) -> Awaitable[tuple[int, bytes]]:
+            large = (padded, long)[number % 2] if number % 25 == 0 else small
+            return fleet.stream(large, leaves=number in leaving)
+
+        asked = asyncio.gather(*map(client, range(500)))
+        await asyncio.sleep(1.0)
+        assert (await fleet.http.get("/health")).status_code == 200
+        assert 0 < await fleet.metric("rubato_requests_in_flight") <= (most or 500)
+        answers = await asked
+        statuses = Counter(status for status, _ in answers)
+        assert set(statuses) == ({200, 400, 429} if most else {200, 400})
+        for number, (status, raw) in enumerate(answers):
+            if status != 200:
+                error = orjson.loads(raw)["error"]
+                assert error["message"]
+                assert (error["code"] == "rejected-saturated") == (status == 429)
+            elif number not in leaving:
+                assert raw.count(b"data: [DONE]\n\n") == 1
+                said = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+                assert "".join(choice["text"] for chunk in said for choice in chunk["choices"]) == "la ti do re "
+        ends = Counter(event.outcome for event in fleet.of(Finished))
+        left = sum(answers[number][0] == 200 for number in leaving)
+        assert ends["completed"] == statuses[200] - left
+        assert (ends["cancelled"], ends["failed"]) == (left, 0)
+        assert ends["refused"] == statuses[429] + statuses[400]
+        assert await fleet.metric("rubato_requests_offered_total") == 500
+        assert await fleet.metric("rubato_requests_finished_total") == 500
+        assert await fleet.metric("rubato_requests_in_flight") == 0
+        assert all(not host.view().count for host in fleet.cluster.hosts.values())
+        assert all(server.core.host.replica.idle for server in fleet.servers if server.core.host.replica)
+
+    gateway(scenario, linked=linked, max_in_flight=most)
+
+
 def test_servers_that_are_not_alike_or_not_there_are_said_at_the_start() -> None:
     async def scenario(fleet: Fleet) -> None:
         raise AssertionError("it has started")
@@ -582,6 +665,27 @@ def test_what_a_server_of_ours_says_of_itself_is_not_said_twice() -> None:
         assert chunks(response)[-1]["service_tier"] == "chat"
 
     gateway(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_query_goes_to_each_server_that_is_tried_and_the_path_is_known_all_the_same(path: str, linked: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        body = {
+            "model": "stub", "prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4, "service_tier": "chat", "stream": True,
+        }  # fmt: skip
+        fleet.servers[0].broken = 503
+        query = "api-version=2026-01-01&beta=true&a=%2B%20"
+        response = await fleet.http.post(f"{path}?{query}", json=body)
+        assert response.status_code == 200
+        assert (b'"rubato"' in response.content) == ("completions" in path)
+        assert [server.queries for server in fleet.servers] == [[query], [query]]
+        assert (await fleet.http.post(path, json={**body, "service_tier": None})).status_code == 200
+        assert fleet.servers[1].queries[-1] == ""
+        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
+
+    gateway(scenario, linked=linked)
 
 
 def test_other_paths_go_to_some_server_and_the_board_is_there() -> None:

@@ -344,7 +344,8 @@ class MemoryReply:
 class StubServer:
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
     are answered with this status. cut: the stream of the next request breaks off after so many tokens. merged: so many
-    come in its first chunk. servers: all of them, by name, for those that read each other's KV."""
+    come in its first chunk. metrics: the text of that page; empty:
+    it has none; no_metrics: it does not come. servers: all of them, by name, for those that read each other's KV."""
 
     servers: ClassVar[dict[str, StubServer]] = {}
 
@@ -353,6 +354,7 @@ class StubServer:
         self.model = model
         self.bodies: list[dict[str, Any]] = []  # of completions
         self.heads: list[dict[str, str]] = []
+        self.queries: list[str] = []
         self.down = False
         self.hangs = False  # it takes requests and never answers
         self.broken = 0
@@ -364,15 +366,18 @@ class StubServer:
         self.fuses = False  # for it two words are a token
         self.version = "0.32.0"
         self.says_nothing_of_kv = False
+        self.metrics = ""
+        self.no_metrics = False
         self.name = f"engine {len(self.servers)}"
         self.servers[self.name] = self
 
     async def open(
         self, method: str, path: str, headers: Headers, body: bytes, *, seconds: float | None = None
     ) -> MemoryReply:
+        path, _, query = path.partition("?")
         if self.down:
             raise UpstreamError("ConnectionRefusedError")
-        if self.hangs:
+        if self.hangs or (self.no_metrics and path == "/metrics"):
             try:
                 await asyncio.wait_for(asyncio.Event().wait(), seconds)
             except TimeoutError:
@@ -381,6 +386,7 @@ class StubServer:
             fields = json.loads(body)
             self.bodies.append(fields)
             self.heads.append(dict(headers))
+            self.queries.append(query)
             if self.broken:
                 return _page(self.broken, {"error": {"message": "not now"}})
             if fields.get("temperature", 0) < 0:
@@ -389,6 +395,8 @@ class StubServer:
             if not fields.get("stream"):
                 await reply.head.wait()
             return reply
+        if path == "/metrics" and self.metrics:
+            return _text(200, "text/plain; version=0.0.4", self.metrics.encode())
         words = orjson.loads(body)["prompt"].split() if path == "/tokenize" else []
         words = words[:: 1 + self.fuses]
         pages: dict[str, Any] = {
@@ -420,6 +428,8 @@ class StubServer:
             prompt = tuple("".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]).encode())
         else:
             prompt = tuple(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
+        if contract is None and len(prompt) >= self.core.limits.max_model_len:
+            return _page(400, {"error": {"message": "the prompt is longer than the model's context", "code": 400}})
         ids = contract.ids if contract is not None else [answer if n == 1 else f"{answer}-{i}" for i in range(n)]
         kv = body.get("kv_transfer_params") or {}
         requests = [self._request(one, prompt, int(body.get("max_tokens", 16)), contract) for one in ids]
@@ -556,7 +566,11 @@ class _Answering:
 
 
 def _page(status: int, content: Any) -> MemoryReply:
-    reply = MemoryReply(status, "application/json")
-    reply.put(orjson.dumps(content))
+    return _text(status, "application/json", orjson.dumps(content))
+
+
+def _text(status: int, kind: str, content: bytes) -> MemoryReply:
+    reply = MemoryReply(status, kind)
+    reply.put(content)
     reply.put(b"")
     return reply

@@ -14,13 +14,14 @@ class CannotContinueError(Exception):
 
 class Call(Protocol):
     """answer: the id that the server gives its response. ids: of the requests that it makes, a choice of a prompt each;
-    choices: of one prompt. begun: the client has had something of the response; streamed: so many tokens, of one that
-    has a single choice."""
+    choices: of one prompt. target: its path with the query. begun: the client has had something of the response;
+    streamed: so many tokens, of one that has a single choice."""
 
     answer: str
     ids: tuple[str, ...]
     choices: int
     path: str
+    target: str
     streams: bool
     begun: bool
     streamed: int

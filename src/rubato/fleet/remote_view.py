@@ -109,6 +109,7 @@ class Mirror:
         self.supports = supports
         self.as_of = now
         self._kv_free = limits.kv_blocks
+        self._counted: frozenset[str] | None = None  # those that ran when it was read; None: it was not read
         self._busy_until = now
         self._in_flight = NO_BATCH
         self._lengths = lengths
@@ -152,9 +153,17 @@ class Mirror:
             if seq is not None:
                 seq.cached, seq.in_flight = cached, in_flight
         self.as_of = report.as_of
-        self._kv_free = report.kv_free
+        self._kv_free, self._counted = report.kv_free, None
         self._busy_until = report.busy_until
         self._in_flight = report.in_flight
+
+    def told_kv_free(self, blocks: int) -> None:
+        """So many blocks are free there, as was read just now where no report says it. What starts afterwards is taken
+        off until it is read again; what else grows or ends meanwhile changes nothing. (What was in KV already and had
+        no token yet is taken off twice for so long: a router had better think a replica fuller than it is.) No event
+        tells of it: a router that holds requests until KV is free has to ask for another call (`Dispatch.wake_at`)."""
+        self._kv_free = blocks
+        self._counted = frozenset(self._running)
 
     def blocks_of(self, seq: Seq) -> int:
         """Its KV blocks; of one whose KV is to come, those that are kept for it."""
@@ -172,6 +181,8 @@ class Mirror:
         waiting = sorted(self._waiting.values(), key=lambda s: s.order)
         moving = (*self._leaving.values(), *self._arriving.values())
         kept = sum([self.limits.blocks(seq.length) for id, seq in self._arriving.items() if id not in self._held])
+        if self._counted is not None:
+            kept += sum([self.limits.blocks(s.length) for id, s in self._running.items() if id not in self._counted])
         limits = self.limits
         if moving and limits.max_running is not None:
             limits = replace(limits, max_running=limits.max_running - len(moving))

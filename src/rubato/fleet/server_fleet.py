@@ -152,6 +152,7 @@ class ServerFleet:
         return ServerHost(
             id, server.url, upstream, self._clock, about=about, link=open_link, calls=self._calls, emit=emit,
             lost=gone, options=self._options.replica, step_timeout=self._step_timeout, patient=patient,
+            kv_used=lambda: server_probe.kv_used(upstream),
         )  # fmt: skip
 
     async def _reachable(self, server: Server, upstream: Upstream) -> None:

@@ -75,6 +75,7 @@ class ServerHost(KVBetweenServers):
     link: opens the link; None for a server that has none. about: asks the server what it is (`server_probe.about`),
     given what its core said first. Both raise ValueError or UpstreamError. calls: of the gateway, where each request's
     body is. emit and lost: as every host's. step_timeout: as `local_host.LocalHost`, of steps that the link tells of.
+    kv_used: asks it for the share of its KV that is in use, while no link tells that; None: that is not asked.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ServerHost(KVBetweenServers):
         options: ReplicaOptions,
         step_timeout: float | None = None,
         patient: bool = False,
+        kv_used: Callable[[], Coroutine[Any, Any, float | None]] | None = None,
     ) -> None:
         self.id = id
         self.url = url
@@ -100,7 +102,7 @@ class ServerHost(KVBetweenServers):
         self.about: ServerAbout | None = None
         self.linked = False  # the link tells what happens there
         self.upstream = upstream
-        self._ask, self._open_link = about, link
+        self._ask, self._open_link, self._kv_used = about, link, kv_used
         self._calls = calls
         self._emit_outside, self._lost = emit, lost
         self._options = options
@@ -252,7 +254,7 @@ class ServerHost(KVBetweenServers):
                 body = with_kv(body, kv)
             elif prefills:
                 body = prefill_only(call, body)
-            reply = await self.upstream.open("POST", call.path, headers, body)
+            reply = await self.upstream.open("POST", call.target, headers, body)
         except CannotContinueError as error:
             self._fail(call, str(error))
             return
@@ -611,6 +613,8 @@ class ServerHost(KVBetweenServers):
             failed = 0 if await self._is_healthy() else failed + 1
             if failed >= PROBES:
                 self._die(ServerLostError(f"server {self.url} does not answer"))
+            elif not (failed or self.linked):
+                await self._look_at_kv(mirror)
 
     def _watch_link(self, link: Link, mirror: Mirror) -> None:
         link.send({"kind": "ping", "asked": self.clock.now()})
@@ -642,6 +646,13 @@ class ServerHost(KVBetweenServers):
         except UpstreamError:
             return False
         return reply.status == 200
+
+    async def _look_at_kv(self, mirror: Mirror) -> None:
+        """How much KV is free, of a server whose link does not say it. One that does not say it either is shown as it
+        was before: with all of it free, or as much as it said last."""
+        used = None if self._kv_used is None else await self._kv_used()
+        if used is not None and not self.linked:  # meanwhile the link may have come back
+            mirror.told_kv_free(round((1.0 - used) * mirror.limits.kv_blocks))
 
     def _check_step(self, mirror: Mirror) -> None:
         """Lose a server whose engine hangs in a step."""

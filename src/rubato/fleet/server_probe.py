@@ -16,11 +16,14 @@ from rubato.fleet.upstream import Upstream, UpstreamError, whole
 from rubato.latency import affine
 
 SECONDS = 10.0  # for each answer
+KV_SECONDS = 2.0  # for one that is asked for every second
 # Of a server that does not say: vLLM's own defaults for its API server, and a context that any model has.
 UNSAID = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096, kv_blocks=16384, block_size=16)
 UNLINKED = frozenset({"recall"})  # of a request of which nothing has come
 LINKED = frozenset({"recall", "step_times"})
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+# One line for each engine, or rank: vLLM, SGLang.
+USED = re.compile(r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 
 
 async def about(
@@ -67,10 +70,15 @@ async def link_address(url: str, server: Upstream, key: str = "") -> str | None:
     return f"tcp://{host}:{int(found['port'])}"
 
 
-async def metrics(server: Upstream) -> str:
+async def kv_used(server: Upstream) -> float | None:
+    """What share of a server's KV is in use, by its metrics; None where these do not say so."""
+    return _share_used(await metrics(server, KV_SECONDS))
+
+
+async def metrics(server: Upstream, seconds: float = SECONDS) -> str:
     """A server's metrics; empty where it has none."""
     try:
-        reply = await server.open("GET", "/metrics", (), b"", seconds=SECONDS)
+        reply = await server.open("GET", "/metrics", (), b"", seconds=seconds)
         raw = await whole(reply)
     except UpstreamError:
         return ""
@@ -85,6 +93,17 @@ def _with_cache(limits: Limits, text: str) -> Limits:
     if not (blocks.isdecimal() and size.isdecimal() and int(blocks) and int(size)):
         return limits
     return replace(limits, kv_blocks=int(blocks), block_size=int(size))
+
+
+def _share_used(text: str) -> float | None:
+    """The mean, of a server with several engines. None where any of them is no share: the page is not understood."""
+    try:
+        shares = [float(found) for found in USED.findall(text)]
+    except ValueError:
+        return None
+    if not shares or not all(0.0 <= share <= 1.0 for share in shares):  # (NaN is none)
+        return None
+    return sum(shares) / len(shares)
 
 
 async def _model(url: str, server: Upstream, key: str) -> str:

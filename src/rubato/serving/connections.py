@@ -151,10 +151,11 @@ def report_accept_errors_seldom(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-def most_connections(asked: int | None) -> int:
+def most_connections(asked: int | None, each: int = 1) -> int:
     """`max_connections`; None: as many as there are file descriptors for, MOST at most. The process's limit of them is
-    raised as far as that takes and the system lets it. Raises ConfigError where it does not."""
-    wanted = (asked or MOST) + RESERVE
+    raised as far as that takes and the system lets it. each: descriptors that one takes, its own and those of what is
+    opened for it. Raises ConfigError where there are too few."""
+    wanted = (asked or MOST) * each + RESERVE
     limit, most = _descriptors()
     if limit < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS has a bound below its hard limit: then it stays as it is
@@ -162,11 +163,11 @@ def most_connections(asked: int | None) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(wanted, most)), hard))
         limit, _ = _descriptors()
     if asked is None:
-        return int(min(MOST, max(limit - RESERVE, limit // 2)))
+        return int(min(MOST, max(limit - RESERVE, limit // 2) // each))
     if limit < wanted:
         raise ConfigError(
             f"max_connections: {asked} take {wanted} file descriptors and {int(limit)} are allowed: "
-            f"raise that limit (ulimit -n) or set {max(1, int(limit) - RESERVE)}"
+            f"raise that limit (ulimit -n) or set {max(1, (int(limit) - RESERVE) // each)}"
         )
     return asked
 

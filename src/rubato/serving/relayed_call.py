@@ -55,7 +55,7 @@ class RelayedCall:
         fields: dict[str, Any], raw: bytes, send: Send, more: Callable[[], list[tuple[bytes, bytes]]],
         counted: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.path = path
+        self.path, self.target = path, f"{path}?{query}" if query else path
         self.answer = answer
         self.ids = tuple([request.id for request in requests])
         self.choices = choices
@@ -66,7 +66,7 @@ class RelayedCall:
         self.broken = ""  # why no more will come of it
         self.done = asyncio.Event()  # over, or broken
         self.failed: Finished | None = None  # the first end that is no completion
-        self._query, self._headers, self._fields, self._raw = query, headers, fields, raw
+        self._headers, self._fields, self._raw = headers, fields, raw
         self._requests = requests
         self._ends: dict[str, Finished] = {}
         self._send, self._more = send, more

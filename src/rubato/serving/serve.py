@@ -203,7 +203,8 @@ def _bind(config: Config) -> ListeningSocket:
     """A bound socket. Raises ConfigError: before the model is loaded, not after."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = ListeningSocket(family, Connections(most_connections(config.max_connections)))
+    each = 2 if config.servers or config.engine.name == "vllm" else 1  # of a gateway: one to a server for each request
+    bound = ListeningSocket(family, Connections(most_connections(config.max_connections, each)))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection accepted
     try:
