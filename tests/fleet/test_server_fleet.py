@@ -19,7 +19,7 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Progress, Request, Sampling, Stage
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
-from rubato.fleet.call import Calls, CannotContinueError
+from rubato.fleet.call import Calls, CannotContinueError, name_of_try
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
@@ -41,7 +41,7 @@ class MemoryCall:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.answer = request.id
+        self.tries = 0
         self.ids = (request.id,)
         self.begun = False
         self.streamed = 0
@@ -50,6 +50,10 @@ class MemoryCall:
         self.ends = 0
         self.broken = ""
         self.prompt = 0
+
+    @property
+    def answer(self) -> str:
+        return name_of_try(self.request.id, self.tries)
 
     def so_far(self) -> str:
         return ""

@@ -304,9 +304,13 @@ def test_what_a_server_fails_at_goes_elsewhere_while_nothing_was_streamed(how: s
         answers = await asyncio.gather(*(fleet.complete(stream=True, service_tier="chat") for _ in range(4)))
         assert all(answer.status_code == 200 for answer in answers)
         assert len({placed.id for placed in fleet.of(Placed) if placed.replica == "r0"}) >= 1
+        for answer in answers:  # of whatever try, the id is the one that it was given at first
+            said = {chunk["id"] for chunk in chunks(answer)}
+            assert said == {f"cmpl-{answer.headers['x-request-id']}"}
         assert all(event.request.handoff.reason == "failed" for event in fleet.of(HandedOff))
         assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
         assert len(good.bodies) == 4
+        assert any(head["x-request-id"].endswith("-t2") for head in good.heads)
         assert "r0" not in fleet.cluster.hosts or len(bad.bodies) < 3
 
     gateway(scenario, linked=linked)

@@ -63,7 +63,7 @@ class StubCore:
         self.reading_fails = False  # KV does not come
         self.reads = 0  # of another core's KV
         self._prefill_only: set[str] = set()
-        self._asked: list[tuple[Request, StubCore]] = []  # whose KV is to be read when there is memory
+        self._asked: list[tuple[Request, StubCore, str]] = []  # whose KV is to be read when there is memory
         self.peers: list[Callable[[Message], None]] = []
         self.silent = False  # its reports are not sent
         self.deaf = False  # nor anything else
@@ -133,7 +133,6 @@ class StubCore:
         return self._contracts.pop(answer, None)
 
     def submit(self, request: Request, listener: Callable[[Event], None]) -> None:
-        self.host.cancel(request.id, "its gateway has given it up")  # vLLM would give this one another id
         self.listeners[request.id] = listener
         self._emit(Offered(self.clock.now(), request.id, request))
         self.host.submit(request)
@@ -152,32 +151,32 @@ class StubCore:
         self._prefill_only.add(request.id)
         self.submit(request, listener)
 
-    def go_on(self, request: Request, source: StubCore, listener: Callable[[Event], None]) -> None:
-        """With a prompt of which another core has the KV."""
+    def go_on(self, request: Request, source: StubCore, there: str, listener: Callable[[Event], None]) -> None:
+        """With a prompt of which another core has the KV, by that name."""
         self.listeners[request.id] = listener
         self._emit(Offered(self.clock.now(), request.id, request))
-        self._asked.append((request, source))
+        self._asked.append((request, source, there))
         self._read()
 
     def _read(self) -> None:
         """KV of others, as far as there is memory for it."""
         while self._asked and (self._asked[0][0].id not in self.listeners or self.host.reserve(self._asked[0][0])):
-            request, source = self._asked.pop(0)
+            request, source, there = self._asked.pop(0)
             if request.id in self.listeners:
-                self.clock.spawn(self._receive(request, source), f"KV of {request.id}")
+                self.clock.spawn(self._receive(request, source, there), f"KV of {request.id}")
 
-    async def _receive(self, request: Request, source: StubCore) -> None:
+    async def _receive(self, request: Request, source: StubCore, there: str) -> None:
         await self.clock.sleep_until(self.clock.now() + 0.002, ARRIVAL)
         assert request.handoff is not None
-        if request.id in self.listeners and request.id in source.kept:
-            self.reads += 1
-            if self.reading_fails:  # as vLLM's `kv_load_failure_policy` has it
+        if request.id in self.listeners:
+            self.reads += there in source.kept
+            if self.reading_fails or there not in source.kept:  # as vLLM's `kv_load_failure_policy` has it
                 self.host.release(request.id)
                 end = judge(request, [], "failed", "deadline")
                 self._emit(Finished(self.clock.now(), request.id, "failed", "error", end))
                 return
             await self.host.receive(request.id, KV(request.handoff.cached, "simulated", (0,), b"", 0))
-        source.give_up(request.id)
+        source.give_up(there)
 
     def give_up(self, id: str) -> None:
         """Its KV was read, or the lease is over."""
@@ -271,7 +270,7 @@ class StubCore:
             rows.append([about, seq.id, state, list(seq.times_of_stage()), []])
         flying = {s.id: s.in_flight for s in replica.running.values() if s.in_flight}
         coming = [(seq.request, "arriving") for seq in replica.arriving.values()]
-        coming += [(request, "arriving") for request, _ in self._asked if request.id in self.listeners]
+        coming += [(request, "arriving") for request, _, _ in self._asked if request.id in self.listeners]
         for request, where in [*coming, *((request, "leaving") for request in self.kept.values())]:
             about = {"at": self.clock.now(), "id": request.id, "request": without_texts(request)}
             rows.append([about, request.id, (where, False, False, 0, self.limits.blocks(_length(request))), [], []])
@@ -445,12 +444,18 @@ class StubServer:
                 answering.kv = (
                     None
                     if self.says_nothing_of_kv
-                    else {"do_remote_prefill": True, "remote_engine_id": self.name, "prompt": list(prompt)}
+                    else {
+                        "do_remote_prefill": True,
+                        "remote_engine_id": self.name,
+                        "prompt": list(prompt),
+                        "remote_request_id": ids[0],
+                    }
                 )
                 self.core.prefill(request, answering.hear)
             elif kv.get("do_remote_prefill"):
                 assert kv["prompt"] == list(prompt), "KV of another prompt"
-                self.core.go_on(request, self.servers[kv["remote_engine_id"]].core, answering.hear)
+                source = self.servers[kv["remote_engine_id"]].core
+                self.core.go_on(request, source, kv["remote_request_id"], answering.hear)
             else:
                 self.core.submit(request, answering.hear)
         return reply

@@ -33,6 +33,7 @@ class Wire:
         self.asked: list[tuple[str, list[Any]]] = []
         self.messages: list[Message] = []
         self._losses, self._share = losses, share
+        self.idle = False  # the last snapshot is true until something happens
         self.lost = 0
 
     def commands(self) -> list[tuple[str, list[Any]]]:
@@ -46,12 +47,13 @@ class Wire:
             self.messages.append(unpacked(packed(message)))
 
     def snapshot(self, message: Message, *, idle: bool) -> None:
+        self.idle = idle
         if self.wanted:
             self.wanted = False
             self.messages.append(unpacked(packed(message)))
 
     def busy(self) -> None:
-        pass
+        self.idle = False
 
     def begin_afresh(self) -> None:
         self.wanted = True

@@ -257,6 +257,26 @@ def test_past_gateways_a_prompt_for_another_engine_ends_as_any_request(model: Pa
     clean(made)
 
 
+def test_an_engine_at_which_only_kv_is_on_its_way_is_not_idle_and_goes_on_speaking(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.vllm.handover_connector.HandoverConnector.STEPS", 20)
+    made = made_for(model, "edf")
+    made.pace = 0.5
+    gateway = told(made)
+    assert gateway.wire.idle
+    promise(gateway, "cmpl-a", 40, SLO(50.0, 10.0), handoff=PREFILLED)
+    add(made, "cmpl-a-0-0a1b2c3d", [7] * 40, 5, COMES)
+    assert not gateway.wire.idle
+    gateway.hear()
+    for _ in range(15):
+        made.step()
+    assert len(gateway.wire.messages) >= 6  # one a second
+    made.run()
+    assert gateway.wire.idle
+    clean(made)
+
+
 class Lazy(Preempting):
     """Passes over what has come, a few times."""
 

@@ -13,11 +13,12 @@ class CannotContinueError(Exception):
 
 
 class Call(Protocol):
-    """answer: the id that the server gives its response. ids: of the requests that it makes, a choice of a prompt each;
-    choices: of one prompt. target: its path with the query. begun: the client has had something of the response;
+    """tries: how often it was sent to a server. answer: the id that the server gives its response, another for each
+    try, so that what is left of one is not taken for the next. ids: of the requests that it makes, a choice of a prompt
+    each; choices: of one prompt. target: its path with the query. begun: the client has had something of the response;
     streamed: so many tokens, of one that has a single choice."""
 
-    answer: str
+    tries: int
     ids: tuple[str, ...]
     choices: int
     path: str
@@ -25,6 +26,9 @@ class Call(Protocol):
     streams: bool
     begun: bool
     streamed: int
+
+    @property
+    def answer(self) -> str: ...
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
         """Headers and body for a server. progress: what has come of it elsewhere, of a response that has begun; ids:
@@ -58,6 +62,11 @@ class Call(Protocol):
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """A response that does not stream, or an error that is the client's."""
         ...
+
+
+def name_of_try(id: str, tries: int) -> str:
+    """What a server's reports call a request, or name its response, of the so-manieth try."""
+    return id if tries <= 1 else f"{id}-t{tries}"
 
 
 Calls = dict[str, Call]  # by the id of each of its requests

@@ -7,7 +7,7 @@ that came past all of them keeps the engine's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,12 @@ class MissedReportError(Exception):
 
 
 class LinkReader:
-    """number: of the last report that is in."""
+    """own: the gateway's request that a name in reports means, empty for none. number: of the last report that is
+    in."""
 
-    def __init__(self, replica: str) -> None:
+    def __init__(self, replica: str, own: Callable[[str], str] = str) -> None:
         self._replica = replica
+        self._own = own
         self.number = -1  # no snapshot yet
         self._names: dict[str, str] = {}  # of requests, by the engine's id
         self._held: dict[str, Held] = {}
@@ -79,6 +81,16 @@ class LinkReader:
             self._held.pop(name, None)
         return report
 
+    def disown(self, id: str) -> None:
+        """What is told of this request so far is of an earlier try of it."""
+        for engines, name in self._names.items():
+            if name == id:
+                self._names[engines] = engines
+                self._batches = deque(
+                    [{engines if n == id else n: count for n, count in batch.items()} for batch in self._batches]
+                )
+        self._held.pop(id, None)
+
     def _event(self, row: list[Any], at: float) -> Event:
         if row[0] == "Offered":
             return self._offered(row[1], row[2])
@@ -93,7 +105,7 @@ class LinkReader:
     def _offered(self, fields: Mapping[str, Any], gateway_id: str) -> Offered:
         event = event_of(["Offered", fields], 0.0)
         assert isinstance(event, Offered)
-        name = gateway_id or event.id
+        name = self._own(gateway_id) or event.id
         self._names[event.id] = name
         return Offered(event.at, name, replace(event.request, id=name))
 

@@ -46,6 +46,7 @@ AGAIN = 1.0  # seconds from one look whether a server is there to the next
 SAID_EVERY = 60  # of such looks, one that fails is logged
 REST = 1.0  # seconds that it is given nothing after a failure
 RETRIES = 3  # times that a request which failed is placed again
+TRY = "~"  # in names of requests in reports, before the number of the try
 LAST_BYTES = 2.0  # seconds for the rest of responses whose requests have ended
 ABSENT = 10.0  # seconds that a request may be open here and unknown to its engine, after reports were missed
 REPORT_WAIT = 0.25  # seconds that the end of a response waits for its verdict
@@ -109,15 +110,15 @@ class ServerHost(KVBetweenServers):
         self._step_timeout = step_timeout
         self._patient = patient
         self._link: Link | None = None
-        self._reader = LinkReader(id)
+        self._reader = LinkReader(id, self._own)
         self._greeted: asyncio.Future[Message] | None = None
         self._ahead = 0.0  # what the engine core's clock shows more than this one
         self._trip = float("inf")  # seconds of the fastest ping so far
         self._mirror: Mirror | None = None
         self._role: Role | None = None
         self._mine: dict[str, Call] = {}  # by the id of each request that is here
-        self._serving: dict[str, asyncio.Task[None]] = {}  # by answer
-        self._news: dict[str, asyncio.Event] = {}  # by answer: a request of it has ended
+        self._serving: dict[str, asyncio.Task[None]] = {}  # by a call's first id
+        self._news: dict[str, asyncio.Event] = {}  # by a call's first id: a request of it has ended
         self.rests_until = 0.0
         self._no_kv_moves()
         self._absent: dict[str, float] = {}  # of those here that a snapshot has not shown: since when
@@ -175,19 +176,23 @@ class ServerHost(KVBetweenServers):
         call = self._calls[request.id]
         mirror.submit(request, self.clock.now())
         self._mine[request.id] = call
-        if call.answer not in self._serving:  # else with the first of its requests
+        if call.ids[0] not in self._serving:  # else with the first of its requests
             self._send(call, request)
 
     def _send(self, call: Call, request: Request, kv: KV | None = None) -> None:
         """kv: of its prompt, where another server has it."""
+        call.tries += 1
+        for id in call.ids if call.tries > 1 else ():
+            self._reader.disown(id)
         if self._link is not None:
-            commands = [expect(call.answer, call.ids, call.choices, shifted_request(request, self._ahead))]
+            names = tuple([f"{id}{TRY}{call.tries}" for id in call.ids])
+            commands = [expect(call.answer, names, call.choices, shifted_request(request, self._ahead))]
             if request.progress is not None and request.progress.demoted:
                 commands.append(demote(call.answer))
             self._link.send({"kind": "do", "commands": commands})
-        self._news[call.answer] = asyncio.Event()
+        self._news[call.ids[0]] = asyncio.Event()
         task = asyncio.ensure_future(self._serve(call, request, kv, kv is None and self._prefills))
-        self._serving[call.answer] = task
+        self._serving[call.ids[0]] = task
         task.add_done_callback(lambda done: self._served(call, done))
 
     def resume(self, id: str) -> None:
@@ -228,7 +233,7 @@ class ServerHost(KVBetweenServers):
 
     async def close(self) -> None:
         """Leave the server; what it serves for this gateway ends as failed. The last bytes of what has ended pass."""
-        open_ = {call.answer for call in self._mine.values()}
+        open_ = {call.ids[0] for call in self._mine.values()}
         if ending := [task for answer, task in self._serving.items() if answer not in open_]:
             await asyncio.wait(ending, timeout=LAST_BYTES)
         for id in list(self._mine):
@@ -357,7 +362,7 @@ class ServerHost(KVBetweenServers):
 
     async def _heard_of(self, call: Call) -> None:
         """Wait for the link to tell of the ends of its requests, but not for long."""
-        news = self._news.get(call.answer)
+        news = self._news.get(call.ids[0])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPORT_WAIT):
                 while (
@@ -427,9 +432,9 @@ class ServerHost(KVBetweenServers):
 
     def _served(self, call: Call, task: asyncio.Task[None]) -> None:
         """Nothing of a call is under way here any more. An error here is one of ours: it must not stay in flight."""
-        if self._serving.get(call.answer) is task:
-            del self._serving[call.answer]
-            self._news.pop(call.answer, None)
+        if self._serving.get(call.ids[0]) is task:
+            del self._serving[call.ids[0]]
+            self._news.pop(call.ids[0], None)
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
@@ -438,8 +443,8 @@ class ServerHost(KVBetweenServers):
 
     def _leave(self, call: Call) -> None:
         """Take no more of its response: the server ends what is left of it."""
-        task = self._serving.pop(call.answer, None)
-        self._news.pop(call.answer, None)
+        task = self._serving.pop(call.ids[0], None)
+        self._news.pop(call.ids[0], None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
@@ -474,7 +479,7 @@ class ServerHost(KVBetweenServers):
             if isinstance(event, Finished | HandedOff):
                 self._prefilled.pop(event.id, None)
                 del self._mine[event.id]
-                if (news := self._news.get(call.answer)) is not None:
+                if (news := self._news.get(call.ids[0])) is not None:
                     news.set()
                 if isinstance(event, HandedOff) and not any(id in self._mine for id in call.ids):
                     self._leave(call)
@@ -573,7 +578,7 @@ class ServerHost(KVBetweenServers):
             call = self._mine.get(id)
             if call is not None and cached:  # its response says the rest
                 self._prefilled[id] = told
-                if (news := self._news.get(call.answer)) is not None:
+                if (news := self._news.get(call.ids[0])) is not None:
                     news.set()
                 continue
             request = mirror.moved(id, reason, at)
@@ -592,6 +597,12 @@ class ServerHost(KVBetweenServers):
         least, most = message["clock"] - heard, message["clock"] - asked
         ahead: float = (message["clock"] - message["unix"]) - (heard - unix_time())
         self._ahead = ahead if least <= ahead <= most else (least + most) / 2
+
+    def _own(self, name: str) -> str:
+        """The request here that a report's name means; empty where it is none, or an earlier try of it."""
+        id, _, tries = name.rpartition(TRY)
+        call = self._mine.get(id)
+        return id if call is not None and tries == str(call.tries) else ""
 
     def _command(self, *commands: list[Any]) -> None:
         if self._link is not None:

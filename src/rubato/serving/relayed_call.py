@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from rubato.core.events import Event, Finished
 from rubato.core.request import Progress, Request
-from rubato.fleet.call import CannotContinueError
+from rubato.fleet.call import CannotContinueError, name_of_try
 from rubato.fleet.sse_relay import END, may_be_last
 from rubato.fleet.upstream import Headers
 from rubato.serving import slo_report
@@ -56,7 +56,8 @@ class RelayedCall:
         counted: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.path, self.target = path, f"{path}?{query}" if query else path
-        self.answer = answer
+        self.tries = 0
+        self._answer = answer
         self.ids = tuple([request.id for request in requests])
         self.choices = choices
         self.streams = bool(fields.get("stream"))
@@ -80,7 +81,11 @@ class RelayedCall:
     @property
     def _short_id(self) -> str:
         """Of which vLLM makes the response's id."""
-        return self.answer.partition("-")[2] or self.answer
+        return self._answer.partition("-")[2] or self._answer
+
+    @property
+    def answer(self) -> str:
+        return name_of_try(self._answer, self.tries)
 
     # ----------------------------------------------------------------- events
 
@@ -95,7 +100,9 @@ class RelayedCall:
     # ----------------------------------------------------------------- towards the server
 
     def sent(self, progress: Progress | None, ids: tuple[int, ...] | None = None) -> tuple[Headers, bytes]:
-        headers = [*self._headers, ("x-request-id", self._short_id)]
+        headers = [*self._headers, ("x-request-id", name_of_try(self._short_id, self.tries))]
+        if self.tries > 1 and self._fields.get("request_id") == self._answer:
+            return headers, written({**self._fields, "request_id": self.answer})
         if not self.begun:
             return headers, self._raw
         if len(self.ids) > 1:
@@ -173,8 +180,7 @@ class RelayedCall:
     async def write(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._again:
-            data = self._as_before(data)
+        data = self._as_before(data) if self._again else self._named(data)
         if self._kept is not None:
             self._kept_bytes += len(data)
             if self._kept_bytes > MOST_KEPT:
@@ -186,8 +192,7 @@ class RelayedCall:
     async def end(self, rest: bytes) -> None:
         if self._deaf:
             return
-        if self._again:
-            rest = self._as_before(rest)
+        rest = self._as_before(rest) if self._again else self._named(rest)
         if self.path in (CHAT, TEXT):
             rest = self._with_verdict(rest)
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
@@ -196,6 +201,7 @@ class RelayedCall:
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         if self._deaf:
             return
+        body = self._named(body)
         if status == 200 and (about := self.verdict()):
             try:
                 fields = orjson.loads(body)
@@ -235,6 +241,10 @@ class RelayedCall:
                 chunks[at] = b"data: " + orjson.dumps({**orjson.loads(chunks[at][6:]), **about})
                 break
         return END.join(chunks)
+
+    def _named(self, data: bytes) -> bytes:
+        """Chunks, or a response, with the id that the client's was given at first."""
+        return data if self.tries <= 1 else data.replace(self.answer.encode(), self._answer.encode())
 
     def _as_before(self, data: bytes) -> bytes:
         """Chunks of another response as if they were of the first: its id, no second role, the counts of both."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rubato.core.events import Event, Finished, Offered, Tokens
-from rubato.core.link_messages import Contract, Message, contract_of, event_row
+from rubato.core.link_messages import HEARTBEAT, Contract, Message, contract_of, event_row
 from rubato.core.plan import Shape
 from rubato.core.request import without_texts
 from rubato.engines.vllm.gateway_link import GatewayLink
@@ -38,6 +38,7 @@ class GatewayReports:
     def __init__(self, link: GatewayLink) -> None:
         self.link = link
         self._number = 0
+        self._told = 0.0  # when the last report was sent
         self._rows: list[list[Any]] = []
         self._shown: dict[str, tuple[int, int]] = {}  # of each request that holds KV: tokens and blocks, as last told
         self._hits: dict[str, int] = {}  # of each that waits: tokens that the prefix cache has, as last told
@@ -94,6 +95,8 @@ class GatewayReports:
             self._forget(seq.id, open)
             self._shown.pop(seq.id, None)
             self._hits.pop(seq.id, None)
+        if type(event) is Offered:
+            self.link.busy()  # (it may wait for its KV, and no batch run)
         if not self.link.listeners:
             return
         if type(event) is Offered:
@@ -160,7 +163,8 @@ class GatewayReports:
                 said["done"] = done
             if held := self._changed(seqs):
                 said["held"] = held
-            if done is not None or held or self._rows:
+            silent = seqs and now - self._told >= HEARTBEAT
+            if done is not None or held or self._rows or silent:
                 self._send(now, said)
         else:
             self._rows.clear()
@@ -185,6 +189,7 @@ class GatewayReports:
 
     def _send(self, now: float, said: Message) -> None:
         self._number += 1
+        self._told = now
         if self._rows:
             said["events"], self._rows = self._rows, []
         self.link.report({"kind": "report", "n": self._number, "at": now, **said})
